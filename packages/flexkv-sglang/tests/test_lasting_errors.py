@@ -70,6 +70,38 @@ def test_pages_come_back_if_every_poll_fails(
 
 
 @CALLS
+def test_a_poll_that_succeeds_again_enables_nothing(
+    make_rank: Callable[..., Rank],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+) -> None:
+    """The copies have ended for good."""
+    rank = make_rank()
+    side = rank.side
+    assert rank.store(hashes_of("before", 3), [4, 5, 6])
+    offload(rank, "a")
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        break_polls(rank, patch, call)
+        assert [side.ended_offloads() for _ in range(_FAILED_POLLS)][-1] == 1
+    assert not side.take_offload()
+    for change in (
+        lambda: side.weights_changed(flushed=True),
+        side.reset,
+        side.clear,
+    ):
+        assert side.ended_offloads() == 0
+        change()
+        assert not side.load("r", hashes_of("before", 3), [7, 8, 9])
+        offload(rank, "b")
+        assert side.ended_offloads() == 1
+        assert not side.take_offload()
+        assert side.lookup("r", hashes_of("b", 3)) == []
+    assert not side.clear()
+    assert len([each for each in caplog.records if "consecutive" in each.message]) == 1
+
+
+@CALLS
 def test_polls_that_fail_now_and_then_disable_nothing(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

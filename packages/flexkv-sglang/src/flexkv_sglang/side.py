@@ -391,7 +391,9 @@ class RankSide:
         with self._boundary.guard("measuring a step", "its time is not measured", loses=False):
             step, self._step = self._step, 0
             self._chooser.timer.ended(step)
-        self._failed_polls = 0 if self._polled() else self._failed_polls + 1
+        # A success after too many failures enables nothing: the copies have ended for good.
+        lasts = self._failed_polls >= _FAILED_POLLS
+        self._failed_polls = 0 if self._polled() and not lasts else self._failed_polls + 1
         if self._failed_polls >= _FAILED_POLLS and self._gave_up():
             return len(self._pending)
         return len([*takewhile(lambda each: not each.transfer_id, self._pending)])
@@ -585,7 +587,7 @@ class RankSide:
             if offload.transfer_id:
                 # Another rank may copy on, out of pages that SGLang gives to others.
                 cache.discard(offload.transfer_id)
-        cache.suspend()
+        cache.stop()
         if self._figures is not None:
             self._figures.note_activity()
         if self._waiting is not None:
