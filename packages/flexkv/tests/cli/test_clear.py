@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from packages.flexkv.tests.cli.stores import OTHER_FINGERPRINT, Cache, Flexkv, FlexkvOnTerminal
@@ -25,6 +27,39 @@ def test_clear_names_and_leaves_a_folder_in_use(flexkv: Flexkv, cache: Cache) ->
         assert f"removed {cache.root / OTHER_FINGERPRINT}, " in ended.out
         assert [path.name for path in cache.root.iterdir()] == [cache.folder.name]
         assert flexkv("stat", cache.root, "--json").json["folders"][0]["owner"] == process
+
+
+def state_of(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Every file below a directory: inode, time of its last change, content."""
+    return {
+        str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes())
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_dry_run_says_what_clear_would_do_and_does_nothing(flexkv: Flexkv, cache: Cache) -> None:
+    with cache.owned() as process:
+        with cache.owned(fingerprint=OTHER_FINGERPRINT):
+            pass
+        other = cache.root / OTHER_FINGERPRINT
+        (other / "lock").unlink()
+        before = state_of(cache.root)
+        dry = flexkv("clear", cache.root, "--dry-run")
+        assert dry.code == 1
+        assert f"would skip {cache.folder}: in use by process {process}\n" in dry.out
+        assert f"would remove {other}, " in dry.out
+        assert state_of(cache.root) == before
+        real = flexkv("clear", cache.root, "--yes")
+        said = dry.out.replace("would remove", "removed").replace("would skip", "skipped")
+        assert real.out == said
+    (cache.folder / "notes").write_text("mine", encoding="utf-8")
+    dry = flexkv("clear", cache.root, "--dry-run", "--yes")
+    assert dry.code == 1
+    assert dry.out == f"would skip {cache.folder}: holds files that are not FlexKV's\n"
+    (cache.folder / "notes").unlink()
+    assert flexkv("clear", cache.root, "--dry-run").code == 0
+    assert cache.folder.exists()
 
 
 def test_clear_without_a_terminal_needs_yes(flexkv: Flexkv, cache: Cache) -> None:

@@ -80,8 +80,14 @@ def test_old_blocks_are_removed_and_engines_go_on(
     for path in (old, left):
         os.utime(path, (1e9, 1e9))
     monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
+    dry = flexkv("clear", "--dry-run", "--older-than", "7d")
+    assert dry.code == 0
+    assert dry.out.startswith(f"would remove 2 blocks of file://{folder}, ")
+    assert old.exists()
+    assert left.exists()
     ended = flexkv("clear", "--yes", "--older-than", "7d")
     assert ended.code == 0
+    assert dry.out == f"would remove{ended.out.removeprefix('removed')}"
     assert ended.out.startswith(f"removed 2 blocks of file://{folder}, ")
     assert not old.exists()
     assert not left.exists()

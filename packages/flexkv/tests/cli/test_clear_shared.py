@@ -55,6 +55,9 @@ def test_nothing_of_before_is_found_and_running_nodes_go_on_sharing(
 ) -> None:
     one, other = start(), start()
     one.do("store", "abc")
+    dry = flexkv("clear", "--dry-run")
+    assert (dry.code, dry.out) == (0, f"would clear {URL}, fingerprint {FINGERPRINT}\n")
+    assert start().do("fetch", "abc") == "abc"
     ended = flexkv("clear", "--yes")
     assert (ended.code, ended.out) == (0, f"cleared {URL}, fingerprint {FINGERPRINT}\n")
     assert other.do("fetch", "abc") == ""

@@ -21,6 +21,19 @@ COMMANDS = ["stat", "verify", "clear"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_directory_does_not_mean_the_current_one(
+    flexkv: Flexkv, cache: Cache, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A script's variable may be empty."""
+    cache.fill(1)
+    monkeypatch.chdir(cache.root)
+    ended = flexkv(name, "", *(["--yes"] if name == "clear" else []))
+    assert ended.code == 2
+    assert "'' from DIR on the command line is empty; allowed: " in ended.err
+    assert len(cache.records()) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_directory_that_does_not_exist_is_one_clear_error(
     flexkv: Flexkv, tmp_path: Path, name: str
 ) -> None:
@@ -115,6 +128,7 @@ def test_several_directories_are_looked_at_together(
         return [folder.get("path") or folder["folder"] for folder in folders]
 
     assert found(given) == expected
+    assert found(f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/a/") == expected
     monkeypatch.setenv("FLEXKV_SSD_CACHE_DIR", given)
     monkeypatch.setenv("FLEXKV_SSD_CACHE_GB", "1")
     assert found() == expected

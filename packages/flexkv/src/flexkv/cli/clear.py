@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove all caches of a directory that no engine owns. Files that are not FlexKV's stay. Without
+"""Remove all caches of directories that no engine owns. Files that are not FlexKV's stay. Without
 DIR, the command also clears the shared stores that the settings name: no engine finds their old
 blocks any more, and running engines go on sharing. The command asks first; without a terminal to
-ask on, it needs --yes. With --older-than it only removes old blocks of a shared folder. Exit code 0
-if all were removed, 1 if any was skipped or if the answer was no."""
+ask on, it needs --yes. With --dry-run it only says what it would do. With --older-than it only
+removes old blocks of a shared folder. Exit code 0 if all were removed, 1 if any was skipped or if
+the answer was no."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from flexkv.cli.common import Found, add_directory, find_folders, read_settings, size
+from flexkv.cli.common import Found, add_directories, find_folders, read_settings, size
 from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared_blocks
 from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import owner_of
-from flexkv.tiers.disk.removal import Removal, remove
+from flexkv.tiers.disk.removal import Removal, remove, would_remove
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
 
@@ -32,8 +33,11 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `Command.add_arguments`."""
-    add_directory(parser)
+    add_directories(parser)
     parser.add_argument("--yes", action="store_true", help="remove without asking")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only say what would be removed and cleared"
+    )
     parser.add_argument(
         "--fingerprint",
         metavar="NAME",
@@ -52,13 +56,20 @@ def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
     if args.older_than is not None:
         return _remove_older(args)
-    shared, found = _chosen(args.directory, args.fingerprint)
+    shared, found = _chosen(args.directories, args.fingerprint)
     if found.silent and not found.folders and not shared:
         return 1
+    if args.dry_run:
+        would = [
+            _outcome(path, would_remove, "would remove", "would skip") for path in found.folders
+        ]
+        for each in shared:
+            print(f"would clear {each.store}, fingerprint {each.fingerprint}")
+        return 0 if all(would) and not found.silent else 1
     if not args.yes and not _confirmed(found.folders, shared):
         print("nothing removed")
         return 1
-    removed = [_remove(path) for path in found.folders]
+    removed = [_outcome(path, remove, "removed", "skipped") for path in found.folders]
     cleared = [_clear(each) for each in shared]
     return 0 if all(removed + cleared) and not found.silent else 1
 
@@ -70,25 +81,29 @@ def _remove_older(args: argparse.Namespace) -> int:
             f"--older-than is {args.older_than!r} on the command line; allowed: a number and s, m, "
             "h or d, for example 7d"
         )
-    if args.directory is not None or args.fingerprint is not None:
+    if args.directories or args.fingerprint is not None:
         raise ConfigError(
             "--older-than is on the command line with DIR or --fingerprint; allowed: alone, for "
             "the folder of objects_url"
         )
     config = read_settings()
-    if not args.yes and not _agrees(f"Remove blocks older than {age[0]} in {config.objects_url}?"):
+    asks = not args.yes and not args.dry_run
+    if asks and not _agrees(f"Remove blocks older than {age[0]} in {config.objects_url}?"):
         print("nothing removed")
         return 1
     try:
-        files, count = remove_older(config, int(age[1]) * _UNITS[age[2]])
+        files, count = remove_older(config, int(age[1]) * _UNITS[age[2]], args.dry_run)
     except OSError as error:
         print(f"skipped {config.objects_url}: {reason_of(error)}")
         return 1
-    print(f"removed {files} blocks of {config.objects_url}, {size(count)}")
+    done = "would remove" if args.dry_run else "removed"
+    print(f"{done} {files} blocks of {config.objects_url}, {size(count)}")
     return 0
 
 
-def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[SharedBlocks], Found]:
+def _chosen(
+    directories: Sequence[str], fingerprint: str | None
+) -> tuple[list[SharedBlocks], Found]:
     """The blocks to clear in shared stores, and the folders to remove.
 
     Raises:
@@ -98,17 +113,17 @@ def _chosen(directory: str | None, fingerprint: str | None) -> tuple[list[Shared
         StoreSettingError: a store cannot be used as the settings name it.
     """
     _check_fingerprint(fingerprint)
-    if directory is not None:
+    if directories:
         if fingerprint is not None:
             raise _needless(fingerprint, "DIR is cleared, and no shared store")
-        return [], find_folders(directory, leftovers=True)
+        return [], find_folders(directories, leftovers=True)
     config = read_settings()
     has_store = config.objects_url is not None or config.mooncake_metadata is not None
     if fingerprint is not None and not has_store:
         raise _needless(fingerprint, "the settings name no shared store")
     found = Found([], [])
     if config.ssd_cache_dir or not has_store:
-        found = find_folders(None, leftovers=True)
+        found = find_folders([], leftovers=True)
     try:
         shared = shared_blocks(config, fingerprint, found.folders)
     except OSError as error:
@@ -165,26 +180,32 @@ def _count(folders: list[str]) -> str:
     return "1 folder" if len(folders) == 1 else f"{len(folders)} folders"
 
 
-def _remove(path: str) -> bool:
-    """Remove one folder and print the outcome. False if it was skipped."""
+def _outcome(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> bool:
+    """Remove one folder and print the outcome. False if it was skipped.
+
+    Args:
+        path: the folder.
+        act: `remove`, or `would_remove`.
+        done: what is printed before the path.
+        skipped: likewise, if the folder stays.
+    """
     try:
-        problem, count = call_beside(path, functools.partial(_try_to_remove, path))
+        problem, count = call_beside(path, functools.partial(_try, act, path))
     except HungError as error:
         problem = str(error)
     except OSError as error:
         problem = reason_of(error)
     if problem:
-        print(f"skipped {path}: {problem}")
+        print(f"{skipped} {path}: {problem}")
         return False
-    print(f"removed {path}, {size(count)}")
+    print(f"{done} {path}, {size(count)}")
     return True
 
 
-def _try_to_remove(path: str) -> tuple[str, int]:
-    """Remove one folder. Returns why it was not removed, empty if it was, and the bytes that it
-    took on disk."""
+def _try(act: Callable[[str], Removal], path: str) -> tuple[str, int]:
+    """Returns why `act` does not remove a folder, empty if it does, and its bytes on disk."""
     count = cache_directory.disk_bytes(path)
-    removal = remove(path)
+    removal = act(path)
     if removal is Removal.REMOVED:
         return "", count
     problem = removal.value

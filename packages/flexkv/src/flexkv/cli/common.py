@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import stat
@@ -20,12 +21,12 @@ from flexkv.types.errors import ConfigError, DiskError
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def add_directory(parser: argparse.ArgumentParser) -> None:
-    """Add the argument DIR; its value is `directory`, None if it is missing."""
+def add_directories(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments DIR; their value is the list `directories`, empty if there are none."""
     parser.add_argument(
-        "directory",
+        "directories",
         metavar="DIR",
-        nargs="?",
+        nargs="*",
         help="a cache directory, or several separated by `;`, as in an engine's ssd_cache_dir; "
         "default: that setting, from the environment or the file named by FLEXKV_CONFIG_PATH",
     )
@@ -49,14 +50,14 @@ class Found:
     silent: list[str]
 
 
-def find_folders(given: str | None, leftovers: bool = False) -> Found:
+def find_folders(given: Sequence[str], leftovers: bool = False) -> Found:
     """Find FlexKV's folders in the given directories, or in those of the settings.
 
     Directories that do not answer within `ANSWER_SECONDS` are named on standard error; the folders
     of the others are returned.
 
     Args:
-        given: DIR of the command line; None for the directories of the settings.
+        given: each DIR of the command line; none for the directories of the settings.
         leftovers: include folders whose removal was interrupted.
 
     Raises:
@@ -90,7 +91,7 @@ def cache_folders(given: str) -> list[str]:
     Raises:
         DiskError: a path is not a directory or cannot be read, or no directory holds a cache.
     """
-    roots, source = _roots(given)
+    roots, source = _roots([given])
     found = _folders_of(_look(root, source, False) for root in roots)
     if not found:
         raise _no_cache(roots, source)
@@ -115,6 +116,8 @@ def read_settings() -> CacheConfig:
 
 def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
     """FlexKV's folders in a directory, or why it cannot be used."""
+    if not root:  # as of an empty variable; it does not mean the current directory
+        return DiskError(_refusal(root, source, "is empty"))
     path = os.path.abspath(root)
     try:
         mode = os.stat(path).st_mode
@@ -136,17 +139,18 @@ def _folders_of(looks: Iterable[list[str] | DiskError]) -> list[str]:
         if isinstance(look, DiskError):
             raise look
         found += look
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _no_cache(roots: Sequence[str], source: str) -> DiskError:
     return DiskError(_refusal(";".join(roots), source, "holds no cache of FlexKV"))
 
 
-def _roots(given: str | None) -> tuple[Sequence[str], str]:
+def _roots(given: Sequence[str]) -> tuple[Sequence[str], str]:
     """The directories, and their source."""
-    if given is not None:
-        return [part for part in given.split(";") if part] or [given], "DIR on the command line"
+    if given:
+        parts = [[part for part in each.split(";") if part] or [each] for each in given]
+        return [*itertools.chain.from_iterable(parts)], "DIR on the command line"
     roots = read_settings().ssd_cache_dir
     if not roots:
         raise ConfigError(

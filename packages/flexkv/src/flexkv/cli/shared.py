@@ -42,8 +42,8 @@ class SharedBlocks:
         return epochs.clear(self.record)
 
 
-def remove_older(config: CacheConfig, seconds: float) -> tuple[int, int]:
-    """Remove the old blocks in a shared folder.
+def remove_older(config: CacheConfig, seconds: float, dry_run: bool) -> tuple[int, int]:
+    """Remove the old blocks in a shared folder, or only count them.
 
     Returns:
         The number of files, and their bytes.
@@ -60,7 +60,7 @@ def remove_older(config: CacheConfig, seconds: float) -> tuple[int, int]:
         )
     from flexkv.tiers.objects.shared_folder import remove_older
 
-    return remove_older(str(config.objects_url), seconds)
+    return remove_older(str(config.objects_url), seconds, dry_run)
 
 
 def is_fingerprint(text: str) -> bool:

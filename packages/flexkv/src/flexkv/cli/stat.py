@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 
 from flexkv.cli.common import (
     Found,
-    add_directory,
+    add_directories,
     add_json,
     blocks,
     find_folders,
@@ -88,13 +88,13 @@ _TEXTS = ("store", "tier", "fingerprint", "reads", "writes")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `Command.add_arguments`."""
-    add_directory(parser)
+    add_directories(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    found, stores = _chosen(args.directory)
+    found, stores = _chosen(args.directories)
     states, unreadable = [], 0
     for path in found.folders:
         try:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             "folders": [asdict(state) for state in states],
             "totals": asdict(totals),
         }
-        if args.directory is None:
+        if not args.directories:
             content["stores"] = [asdict(store) for store in stores]
         print_json(content)
         return code
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
+def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:
     """The folders to print, and the stores that running engines report.
 
     Raises:
@@ -150,8 +150,8 @@ def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
             read or does not answer.
         DiskError: a directory cannot be read or holds no cache; see `find_folders`.
     """
-    if directory is not None:
-        return find_folders(directory), []
+    if directories:
+        return find_folders(directories), []
     config = read_settings()
     root = config.session_root
     try:
@@ -163,7 +163,7 @@ def _chosen(directory: str | None) -> tuple[Found, list[StoreState]]:
     if has_store and not config.ssd_cache_dir:
         return Found([], []), stores
     try:
-        return find_folders(None), stores
+        return find_folders([]), stores
     except DiskError as error:
         # An engine may be waiting for this directory: its report says more.
         if not stores:

@@ -21,7 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from flexkv.cli.common import add_directory, add_json, blocks, find_folders, print_json, size
+from flexkv.cli.common import add_directories, add_json, blocks, find_folders, print_json, size
 from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
 from flexkv.types.deadline import call_beside
@@ -37,13 +37,13 @@ one line; JSON lists all of them. Not tuned."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `Command.add_arguments`."""
-    add_directory(parser)
+    add_directories(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    found = find_folders(args.directory)
+    found = find_folders(args.directories)
     begun = time.monotonic()
     reports, unreadable = [], 0
     with _progress() as progress:

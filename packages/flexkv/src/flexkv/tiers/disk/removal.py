@@ -172,20 +172,52 @@ def remove(path: str) -> Removal:
         os.close(above)
 
 
+def would_remove(path: str) -> Removal:
+    """What `remove` would do now. Changes nothing.
+
+    Raises:
+        OSError: as `remove`.
+    """
+    if not may_be_ours(path):
+        raise _not_ours(path)
+    folder = open_folder(path)
+    try:
+        with contextlib.suppress(FileNotFoundError):  # without a lock, no process owns it
+            if not _is_free(folder):
+                return Removal.IN_USE
+        _, alone = _own_files(folder, path)
+    finally:
+        os.close(folder)
+    return Removal.REMOVED if alone else Removal.FOREIGN_FILES
+
+
+def _not_ours(path: str) -> OSError:
+    return OSError(errno.EEXIST, "holds no table of FlexKV", path)
+
+
+def _own_files(folder: int, path: str) -> tuple[list[str], bool]:
+    """FlexKV's files in the open directory `folder`, and whether there are no others.
+
+    Raises:
+        OSError: a system call failed, or a newer FlexKV wrote the folder.
+    """
+    if version := newer_version(folder):
+        reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
+        raise OSError(errno.EEXIST, reason, path)
+    names = os.listdir(folder)
+    ours = [name for name in names if is_own(name) and is_regular(folder, name)]
+    return ours, len(ours) == len(names)
+
+
 def _remove_in(above: int, path: str) -> Removal:
     """`remove` the folder at `path`, which is in the open directory `above`."""
     if not may_be_ours(path, above):
-        raise OSError(errno.EEXIST, "holds no table of FlexKV", path)
+        raise _not_ours(path)
     folder = lock_folder(path, above)
     if folder is None:
         return Removal.IN_USE
     try:
-        if version := newer_version(folder.fd):
-            reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
-            raise OSError(errno.EEXIST, reason, path)
-        names = os.listdir(folder.fd)
-        ours = [name for name in names if is_own(name) and is_regular(folder.fd, name)]
-        alone = len(ours) == len(names)
+        ours, alone = _own_files(folder.fd, path)
         base = os.path.basename(path)
         if alone and REMOVED not in base:
             # An engine that starts meanwhile can create the folder again at once.

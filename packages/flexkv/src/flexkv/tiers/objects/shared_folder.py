@@ -56,9 +56,10 @@ def open_shared_folder(url: str) -> LocalStore:
     return LocalStore(path)
 
 
-def remove_older(url: str, seconds: float) -> Freed:
+def remove_older(url: str, seconds: float, dry_run: bool = False) -> Freed:
     """Remove the blocks that were written more than `seconds` ago, and what writers that were
-    killed have left. Engines may run meanwhile: for them a removed block is a miss.
+    killed have left. Engines may run meanwhile: for them a removed block is a miss. With `dry_run`,
+    only count these files.
 
     Raises:
         StoreSettingError: see `open_shared_folder`.
@@ -73,9 +74,10 @@ def remove_older(url: str, seconds: float) -> Freed:
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(path)
                 if stat.S_ISREG(status.st_mode) and status.st_mtime < before:
-                    os.unlink(path)
+                    if not dry_run:
+                        os.unlink(path)
                     files, size = files + 1, size + status.st_size
-        if folder != root:
+        if folder != root and not dry_run:
             with contextlib.suppress(OSError):  # it holds newer files
                 os.rmdir(folder)
     return Freed(files, size)
