@@ -36,6 +36,19 @@ def test_a_figure_that_is_outdated_is_noticed() -> None:
     assert missing("0.005 of 8,192 tokens, .245", "0.004 for 8,192 tokens: .245") == ["0.005"]
 
 
+def rows(page: str) -> list[str]:
+    """The rows of the tables that compare five columns, without references to notes."""
+    found = re.findall(r"^\|(?: [^|]+ \|){5}$", page, re.MULTILINE)
+    return [re.sub(r" \[\d+\]", "", row) for row in found]
+
+
+def test_the_comparison_is_that_of_its_page() -> None:
+    compared = rows(README)
+    assert len(compared) == 10
+    page = rows((ROOT / "docs/pages/compare.md").read_text(encoding="utf-8"))
+    assert [row for row in compared if row not in page] == []
+
+
 def test_there_is_one_picture_and_the_command_that_ci_runs() -> None:
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
     assert "pip install nox && nox -s tests" in README
