@@ -54,14 +54,29 @@ def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
     return ended
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", "2>&-"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_stream_that_is_closed_changes_nothing(cache: Cache, name: str, closed: str) -> None:
+def test_an_input_or_errors_that_are_closed_change_nothing(
+    cache: Cache, name: str, closed: str
+) -> None:
     cache.fill(2)
     arguments = ARGUMENTS.get(name, "$DIR")
     # What the doctor finds depends on the machine.
     expected = shell(f"$flexkv {name} {arguments}", cache).returncode if name == "doctor" else 0
     assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == expected
+    assert cache.folder.exists() == (name != "clear")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_output_that_is_closed_is_an_error_after_the_work(
+    cache: Cache, name: str, closed: str
+) -> None:
+    cache.fill(2)
+    ended = shell(f"$flexkv {name} {ARGUMENTS.get(name, '$DIR')} {closed}", cache)
+    assert ended.returncode == 1
+    said = f"flexkv {name}: error: the output cannot be written: Bad file descriptor\n"
+    assert ended.stderr == ("" if "2>&-" in closed else said)
     assert cache.folder.exists() == (name != "clear")
 
 
@@ -94,7 +109,9 @@ def test_an_output_that_cannot_be_written_is_one_clear_error(cache: Cache, name:
     cache.fill(2)
     ended = shell(f"$flexkv {name} {ARGUMENTS.get(name, '$DIR')} >/dev/full", cache)
     assert ended.returncode == 1
-    assert ended.stderr == f"flexkv {name}: error: No space left on device\n"
+    assert ended.stderr == (
+        f"flexkv {name}: error: the output cannot be written: No space left on device\n"
+    )
 
 
 def test_a_reader_that_has_enough_is_no_error(cache: Cache) -> None:

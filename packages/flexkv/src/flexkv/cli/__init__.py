@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO
     except OSError as error:
         _drop_output()
-        print(f"flexkv {command.NAME}: error: {reason_of(error)}", file=sys.stderr)
+        what = "" if error.filename else "the output cannot be written: "
+        print(f"flexkv {command.NAME}: error: {what}{reason_of(error)}", file=sys.stderr)
         return NO
     return code
 
@@ -105,8 +106,10 @@ def _open_standard_streams() -> None:
     """Open the standard streams that the process was started without, and let standard output take
     any text.
 
-    Without them, the first file that the process opens would become a standard stream. A path need
-    not be UTF-8, and a terminal's encoding may lack a character: such text is printed as escapes.
+    Without them, the first file that the process opens would become a standard stream. What is
+    printed where standard output is missing is an error, as on a full disk; errors without standard
+    error are lost. A path need not be UTF-8, and a terminal's encoding may lack a character: such
+    text is printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -114,7 +117,7 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is not None:
             continue
         # `os.open` returns the lowest free descriptor; all below it are open by now.
-        fd = os.open(os.devnull, os.O_RDWR)
+        fd = os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)
         if fd != number:
             os.dup2(fd, number)
             os.close(fd)
