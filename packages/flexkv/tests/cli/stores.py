@@ -123,3 +123,12 @@ class FlexkvOnTerminal(Protocol):
     """Runs the command `flexkv` with arguments on a terminal, and types `answer`."""
 
     def __call__(self, *arguments: object, answer: str = "") -> Ended: ...
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All files below a folder with times and bytes."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

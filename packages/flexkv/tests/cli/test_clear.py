@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from packages.flexkv.tests.cli.stores import OTHER_FINGERPRINT, Cache, Flexkv, FlexkvOnTerminal
+from packages.flexkv.tests.cli.stores import (
+    OTHER_FINGERPRINT,
+    Cache,
+    Flexkv,
+    FlexkvOnTerminal,
+    snapshot,
+)
 
 
 def test_clear_removes_what_no_engine_owns(flexkv: Flexkv, cache: Cache) -> None:
@@ -29,37 +33,33 @@ def test_clear_names_and_leaves_a_folder_in_use(flexkv: Flexkv, cache: Cache) ->
         assert flexkv("stat", cache.root, "--json").json["folders"][0]["owner"] == process
 
 
-def state_of(root: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every file below a directory: inode, time of its last change, content."""
-    return {
-        str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes())
-        for path in root.rglob("*")
-        if path.is_file()
-    }
-
-
 def test_a_dry_run_says_what_clear_would_do_and_does_nothing(flexkv: Flexkv, cache: Cache) -> None:
     with cache.owned() as process:
         with cache.owned(fingerprint=OTHER_FINGERPRINT):
             pass
         other = cache.root / OTHER_FINGERPRINT
         (other / "lock").unlink()
-        before = state_of(cache.root)
+        before = snapshot(cache.root)
         dry = flexkv("clear", cache.root, "--dry-run")
         assert dry.code == 1
         assert f"would skip {cache.folder}: in use by process {process}\n" in dry.out
         assert f"would remove {other}, " in dry.out
-        assert state_of(cache.root) == before
+        assert snapshot(cache.root) == before
         real = flexkv("clear", cache.root, "--yes")
         said = dry.out.replace("would remove", "removed").replace("would skip", "skipped")
         assert real.out == said
     (cache.folder / "notes").write_text("mine", encoding="utf-8")
     dry = flexkv("clear", cache.root, "--dry-run", "--yes")
     assert dry.code == 1
-    assert dry.out == f"would skip {cache.folder}: holds files that are not FlexKV's\n"
-    (cache.folder / "notes").unlink()
+    foreign = "which holds files that are not FlexKV's and stays"
+    which = f"FlexKV's files in {cache.folder}, {foreign}\n"
+    assert dry.out == f"would remove {which}"
+    (cache.folder / "notes").rename(cache.root / "notes")
     assert flexkv("clear", cache.root, "--dry-run").code == 0
     assert cache.folder.exists()
+    (cache.root / "notes").rename(cache.folder / "notes")
+    assert flexkv("clear", cache.root, "--yes").out == f"removed {which}"
+    assert [path.name for path in cache.folder.iterdir()] == ["notes"]
 
 
 def test_clear_without_a_terminal_needs_yes(flexkv: Flexkv, cache: Cache) -> None:

@@ -21,7 +21,7 @@ from flexkv.cli.doctor_disk import check_directory, measure
 from flexkv.cli.doctor_findings import Finding, Level, run_checks
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
-from packages.flexkv.tests.cli.stores import Cache, Ended
+from packages.flexkv.tests.cli.stores import Cache, Ended, snapshot
 
 Doctor = Callable[..., Ended]
 NOBODY = 65534
@@ -64,15 +64,6 @@ def levels(ended: Ended) -> dict[str, str]:
         worst = max(order.index(each["level"]), order.index(found.get(each["check"], "ok")))
         found[each["check"]] = order[worst]
     return found
-
-
-def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """All files below a folder with times and bytes."""
-    return {
-        str(path): (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes())
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def test_a_machine_that_fits_has_no_problem(doctor: Doctor, tmp_path: Path) -> None:

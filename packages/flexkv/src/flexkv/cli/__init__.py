@@ -106,10 +106,9 @@ def _open_standard_streams() -> None:
     """Open the standard streams that the process was started without, and let standard output take
     any text.
 
-    Without them, the first file that the process opens would become a standard stream. What is
-    printed where standard output is missing is an error, as on a full disk; errors without standard
-    error are lost. A path need not be UTF-8, and a terminal's encoding may lack a character: such
-    text is printed as escapes.
+    Without them, the first file that the process opens would become a standard stream. A command
+    that prints without a standard output fails, as on a full disk. A path need not be UTF-8, and a
+    terminal's encoding may lack a character: such text is printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

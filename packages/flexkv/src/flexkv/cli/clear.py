@@ -181,7 +181,7 @@ def _count(folders: list[str]) -> str:
 
 
 def _outcome(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> bool:
-    """Remove one folder and print the outcome. False if it was skipped.
+    """Remove one folder and print the outcome. False if the folder stays.
 
     Args:
         path: the folder.
@@ -190,28 +190,24 @@ def _outcome(path: str, act: Callable[[str], Removal], done: str, skipped: str) 
         skipped: likewise, if the folder stays.
     """
     try:
-        problem, count = call_beside(path, functools.partial(_try, act, path))
+        whole, line = call_beside(path, functools.partial(_try, path, act, done, skipped))
     except HungError as error:
-        problem = str(error)
+        whole, line = False, f"{skipped} {path}: {error}"
     except OSError as error:
-        problem = reason_of(error)
-    if problem:
-        print(f"{skipped} {path}: {problem}")
-        return False
-    print(f"{done} {path}, {size(count)}")
-    return True
+        whole, line = False, f"{skipped} {path}: {reason_of(error)}"
+    print(line)
+    return whole
 
 
-def _try(act: Callable[[str], Removal], path: str) -> tuple[str, int]:
-    """Returns why `act` does not remove a folder, empty if it does, and its bytes on disk."""
+def _try(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> tuple[bool, str]:
+    """Whether `act` removes a whole folder, and the line that says so."""
     count = cache_directory.disk_bytes(path)
     removal = act(path)
-    if removal is Removal.REMOVED:
-        return "", count
-    problem = removal.value
     if removal is Removal.IN_USE:
-        problem += f" by process {_owner(path)}"
-    return problem, count
+        return False, f"{skipped} {path}: {removal.value} by process {_owner(path)}"
+    if removal is Removal.FOREIGN_FILES:
+        return False, f"{done} FlexKV's files in {path}, which {removal.value} and stays"
+    return True, f"{done} {path}, {size(count)}"
 
 
 def _clear(shared: SharedBlocks) -> bool:
