@@ -168,8 +168,9 @@ class Story:
         self.end_transfers(Status.FAILED)
         transfer = self.begin_store(self.text(3))
         if transfer is not None:
-            torn = transfer.id
-            self.attempt(lambda: cache.discard(torn, range(1, 3)))
+            # An error before may keep slots until the cache has recovered: fewer blocks than asked.
+            torn, later = transfer.id, range(1, len(transfer.keys))
+            self.attempt(lambda: cache.discard(torn, later))
         self.end_transfers()
         transfer = self.begin_store(self.text(2))
         if transfer is not None:
