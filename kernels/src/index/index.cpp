@@ -293,7 +293,8 @@ void Index::expel_stale(const std::vector<Block*>& blocks) {
   }
 }
 
-void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing) {
+void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing,
+                   const std::vector<Block*>& pinned) {
   sweep(blocks_.size());
   std::vector<bool> was_evictable(blocks_.size());
   for (const Block* const block : blocks_) {
@@ -309,7 +310,7 @@ void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>&
       end_life(block);
     }
   }
-  count_uses(leased);
+  count_uses(leased, pinned);
   free_.clear();
   std::vector<bool> used(blocks_.size());
   for (const auto& kept : {blocks_, leased, writing}) {
@@ -327,19 +328,27 @@ void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>&
   inform_policy(was_evictable);
 }
 
-// Counts the leases, of which these are all, and the children of all blocks.
-void Index::count_uses(const std::vector<Block*>& leased) {
+// Counts the leases and the pins, of which these are all, and the children of all blocks.
+void Index::count_uses(const std::vector<Block*>& leased, const std::vector<Block*>& pinned) {
   for (const auto& blocks : {blocks_, leased}) {
     for (Block* const block : blocks) {
       if (block != nullptr) {
         block->leaving = false;
         block->leases = 0;
+        block->pins = 0;
         block->children = 0;
       }
     }
   }
   for (Block* const block : leased) {
     ++block->leases;
+  }
+  pinned_ = 0;
+  for (Block* const block : pinned) {
+    if (block->state != State::dropped) {
+      pinned_ += block->pins == 0;
+      ++block->pins;
+    }
   }
   for (const Block* const block : blocks_) {
     if (block != nullptr && block->parent != nullptr) {

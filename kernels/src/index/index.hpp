@@ -75,7 +75,8 @@ class Index {
 
   // All blocks are stale from now on, which no call that takes keys finds.
   void clear();
-  void settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing);
+  void settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing,
+              const std::vector<Block*>& pinned);
 
   // Takes stale blocks out of the tables, and looks at `limit` slots for them. Returns how many
   // stale blocks are left.
@@ -88,7 +89,7 @@ class Index {
   static bool is_ready(const Block* block) noexcept {
     return block != nullptr && block->state == State::ready;
   }
-  void count_uses(const std::vector<Block*>& leased);
+  void count_uses(const std::vector<Block*>& leased, const std::vector<Block*>& pinned);
   void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);
   void end_lease(Block* block);

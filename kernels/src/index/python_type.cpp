@@ -265,8 +265,8 @@ PyObject* sweep(PyObject* self, PyObject* limit) {
 
 PyObject* settle(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    need_arguments(count, 2);
-    of(self).settle(*Blocks(args[0]), *Blocks(args[1]));
+    need_arguments(count, 3);
+    of(self).settle(*Blocks(args[0]), *Blocks(args[1]), *Blocks(args[2]));
     return none();
   });
 }

@@ -190,6 +190,7 @@ class Story:
         assert_no_fetch(cache)
         node.assert_own_bytes()
         assert_no_write(cache)
+        assert cache.pinned_blocks == 0
         assert node.disk._batches == node.disk._places == node.remote._batches == {}
         assert all(drive._running == {} for drive in node.disk.drives)
         text = self.text(3)

@@ -139,6 +139,7 @@ class KVCache:
         return not self._index.free_slots
 
     @property
+    @_sound
     def pinned_blocks(self) -> int:
         """The number of blocks in the arena that pins keep. Ends pins whose time is over."""
         self._end_pins(time.monotonic())
@@ -355,6 +356,7 @@ class KVCache:
             )
         self._counters.refused_pins += refused
 
+    @_sound
     def unpin(self, owner: Hashable = None) -> None:
         """See `CacheClient.unpin`."""
         self._pins.unpin(owner)
@@ -366,6 +368,7 @@ class KVCache:
         self._end_pins(now)
         self._counters.refused_pins += self._retained.pin(keys, owner, now + seconds)
 
+    @_sound
     def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
         """See `CacheClient.release`."""
         self._retained.unpin(owner, keys)
@@ -459,7 +462,8 @@ class KVCache:
             return
         loaded, stored = map(self._device.blocks_in_use, (Direction.LOAD, Direction.STORE))
         read, written = self._below.kept
-        self._index.settle([*loaded, *written], [*stored, *read])
+        pinned = [*self._pins.recount(), *self._retained.recount()]
+        self._index.settle([*loaded, *written], [*stored, *read], pinned)
         self._recovering = False
 
     def _check_ranks(self) -> None:

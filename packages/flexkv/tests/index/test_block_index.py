@@ -533,7 +533,7 @@ def test_a_policy_that_errs_at_a_stale_block_keeps_no_other_from_leaving() -> No
             index.sweep(4)
     assert index.sweep(4) == 0
     assert index.free_slots == 4
-    index.settle([], [])
+    index.settle([], [], [])
     add(index, b"a", b"b", b"c")
     assert index.lookup([b"a", b"b", b"c"]) == 3
 

@@ -120,3 +120,22 @@ def test_pins_that_come_and_go_take_no_more_memory() -> None:
     pins.expire(10)
     assert index.pinned_blocks == 0
     assert pins._pins == {}
+
+
+def test_after_an_error_only_the_pins_of_the_table_are_left_and_these_still_end() -> None:
+    index, pins = make("abcd")
+    pins.pin(keys("a"), "me", until=10)
+    pins.pin(keys("b"), "other", until=20)
+    assert index.pin(b"d") is not None, "a pin that an error kept from the table"
+    pins._ends.clear()
+    pins._count = 7
+    index.settle([], [], pins.recount())
+    assert index.pinned_blocks == 2
+    assert left(index, "abcd") == "ab"
+    assert pins.pin(keys("ab"), "third", until=30) == 0, "two of four places are free"
+    pins.unpin("third")
+    pins.expire(10)
+    assert index.pinned_blocks == 1
+    pins.expire(20)
+    assert index.pinned_blocks == 0
+    assert left(index, "abcd") == ""

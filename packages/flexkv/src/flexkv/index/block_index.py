@@ -253,13 +253,17 @@ class BlockIndex(Protocol):
         `stale_blocks`."""
         ...
 
-    def settle(self, leased: Sequence[Block], writing: Sequence[Block], /) -> None:
+    def settle(
+        self, leased: Sequence[Block], writing: Sequence[Block], pinned: Sequence[Block], /
+    ) -> None:
         """Begin again from what is certain, after an error that may have lost leases: end all
-        leases and writes but these. Takes O(slots).
+        leases, writes and pins but these. Takes O(slots).
 
         Args:
             leased: the blocks that are still read, each once for each lease.
             writing: the blocks that are still written; all others in state WRITING are removed.
+            pinned: the blocks that are still pinned, each once for each pin; those that have left
+                are skipped.
         """
         ...
 

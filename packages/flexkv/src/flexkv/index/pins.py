@@ -110,6 +110,17 @@ class Pins:
         self._ends.clear()
         self._count = 0
 
+    def recount(self) -> list[Block]:
+        """Begin again from the pins in the table, after an error that may have lost one between the
+        table, the index and the ends. Returns the pinned blocks, each once for each pin."""
+        self._pins = {owner: own for owner, own in self._pins.items() if own}
+        pins = [pin for own in self._pins.values() for pin in own.values()]
+        self._count = len(pins)
+        self._ends = [_End(pin.until, number, pin) for number, pin in enumerate(pins)]
+        self._noted = len(pins)
+        heapq.heapify(self._ends)
+        return [pin.block for pin in pins]
+
     def _note_end(self, pin: _Pin) -> None:
         self._noted += 1
         heapq.heappush(self._ends, _End(pin.until, self._noted, pin))
