@@ -53,6 +53,9 @@ class BlockTable {
   // `bytes_of` gives the bytes of an object that a key came with. Throws std::bad_alloc.
   BlockTable(std::uint32_t capacity, BytesOf bytes_of);
 
+  // See Hazard::read_keys_by.
+  void read_keys_by(BytesOf bytes_of) noexcept { bytes_of_ = bytes_of; }
+
   Block& operator[](std::uint32_t block) noexcept { return blocks_[block]; }
   std::uint32_t size() const noexcept { return size_; }
   bool full() const noexcept { return free_ == kNone; }

@@ -78,6 +78,9 @@ class Hazard {
 
   std::uint32_t size() const noexcept { return blocks_.size(); }
 
+  // From now on. There is no block.
+  void read_keys_by(BlockTable::BytesOf bytes_of) noexcept { blocks_.read_keys_by(bytes_of); }
+
   // Of all that grows with the capacity; and of what is learned, which does not.
   std::size_t bytes() const noexcept;
   std::size_t learned_bytes() const noexcept { return rates_.bytes(); }

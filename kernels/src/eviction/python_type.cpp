@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../python/object.hpp"
 #include "flexkv/hazard_policy.h"
 
 namespace {
@@ -27,9 +28,21 @@ PyTypeObject* state_type = nullptr;
 struct Policy {
   PyObject_HEAD
   Hazard* hazard;
+  bool lent;  // to an index
 };
 
-std::string_view bytes_of(void* object) {
+Policy& policy_of(PyObject* self) { return *reinterpret_cast<Policy*>(self); }
+
+// False, with an exception set, if an index has the policy.
+bool is_own(PyObject* self) {
+  if (policy_of(self).lent) {
+    PyErr_SetString(PyExc_RuntimeError, "the policy is an index's, which alone tells it of blocks");
+    return false;
+  }
+  return true;
+}
+
+std::string_view bytes_of_object(void* object) {
   char* data = nullptr;
   Py_ssize_t size = 0;
   PyBytes_AsStringAndSize(static_cast<PyObject*>(object), &data, &size);
@@ -105,7 +118,7 @@ bool read_request(PyObject* context, Request& request, Reference (&kept)[3]) {
   return true;
 }
 
-Hazard& of(PyObject* self) { return *reinterpret_cast<Policy*>(self)->hazard; }
+Hazard& of(PyObject* self) { return *policy_of(self).hazard; }
 
 PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (!has_arguments(count, 3, 3)) {
@@ -156,7 +169,7 @@ PyObject* ended(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 PyObject* inserted(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Key key;
   Key after;
-  if (!has_arguments(count, 2, 3) || !read_key(args[0], key) ||
+  if (!is_own(self) || !has_arguments(count, 2, 3) || !read_key(args[0], key) ||
       (args[1] != Py_None && !read_key(args[1], after))) {
     return nullptr;
   }
@@ -180,7 +193,7 @@ PyObject* nothing(PyObject*, PyObject* const*, Py_ssize_t) { return none(); }
 
 PyObject* held(PyObject* self, PyObject* key) {
   Key read;
-  if (!read_key(key, read)) {
+  if (!is_own(self) || !read_key(key, read)) {
     return nullptr;
   }
   return of(self).held(read) ? none() : unknown_block(key);
@@ -188,7 +201,7 @@ PyObject* held(PyObject* self, PyObject* key) {
 
 PyObject* released(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Key key;
-  if (!has_arguments(count, 2, 2) || !read_key(args[0], key)) {
+  if (!is_own(self) || !has_arguments(count, 2, 2) || !read_key(args[0], key)) {
     return nullptr;
   }
   return of(self).released(key) ? none() : unknown_block(args[0]);
@@ -196,7 +209,7 @@ PyObject* released(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* evicted(PyObject* self, PyObject* key) {
   Key read;
-  if (!read_key(key, read)) {
+  if (!is_own(self) || !read_key(key, read)) {
     return nullptr;
   }
   auto* const object = static_cast<PyObject*>(of(self).evicted(read, false));
@@ -208,6 +221,9 @@ PyObject* evicted(PyObject* self, PyObject* key) {
 }
 
 PyObject* victim(PyObject* self, PyObject*) {
+  if (!is_own(self)) {
+    return nullptr;
+  }
   auto* const object = static_cast<PyObject*>(of(self).victim());
   if (object == nullptr) {
     return none();
@@ -219,6 +235,9 @@ PyObject* victim(PyObject* self, PyObject*) {
 void drop_key(void* object) { Py_DECREF(static_cast<PyObject*>(object)); }
 
 PyObject* clear(PyObject* self, PyObject*) {
+  if (!is_own(self)) {
+    return nullptr;
+  }
   of(self).clear(drop_key);
   return none();
 }
@@ -264,7 +283,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   try {
     reinterpret_cast<Policy*>(made.get())->hazard =
-        new Hazard(static_cast<std::uint32_t>(capacity), bytes_of);
+        new Hazard(static_cast<std::uint32_t>(capacity), bytes_of_object);
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
@@ -337,8 +356,25 @@ PyObject* fkv_hazard_policy_type(void) {
 
 namespace flexkv::eviction {
 
-Hazard* hazard_of(PyObject* object) noexcept {
-  return Py_TYPE(object) == hazard_type ? &of(object) : nullptr;
+bool is_hazard(PyObject* object) noexcept { return Py_TYPE(object) == hazard_type; }
+
+HazardLoan::HazardLoan(PyObject* policy, BlockTable::BytesOf bytes_of)
+    : policy_(policy), hazard_(&of(policy)) {
+  if (!is_own(policy)) {
+    throw python::PythonError{};
+  }
+  if (hazard_->size() > 0) {
+    PyErr_SetString(PyExc_ValueError, "the policy has blocks of before");
+    throw python::PythonError{};
+  }
+  hazard_->read_keys_by(bytes_of);
+  policy_of(policy).lent = true;
+}
+
+HazardLoan::~HazardLoan() {
+  hazard_->clear([](void*) {});
+  hazard_->read_keys_by(bytes_of_object);
+  policy_of(policy_).lent = false;
 }
 
 }  // namespace flexkv::eviction

@@ -1,120 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "block.hpp"
 
-#include <structmember.h>
+#include <algorithm>
 
-#include <cstddef>
+#include "handle.hpp"
 
 namespace flexkv::index {
 
-namespace {
-
-PyObject* states_of_blocks[3];
-
-PyObject* get_state(PyObject* self, void*) {
-  PyObject* const state =
-      states_of_blocks[static_cast<int>(reinterpret_cast<Block*>(self)->state_now())];
-  Py_INCREF(state);
-  return state;
-}
-
-void free_block(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
-  unlink(reinterpret_cast<Block*>(self));
-  Py_XDECREF(reinterpret_cast<Block*>(self)->key);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
-// A prefix may be longer than the stack allows for a call of each block: it goes block by block.
-void destroy(PyObject* self) {
-  Block* next = reinterpret_cast<Block*>(self)->parent;
-  free_block(self);
-  while (next != nullptr && Py_REFCNT(object_of(next)) == 1) {
-    Block* const parent = next->parent;
-    next->parent = nullptr;
-    Py_DECREF(object_of(next));
-    next = parent;
-  }
-  Py_XDECREF(object_of(next));
-}
-
-PyMemberDef members[] = {
-    {"key", T_OBJECT_EX, offsetof(Block, key), READONLY, nullptr},
-    {"slot", T_INT, offsetof(Block, slot), READONLY, nullptr},
-    {"parent", T_OBJECT, offsetof(Block, parent), READONLY, nullptr},
-    {"leases", T_INT, offsetof(Block, leases), READONLY, nullptr},
-    {"used", T_LONGLONG, offsetof(Block, used), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyGetSetDef properties[] = {
-    {"state", get_state, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
-};
-
-PyType_Slot slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
-    {Py_tp_members, members},
-    {Py_tp_getset, properties},
-    {0, nullptr},
-};
-
-PyType_Spec spec = {"flexkv_kernels.block_index.Block", sizeof(Block), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-
-}  // namespace
-
-PyTypeObject* make_block_type(PyObject* states) {
-  for (Py_ssize_t i = 0; i < 3; ++i) {
-    PyObject* const state = PySequence_GetItem(states, i);
-    if (state == nullptr) {
-      throw PythonError{};
-    }
-    states_of_blocks[i] = state;
-  }
-  PyObject* const type = PyType_FromSpec(&spec);
-  if (type == nullptr) {
-    throw PythonError{};
-  }
-  return reinterpret_cast<PyTypeObject*>(type);
-}
-
-void link(Block* block) noexcept {
-  Block*& first = block->parent->first_child;
-  block->next_sibling = first;
-  if (first != nullptr) {
-    first->linked_by = &block->next_sibling;
-  }
-  block->linked_by = &first;
-  first = block;
-}
-
-void unlink(Block* block) noexcept {
-  if (block->linked_by != nullptr) {
-    *block->linked_by = block->next_sibling;
-    if (block->next_sibling != nullptr) {
-      block->next_sibling->linked_by = block->linked_by;
-    }
-    block->linked_by = nullptr;
+BlockStore::~BlockStore() {
+  for (std::size_t slot = 0; handles > 0 && slot < size(); ++slot) {
+    detach_handle(*this, &blocks_[slot]);
   }
 }
 
-Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent,
-                  const Epoch* now) {
-  auto* const block = reinterpret_cast<Block*>(PyType_GenericAlloc(type, 0));  // zeroed
-  if (block == nullptr) {
-    throw PythonError{};
+Block* BlockStore::parent_of(const Block* block) noexcept {
+  if (block->parent == kNoSlot) {
+    return nullptr;
   }
-  Py_INCREF(key);
-  Py_XINCREF(object_of(parent));
-  block->key = key;
-  block->parent = parent;
+  Block* const parent = &(*this)[block->parent];
+  return parent->life == block->parent_life ? parent : nullptr;
+}
+
+std::string BlockStore::parent_key_of(const Block* block) {
+  if (const Block* const parent = parent_of(block); parent != nullptr) {
+    return std::string(key_of(parent));
+  }
+  const auto lost = lost_parents_.find(slot_of(block));
+  return lost == lost_parents_.end() ? std::string() : lost->second;
+}
+
+Block* BlockStore::begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent) {
+  Block* const block = &(*this)[slot];
+  if (block->handle != nullptr) {
+    detach_handle(*this, block);
+  }
+  if (block->life > 0) {
+    keep_key_for_children(block);
+  }
+  if (!lost_parents_.empty()) {
+    lost_parents_.erase(slot);
+  }
+  StoredKey& stored = keys_[static_cast<std::size_t>(slot)];
+  stored.size = static_cast<std::uint8_t>(key.size());
+  std::copy(key.begin(), key.end(), stored.bytes);
+  const std::uint32_t life = block->life + 1;
+  *block = {};
+  block->life = life;
   block->hash = hash;
-  block->now = now;
-  block->epoch = *now;
-  block->slot = -1;
+  block->epoch = epoch_;
+  block->parent = parent == nullptr ? kNoSlot : slot_of(parent);
+  block->parent_life = parent == nullptr ? 0 : parent->life;
+  block->first_child = block->next_sibling = block->previous_sibling = kNoSlot;
   return block;
+}
+
+// Blocks may be left that build on one that has failed: they have its key, should it come again.
+void BlockStore::keep_key_for_children(const Block* block) {
+  for (Slot child = block->first_child; child != kNoSlot; child = (*this)[child].next_sibling) {
+    lost_parents_[child] = key_of(block);
+  }
+}
+
+void BlockStore::link(Block* block) noexcept {
+  const Slot slot = slot_of(block);
+  Slot& first = (*this)[block->parent].first_child;
+  block->next_sibling = first;
+  block->previous_sibling = kNoSlot;
+  if (first != kNoSlot) {
+    (*this)[first].previous_sibling = slot;
+  }
+  first = slot;
+}
+
+void BlockStore::unlink(Block* block) noexcept {
+  if (block->next_sibling != kNoSlot) {
+    (*this)[block->next_sibling].previous_sibling = block->previous_sibling;
+  }
+  if (block->previous_sibling != kNoSlot) {
+    (*this)[block->previous_sibling].next_sibling = block->next_sibling;
+  } else if (Block* const parent = parent_of(block);
+             parent != nullptr && parent->first_child == slot_of(block)) {
+    parent->first_child = block->next_sibling;
+  }
+  block->next_sibling = block->previous_sibling = kNoSlot;
 }
 
 }  // namespace flexkv::index

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A block that has a slot, as an object of Python. See flexkv.index.block_index.Block.
+// The blocks of an index, a record for each slot. No call of Python makes or frees one: a step of an
+// engine waits while a store takes thousands of slots.
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <unordered_map>
 
+#include "../zeroed_array.hpp"
 #include "keys.hpp"
 
 namespace flexkv::index {
@@ -15,38 +19,35 @@ enum class State : std::uint8_t { writing, ready, dropped };
 using Epoch = std::uint8_t;
 inline constexpr Epoch kEpochs = 8;
 
-struct Block {
-  PyObject_HEAD
-  PyObject* key;  // owned; bytes
-  State state;    // before a reset; see `state_now`
-  bool leaving;   // whether `lease_victim` leased it
-  bool was_used;  // whether it was used since then
-  Epoch epoch;    // of the index when it entered
-  bool fetched;   // whether a lower tier gives it
-  int slot;
-  Block* parent;  // owned; the block that it builds on, or null
+using Slot = std::int32_t;
+inline constexpr Slot kNoSlot = -1;
+
+// What has a slot, or had it last. A slot begins another life with each block that it is given to:
+// what names a block by its slot names the life, too.
+struct alignas(64) Block {
   Py_hash_t hash;
-  long long used;    // number of its last use
-  const Epoch* now;  // the epoch of its index, which clears `state` before it ends
-  int leases;
-  int pins;
-  int children;  // blocks with a slot that build on it and are attached
+  long long used;       // number of its last use
+  PyObject* handle;     // what stands for it in Python, which clears this at its end, or null
+  Slot parent;          // the block that it builds on, or none
+  std::uint32_t parent_life;
+  std::uint32_t life;
+  std::int32_t leases;
+  std::int32_t pins;
+  std::int32_t children;  // blocks with a slot that build on it and are attached
   // The blocks that build on it and were not removed, those that `lease_victim` leased included.
-  Block* first_child;
-  Block* next_sibling;
-  Block** linked_by;  // what points to it in the list of its parent, or null
+  Slot first_child;
+  Slot next_sibling;
+  Slot previous_sibling;
+  State state;        // before a reset; see `BlockStore::state_of`
+  Epoch epoch;        // of the index when it entered
+  bool leaving : 1;   // whether `lease_victim` leased it
+  bool was_used : 1;  // whether it was used since then
+  bool fetched : 1;   // whether a lower tier gives it
+  bool tabled : 1;    // whether the table has it
 
   // Whether the block holds the one that it builds on. A block that leaves does so only if it has to
   // stay: another block builds on it, or it is pinned.
   bool attached() const noexcept { return !leaving || children > 0 || pins > 0; }
-
-  // Whether a reset has dropped the block, and the index has not yet noticed.
-  bool is_stale() const noexcept { return state != State::dropped && is_of_reset(); }
-
-  // Whether it entered before the last reset.
-  bool is_of_reset() const noexcept { return epoch != *now; }
-
-  State state_now() const noexcept { return is_stale() ? State::dropped : state; }
 
   void use(long long number) noexcept {
     used = number;
@@ -58,19 +59,89 @@ struct Block {
     return state == State::ready && leases == 0 && children == 0 && pins == 0;
   }
 };
+static_assert(sizeof(Block) == 64);
 
-// The type of blocks, which have one of these three objects as their `state`. Throws PythonError.
-PyTypeObject* make_block_type(PyObject* states);
+// The key of the block in a slot. It stays in its place.
+struct alignas(64) StoredKey {
+  std::uint8_t size;
+  char bytes[127];
 
-// Puts the block into the list of the block that it builds on, or takes it out. A block that is freed
-// leaves the list by itself.
-void link(Block* block) noexcept;
-void unlink(Block* block) noexcept;
+  KeyView view() const noexcept { return {bytes, size}; }
+};
+static_assert(sizeof(StoredKey) == 128);
 
-// A new reference to a block in state writing. `now` is the epoch of its index. Throws PythonError.
-Block* make_block(PyTypeObject* type, PyObject* key, Py_hash_t hash, Block* parent,
-                  const Epoch* now);
+// flexkv.tiers.base.MAX_KEY_BYTES
+inline constexpr std::size_t kMostKeyBytes = 96;
 
-inline PyObject* object_of(Block* block) noexcept { return reinterpret_cast<PyObject*>(block); }
+// All blocks of an index. Memory that no block has used yet takes no room.
+class BlockStore {
+ public:
+  // Throws std::bad_alloc.
+  explicit BlockStore(std::size_t slots) : blocks_(slots), keys_(slots) {}
+  ~BlockStore();
+  BlockStore(const BlockStore&) = delete;
+  BlockStore& operator=(const BlockStore&) = delete;
+
+  std::size_t size() const noexcept { return blocks_.size(); }
+  Block& operator[](Slot slot) noexcept { return blocks_[static_cast<std::size_t>(slot)]; }
+  Slot slot_of(const Block* block) const noexcept {
+    return static_cast<Slot>(block - &blocks_[0]);
+  }
+
+  const StoredKey& stored_key(Slot slot) const noexcept {
+    return keys_[static_cast<std::size_t>(slot)];
+  }
+  const StoredKey& stored_key(const Block* block) const noexcept {
+    return stored_key(slot_of(block));
+  }
+  KeyView key_of(Slot slot) const noexcept { return stored_key(slot).view(); }
+  KeyView key_of(const Block* block) const noexcept { return stored_key(block).view(); }
+  Block* block_of(const StoredKey* key) noexcept {
+    return &blocks_[static_cast<std::size_t>(key - &keys_[0])];
+  }
+
+  // The block that this one builds on. Null if it builds on none, or if that one has left and its slot
+  // has another block.
+  Block* parent_of(const Block* block) noexcept;
+
+  // The key of the block that this one builds on, whether that has left or not; empty if it builds on
+  // none.
+  std::string parent_key_of(const Block* block);
+
+  // Begins a life of a slot that is in no table, in state writing. Throws PythonError.
+  Block* begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent);
+
+  // Puts the block into the list of the block that it builds on, or takes it out.
+  void link(Block* block) noexcept;
+  void unlink(Block* block) noexcept;
+
+  // All blocks are of a reset from now on. No block is left of seven epochs ago.
+  void begin_epoch() noexcept { epoch_ = static_cast<Epoch>((epoch_ + 1) % kEpochs); }
+  Epoch epoch() const noexcept { return epoch_; }
+
+  // Whether it entered before the last reset.
+  bool is_of_reset(const Block* block) const noexcept { return block->epoch != epoch_; }
+
+  // Whether a reset has dropped the block, and the index has not yet noticed.
+  bool is_stale(const Block* block) const noexcept {
+    return block->state != State::dropped && is_of_reset(block);
+  }
+
+  State state_of(const Block* block) const noexcept {
+    return is_stale(block) ? State::dropped : block->state;
+  }
+
+  // Of `Block::handle`.
+  std::size_t handles = 0;
+
+ private:
+  void keep_key_for_children(const Block* block);
+
+  ZeroedArray<Block> blocks_;
+  ZeroedArray<StoredKey> keys_;
+  Epoch epoch_ = 0;
+  // By slot, the key of the block that this slot's builds on, if the slot of that has another block.
+  std::unordered_map<Slot, std::string> lost_parents_;
+};
 
 }  // namespace flexkv::index

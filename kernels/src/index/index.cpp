@@ -6,25 +6,34 @@
 
 namespace flexkv::index {
 
-Index::Index(std::size_t slots, PyObject* policy, PyTypeObject* type)
-    : table_(slots),
-      blocks_(slots),
-      policy_(policy == Py_None ? make_lru(blocks_) : make_policy(policy, table_)),
-      type_(type) {
+Index::Index(std::size_t slots, PyObject* policy)
+    : store_(slots),
+      table_(store_),
+      policy_(policy == Py_None ? make_lru(store_) : make_policy(policy, store_, table_)) {
   free_.reserve(slots);
   for (std::size_t slot = slots; slot > 0; --slot) {
-    free_.push_back(static_cast<int>(slot - 1));
+    free_.push_back(static_cast<Slot>(slot - 1));
   }
 }
 
 void Index::watch() {
-  sweep(blocks_.size());  // a stale block that leaves later would count as a change
+  sweep(store_.size());  // a stale block that leaves later would count as a change
   changes_ = own(PyDict_New());
-  for (Block* const block : blocks_) {
-    if (block != nullptr && block->state == State::ready) {
-      note(block->key, true);
+  for_each([&](const Block* block) {
+    if (block->state == State::ready) {
+      note(block, true);
     }
-  }
+  });
+}
+
+std::vector<Block*> Index::blocks() {
+  std::vector<Block*> there;
+  for_each([&](Block* block) {
+    if (!store_.is_stale(block)) {
+      there.push_back(block);
+    }
+  });
+  return there;
 }
 
 Py_ssize_t Index::lookup(const Keys& keys) const {
@@ -81,49 +90,56 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::reserve(const Keys& keys, Py_ssize_t i, Py_hash_t hash, Py_ssize_t before, Block* near,
+Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near,
                       bool fetched) {
-  const KeyView view = keys[i];
-  if (Block* const known = table_.find_any(view, hash); known != nullptr) {
-    if (!known->is_stale()) {
+  if (key.size() > kMostKeyBytes) {
+    PyErr_Format(PyExc_ValueError, "a key has %zu bytes; allowed: up to %zu", key.size(),
+                 kMostKeyBytes);
+    throw PythonError{};
+  }
+  if (Block* const known = table_.find_any(key, hash); known != nullptr) {
+    if (!store_.is_stale(known)) {
       return nullptr;
     }
     expel(known);
   }
   Block* parent = nullptr;
-  if (before >= 0) {
-    const KeyView after = keys[before];
-    parent = near != nullptr && view_of(near->key) == after ? near : table_.find(after);
+  if (after != nullptr) {
+    parent = near != nullptr && store_.key_of(near) == *after ? near : table_.find(*after);
     if (parent == nullptr) {
       return nullptr;
     }
   }
-  const Reference key = keys.object(i);
-  const Reference made(object_of(make_block(type_, key.get(), hash, parent, table_.epoch())));
-  auto* const block = reinterpret_cast<Block*>(made.get());
-  block->fetched = fetched;
-  // Held from now on: the parent must not be evicted to make room for its child.
-  attach(block);
+  // From now on: the parent must not be evicted to make room for its child.
+  attach(parent);
+  Slot slot = kNoSlot;
+  Block* block = nullptr;
   try {
-    block->slot = take_slot();
-  } catch (const PythonError&) {
+    slot = take_slot();
+    if (slot != kNoSlot) {
+      block = store_.begin_life(slot, key, hash, parent);
+    }
+  } catch (...) {
     PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
     PyErr_Fetch(&kind, &error, &trace);  // the policy is called without an error set
-    detach(block);
+    if (slot != kNoSlot) {
+      free_.push_back(slot);
+    }
+    detach(parent, 0);
     PyErr_Restore(kind, error, trace);
     throw;
   }
-  if (block->slot < 0) {
-    detach(block);
+  if (block == nullptr) {
+    detach(parent, 0);
     return nullptr;
   }
+  block->fetched = fetched;
   if (parent != nullptr) {
-    link(block);
+    store_.link(block);
   }
   table_.add(block);
+  block->tabled = true;
   ++tabled_;
-  blocks_[static_cast<std::size_t>(block->slot)] = block;
-  Py_INCREF(made.get());
   return block;
 }
 
@@ -132,7 +148,7 @@ void Index::publish(const std::vector<Block*>& blocks) {
   for (Block* const block : blocks) {
     const long long used = use--;
     if (block->state == State::dropped) {
-      free_.push_back(block->slot);
+      free_.push_back(store_.slot_of(block));
       continue;
     }
     policy_->inserted(block);  // what may raise comes first: the block is being written until then
@@ -140,7 +156,7 @@ void Index::publish(const std::vector<Block*>& blocks) {
     table_.set_ready(block);
     block->used = used;
     ++ready_;
-    note(block->key, true);
+    note(block, true);
     if (block->evictable()) {
       policy_->released(block);
     }
@@ -150,7 +166,7 @@ void Index::publish(const std::vector<Block*>& blocks) {
 void Index::abandon(const std::vector<Block*>& blocks) {
   discard(blocks);
   for (Block* const block : blocks) {
-    free_.push_back(block->slot);
+    free_.push_back(store_.slot_of(block));
   }
 }
 
@@ -170,7 +186,7 @@ void Index::drop(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::pin(PyObject* key) {
+Block* Index::pin(KeyView key) {
   Block* const block = table_.find(key);
   if (block != nullptr) {
     hold(block);
@@ -178,7 +194,7 @@ Block* Index::pin(PyObject* key) {
     const bool attached = block->attached();
     ++block->pins;
     if (!attached) {
-      attach(block);
+      attach(store_.parent_of(block));
     }
   }
   return block;
@@ -191,7 +207,7 @@ void Index::unpin(Block* block) {
   }
   pinned_ -= block->pins == 0;
   if (!block->attached()) {
-    detach(block);
+    detach(store_.parent_of(block), block->used);
   }
   if (block->evictable()) {
     policy_->released(block);
@@ -211,7 +227,7 @@ Block* Index::lease_victim() {
   if (block != nullptr) {
     hold(block);
     ++block->leases;
-    detach(block);
+    detach(store_.parent_of(block), block->used);
     block->leaving = true;
     block->was_used = false;
   }
@@ -227,7 +243,7 @@ void Index::retire(Block* block) {
   }
   block->leaving = false;
   if (block->state == State::ready && !attached) {
-    attach(block);
+    attach(store_.parent_of(block));
   }
   end_lease(block);
 }
@@ -261,10 +277,10 @@ void Index::clear() {
     resets_ = 0;
   }
   if (++resets_ == kEpochs) {
-    sweep(blocks_.size());  // else the blocks of the first reset would be current again
+    sweep(store_.size());  // else the blocks of the first reset would be current again
     resets_ = 1;
   }
-  table_.begin_epoch();
+  store_.begin_epoch();
   stale_ = tabled_;
   swept_ = 0;
   ready_ = 0;
@@ -273,11 +289,11 @@ void Index::clear() {
 
 std::size_t Index::sweep(std::size_t limit) {
   for (; stale_ > 0 && limit > 0; --limit) {
-    Block* const block = blocks_[swept_];
-    if (block != nullptr && block->is_stale()) {
+    Block* const block = &store_[static_cast<Slot>(swept_)];
+    if (block->tabled && store_.is_stale(block)) {
       expel(block);
     }
-    swept_ = (swept_ + 1) % blocks_.size();
+    swept_ = (swept_ + 1) % store_.size();
   }
   return stale_;
 }
@@ -287,7 +303,7 @@ void Index::expel_stale(const std::vector<Block*>& blocks) {
     return;
   }
   for (Block* const block : blocks) {
-    if (block->is_stale()) {
+    if (store_.is_stale(block)) {
       expel(block);
     }
   }
@@ -295,34 +311,30 @@ void Index::expel_stale(const std::vector<Block*>& blocks) {
 
 void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing,
                    const std::vector<Block*>& pinned) {
-  sweep(blocks_.size());
-  std::vector<bool> was_evictable(blocks_.size());
-  for (const Block* const block : blocks_) {
-    if (block != nullptr) {
-      was_evictable[static_cast<std::size_t>(block->slot)] = block->evictable();
-    }
-  }
+  sweep(store_.size());
+  std::vector<bool> was_evictable(store_.size());
+  for_each([&](const Block* block) {
+    was_evictable[static_cast<std::size_t>(store_.slot_of(block))] = block->evictable();
+  });
   const std::unordered_set<Block*> written(writing.begin(), writing.end());
-  for (Block* const block : blocks_) {
-    if (block != nullptr && block->state == State::writing && written.count(block) == 0) {
-      const Reference kept(object_of(block));  // the reference of the table
+  for_each([&](Block* block) {
+    if (block->state == State::writing && written.count(block) == 0) {
       untable(block);
       end_life(block);
     }
-  }
+  });
   count_uses(leased, pinned);
   free_.clear();
-  std::vector<bool> used(blocks_.size());
-  for (const auto& kept : {blocks_, leased, writing}) {
-    for (const Block* const block : kept) {
-      if (block != nullptr) {
-        used[static_cast<std::size_t>(block->slot)] = true;
-      }
-    }
-  }
+  std::vector<bool> used(store_.size());
+  const auto keep = [&](const Block* block) {
+    used[static_cast<std::size_t>(store_.slot_of(block))] = true;
+  };
+  for_each(keep);
+  std::for_each(leased.begin(), leased.end(), keep);
+  std::for_each(writing.begin(), writing.end(), keep);
   for (std::size_t slot = used.size(); slot > 0; --slot) {
     if (!used[slot - 1]) {
-      free_.push_back(static_cast<int>(slot - 1));
+      free_.push_back(static_cast<Slot>(slot - 1));
     }
   }
   inform_policy(was_evictable);
@@ -330,16 +342,14 @@ void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>&
 
 // Counts the leases and the pins, of which these are all, and the children of all blocks.
 void Index::count_uses(const std::vector<Block*>& leased, const std::vector<Block*>& pinned) {
-  for (const auto& blocks : {blocks_, leased}) {
-    for (Block* const block : blocks) {
-      if (block != nullptr) {
-        block->leaving = false;
-        block->leases = 0;
-        block->pins = 0;
-        block->children = 0;
-      }
-    }
-  }
+  const auto reset = [](Block* block) {
+    block->leaving = false;
+    block->leases = 0;
+    block->pins = 0;
+    block->children = 0;
+  };
+  for_each(reset);
+  std::for_each(leased.begin(), leased.end(), reset);
   for (Block* const block : leased) {
     ++block->leases;
   }
@@ -350,21 +360,21 @@ void Index::count_uses(const std::vector<Block*>& leased, const std::vector<Bloc
       ++block->pins;
     }
   }
-  for (const Block* const block : blocks_) {
-    if (block != nullptr && block->parent != nullptr) {
-      ++block->parent->children;
+  for_each([&](const Block* block) {
+    if (Block* const parent = store_.parent_of(block); parent != nullptr) {
+      ++parent->children;
     }
-  }
+  });
 }
 
 // Reports what may be evicted and might not before. A policy that an error may have torn begins anew.
 void Index::inform_policy(const std::vector<bool>& was_evictable) {
   std::vector<Block*> ready;
-  for (Block* const block : blocks_) {
-    if (block != nullptr && block->state == State::ready) {
+  for_each([&](Block* block) {
+    if (block->state == State::ready) {
       ready.push_back(block);
     }
-  }
+  });
   const bool is_torn = policy_->may_be_torn();
   if (is_torn) {
     std::sort(ready.begin(), ready.end(),
@@ -375,7 +385,7 @@ void Index::inform_policy(const std::vector<bool>& was_evictable) {
     }
   }
   for (Block* const block : ready) {
-    const bool was = !is_torn && was_evictable[static_cast<std::size_t>(block->slot)];
+    const bool was = !is_torn && was_evictable[static_cast<std::size_t>(store_.slot_of(block))];
     if (block->evictable() && !was) {
       policy_->released(block);
     } else if (was && !block->evictable()) {
@@ -397,33 +407,32 @@ void Index::end_lease(Block* block) {
     return;
   }
   if (block->state == State::dropped) {
-    free_.push_back(block->slot);
+    free_.push_back(store_.slot_of(block));
   } else if (block->evictable()) {
     policy_->released(block);
   }
 }
 
-// A free slot, or that of a victim; -1 if there is none.
-int Index::take_slot() {
+// A free slot, or that of a victim, or none.
+Slot Index::take_slot() {
   sweep_for_room();
   if (!free_.empty()) {
-    const int slot = free_.back();
+    const Slot slot = free_.back();
     free_.pop_back();
     return slot;
   }
   Block* const block = policy_->victim();
   if (block == nullptr) {
-    return -1;
+    return kNoSlot;
   }
-  const int slot = block->slot;
   remove(block);
   ++evictions_;
-  return slot;
+  return store_.slot_of(block);
 }
 
-// Holds the block that `block` builds on.
-void Index::attach(Block* block) {
-  for (Block* parent = block->parent; parent != nullptr; parent = parent->parent) {
+// One more block holds `parent`, which it builds on; null for none.
+void Index::attach(Block* parent) {
+  for (; parent != nullptr; parent = store_.parent_of(parent)) {
     hold(parent);
     const bool attached = parent->attached();
     ++parent->children;
@@ -433,12 +442,12 @@ void Index::attach(Block* block) {
   }
 }
 
-// Ends the hold of `block` on the block that it builds on.
-void Index::detach(Block* block) {
-  for (Block* parent = block->parent; parent != nullptr; parent = parent->parent) {
+// A block that was last used so ends its hold on `parent`, which it builds on; null for none.
+void Index::detach(Block* parent, long long used) {
+  for (; parent != nullptr; parent = store_.parent_of(parent)) {
     --parent->children;
-    if (block->used > parent->used) {
-      parent->use(block->used);
+    if (used > parent->used) {
+      parent->use(used);
     }
     if (parent->evictable()) {
       policy_->released(parent);
@@ -446,19 +455,18 @@ void Index::detach(Block* block) {
     if (parent->attached()) {
       return;
     }
-    block = parent;
+    used = parent->used;
   }
 }
 
 // Removes a ready block, and before it all blocks that build on it: no prefix would lead to them.
 void Index::remove(Block* block) {
-  const Reference kept = share(object_of(block));
   Block* last = block;
   while (true) {
-    while (last->first_child != nullptr) {
-      last = last->first_child;
+    while (last->first_child != kNoSlot) {
+      last = &store_[last->first_child];
     }
-    Block* const parent = last->parent;
+    Block* const parent = store_.parent_of(last);
     if (last->state == State::ready) {
       policy_->evicted(last);
     }
@@ -467,7 +475,7 @@ void Index::remove(Block* block) {
       return;
     }
     if (last->state == State::ready && last->leases == 0) {
-      free_.push_back(last->slot);
+      free_.push_back(store_.slot_of(last));
     }
     take_out(last);
     last = parent;
@@ -476,21 +484,23 @@ void Index::remove(Block* block) {
 
 // Takes the block out of the tables, and ends its hold on the block before it.
 void Index::take_out(Block* block) {
-  const Reference kept(object_of(block));  // the reference of the table
-  if (const Block* const parent = block->parent; parent != nullptr) {
+  Block* const parent = store_.parent_of(block);
+  if (parent != nullptr) {
     // Often the next that leaves, and the one after it. Their memory is seldom in the processor's
     // caches.
     table_.prefetch(parent->hash);
-    if (const Block* const second = parent->parent; second != nullptr) {
+    if (const Block* const second = store_.parent_of(parent); second != nullptr) {
       table_.prefetch(second->hash);
-      __builtin_prefetch(second->parent);
+      if (second->parent != kNoSlot) {
+        __builtin_prefetch(&store_[second->parent]);
+      }
     }
   }
   untable(block);
   const bool attached = block->attached();
   end_life(block);
   if (attached) {
-    detach(block);
+    detach(parent, block->used);
   }
 }
 
@@ -501,9 +511,9 @@ void Index::end_life(Block* block) {
   pinned_ -= block->pins > 0;
   block->pins = 0;
   block->state = State::dropped;
-  unlink(block);
+  store_.unlink(block);
   if (was_ready) {
-    note(block->key, false);
+    note(block, false);
   }
 }
 
@@ -511,19 +521,17 @@ void Index::end_life(Block* block) {
 // free when its writer or its last reader is done. The policy comes last: if it raises for this
 // block, and would each time, the block has left all the same.
 void Index::expel(Block* block) {
-  const Reference kept(share(object_of(block)));
   const bool is_ready = block->state == State::ready;
   untable(block);
-  unlink(block);
-  Py_DECREF(object_of(block));
+  store_.unlink(block);
   --stale_;
   block->pins = 0;
   block->state = State::dropped;
   if (is_ready && block->leases == 0) {
-    free_.push_back(block->slot);
+    free_.push_back(store_.slot_of(block));
   }
   if (is_ready) {
-    note(block->key, false);
+    note(block, false);
     policy_->evicted(block);
   }
 }
@@ -531,7 +539,7 @@ void Index::expel(Block* block) {
 void Index::untable(Block* block) {
   table_.remove(block);
   --tabled_;
-  blocks_[static_cast<std::size_t>(block->slot)] = nullptr;
+  block->tabled = false;
 }
 
 // Ends with a free slot, or without a stale block. Not tuned: a few microseconds a round.
@@ -543,14 +551,18 @@ void Index::sweep_for_room() {
 }
 
 // A block became ready or left. Two changes of one block that no reader has taken are none.
-void Index::note(PyObject* key, bool became_ready) {
+void Index::note(const Block* block, bool became_ready) {
   if (!changes_) {
     return;
   }
-  const int is_noted = PyDict_Contains(changes_.get(), key);
+  const KeyView view = store_.key_of(block);
+  const Reference key =
+      own(PyBytes_FromStringAndSize(view.data(), static_cast<Py_ssize_t>(view.size())));
+  const int is_noted = PyDict_Contains(changes_.get(), key.get());
   if (is_noted < 0 ||
-      (is_noted == 1 ? PyDict_DelItem(changes_.get(), key)
-                     : PyDict_SetItem(changes_.get(), key, became_ready ? Py_True : Py_False)) != 0) {
+      (is_noted == 1 ? PyDict_DelItem(changes_.get(), key.get())
+                     : PyDict_SetItem(changes_.get(), key.get(),
+                                      became_ready ? Py_True : Py_False)) != 0) {
     throw PythonError{};
   }
 }

@@ -13,26 +13,29 @@
 
 namespace flexkv::index {
 
-// All methods may throw PythonError and std::bad_alloc. Blocks that they take are `type`'s.
+// All methods may throw PythonError and std::bad_alloc.
 class Index {
  public:
-  // `policy` is None for the least recently used first; the object outlives the index.
-  Index(std::size_t slots, PyObject* policy, PyTypeObject* type);
+  // `policy` is None for the least recently used first. Throws PythonError if it has blocks already.
+  Index(std::size_t slots, PyObject* policy);
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
 
-  std::size_t slots() const noexcept { return blocks_.size(); }
+  std::size_t slots() const noexcept { return store_.size(); }
   std::size_t free_slots() const noexcept { return free_.size(); }
   std::size_t ready() const noexcept { return ready_; }
   std::size_t stale() const noexcept { return stale_; }
   long long evictions() const noexcept { return evictions_; }
   long long pinned() const noexcept { return pinned_; }
   PyObject* changes() const noexcept { return changes_ ? changes_.get() : Py_None; }
-  const std::vector<Block*>& blocks() const noexcept { return blocks_; }
+  BlockStore& store() noexcept { return store_; }
   Policy& policy() noexcept { return *policy_; }
 
   void watch();
-  bool has(PyObject* key) const { return table_.find(key) != nullptr; }
+  bool has(KeyView key) const noexcept { return table_.find(key) != nullptr; }
+
+  // Those that are ready or being written, by slot.
+  std::vector<Block*> blocks();
   Py_ssize_t lookup(const Keys& keys) const;
 
   // Calls `function` with the place of each key, and whether it is ready.
@@ -55,17 +58,15 @@ class Index {
   void release(const std::vector<Block*>& blocks);
   void release_unused(const std::vector<Block*>& blocks);
 
-  // A new reference to a block in state writing for key `i`, which has this hash, or null: see
-  // BlockIndex.reserve. It builds on the block of key `before`, or on none if that is -1. `near` is a
-  // block in the index, which may be that of `before`, or null. It is `fetched` if a lower tier will
-  // give its bytes.
-  Block* reserve(const Keys& keys, Py_ssize_t i, Py_hash_t hash, Py_ssize_t before, Block* near,
-                 bool fetched);
+  // A block in state writing for a key, which has this hash, or null: see BlockIndex.reserve. It builds
+  // on the block of `after`, or on none if that is null. `near` is a block in the index, which may be
+  // that of `after`, or null. It is `fetched` if a lower tier will give its bytes.
+  Block* reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near, bool fetched);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
   void drop(const std::vector<Block*>& blocks);
-  Block* pin(PyObject* key);
+  Block* pin(KeyView key);
   void unpin(Block* block);
   bool has_room();
   Block* lease_victim();
@@ -93,22 +94,31 @@ class Index {
   void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);
   void end_lease(Block* block);
-  int take_slot();
-  void attach(Block* block);
-  void detach(Block* block);
+  Slot take_slot();
+  void attach(Block* parent);
+  void detach(Block* parent, long long used);
   void remove(Block* block);
   void take_out(Block* block);
   void untable(Block* block);
   void end_life(Block* block);
   void expel(Block* block);
   void sweep_for_room();
-  void note(PyObject* key, bool became_ready);
+  void note(const Block* block, bool became_ready);
 
+  // Calls `function` with each block in the table, stale ones too, by slot.
+  template <typename Function>
+  void for_each(Function function) {
+    for (std::size_t slot = 0; slot < store_.size(); ++slot) {
+      if (Block* const block = &store_[static_cast<Slot>(slot)]; block->tabled) {
+        function(block);
+      }
+    }
+  }
+
+  BlockStore store_;
   BlockTable table_;
-  std::vector<Block*> blocks_;  // by slot, those in the table, stale ones too
-  std::vector<int> free_;
+  std::vector<Slot> free_;
   std::unique_ptr<Policy> policy_;
-  PyTypeObject* type_;
   Reference changes_;
   std::size_t ready_ = 0;
   std::size_t tabled_ = 0;  // blocks in the table

@@ -18,7 +18,7 @@ namespace {
 // the next victim when the block behind it has left: that entry never enters the queue.
 class Lru final : public Policy {
  public:
-  explicit Lru(const std::vector<Block*>& blocks) : blocks_(blocks), queued_(blocks.size()) {}
+  explicit Lru(BlockStore& store) : store_(store), queued_(store.size()) {}
 
   void began(PyObject*, PyObject*, PyObject*) override {}
   void ended(PyObject*, PyObject*, PyObject*) override {}
@@ -28,14 +28,14 @@ class Lru final : public Policy {
   void held(Block*) override {}
 
   void evicted(Block* block) override {
-    if (has_beside_ && beside_.slot == static_cast<std::size_t>(block->slot)) {
+    if (has_beside_ && beside_.slot == store_.slot_of(block)) {
       has_beside_ = false;
-      queued_[beside_.slot] = false;
+      queued_[index(beside_)] = false;
     }
   }
 
   void released(Block* block) override {
-    const auto slot = static_cast<std::size_t>(block->slot);
+    const auto slot = static_cast<std::size_t>(store_.slot_of(block));
     if (!queued_[slot]) {
       add(block);
       queued_[slot] = true;
@@ -47,8 +47,8 @@ class Lru final : public Policy {
       const bool is_beside =
           has_beside_ && (entries_.empty() || !is_later(beside_, entries_.front()));
       const Entry first = is_beside ? beside_ : entries_.front();
-      Block* const block = blocks_[first.slot];
-      const bool stays = block != nullptr && block->evictable();
+      Block* const block = &store_[first.slot];
+      const bool stays = block->tabled && block->evictable();
       if (stays && block->used == first.used) {
         return block;
       }
@@ -61,7 +61,7 @@ class Lru final : public Policy {
       if (stays) {
         add(block);
       } else {
-        queued_[first.slot] = false;
+        queued_[index(first)] = false;
       }
     }
     return nullptr;
@@ -72,8 +72,12 @@ class Lru final : public Policy {
  private:
   struct Entry {
     long long used;
-    std::size_t slot;
+    Slot slot;
   };
+
+  static std::size_t index(const Entry& entry) noexcept {
+    return static_cast<std::size_t>(entry.slot);
+  }
 
   static bool is_later(const Entry& one, const Entry& other) noexcept {
     return one.used > other.used;
@@ -81,7 +85,7 @@ class Lru final : public Policy {
 
   // Keeps the earlier of the new entry and the one beside the queue out of the queue.
   void add(const Block* block) {
-    Entry entry{block->used, static_cast<std::size_t>(block->slot)};
+    Entry entry{block->used, store_.slot_of(block)};
     if (!has_beside_) {
       beside_ = entry;
       has_beside_ = true;
@@ -94,7 +98,7 @@ class Lru final : public Policy {
     std::push_heap(entries_.begin(), entries_.end(), is_later);
   }
 
-  const std::vector<Block*>& blocks_;
+  BlockStore& store_;
   std::vector<Entry> entries_;
   Entry beside_{};
   bool has_beside_ = false;
@@ -103,8 +107,8 @@ class Lru final : public Policy {
 
 }  // namespace
 
-std::unique_ptr<Policy> make_lru(const std::vector<Block*>& blocks) {
-  return std::make_unique<Lru>(blocks);
+std::unique_ptr<Policy> make_lru(BlockStore& store) {
+  return std::make_unique<Lru>(store);
 }
 
 }  // namespace flexkv::index

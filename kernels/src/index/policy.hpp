@@ -5,7 +5,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "block.hpp"
 #include "table.hpp"
@@ -34,10 +33,10 @@ class Policy {
   virtual bool may_be_torn() const noexcept { return false; }
 };
 
-// Least recently used first. `blocks` has the block of each slot, or null.
-std::unique_ptr<Policy> make_lru(const std::vector<Block*>& blocks);
+// Least recently used first.
+std::unique_ptr<Policy> make_lru(BlockStore& store);
 
-// Calls an object of Python, which the index keeps alive. Throws PythonError.
-std::unique_ptr<Policy> make_policy(PyObject* policy, const BlockTable& table);
+// Calls an object of Python, which it keeps alive. Throws PythonError.
+std::unique_ptr<Policy> make_policy(PyObject* policy, BlockStore& store, const BlockTable& table);
 
 }  // namespace flexkv::index

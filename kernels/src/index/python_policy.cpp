@@ -11,8 +11,9 @@ namespace {
 
 class PythonPolicy : public Policy {
  public:
-  PythonPolicy(PyObject* policy, const BlockTable& table)
-      : table_(table),
+  PythonPolicy(PyObject* policy, BlockStore& store, const BlockTable& table)
+      : store_(store),
+        table_(table),
         began_(method(policy, "began")),
         ended_(method(policy, "ended")),
         inserted_(method(policy, "inserted")),
@@ -33,25 +34,35 @@ class PythonPolicy : public Policy {
   }
 
   void inserted(Block* block) override {
-    call(inserted_, block->key, block->parent == nullptr ? Py_None : block->parent->key,
-         block->fetched ? Py_True : Py_False);
+    const Reference parent =
+        block->parent == kNoSlot ? share(Py_None) : bytes_of(store_.parent_key_of(block));
+    call(inserted_, key_of(block).get(), parent.get(), block->fetched ? Py_True : Py_False);
   }
 
   void hit(Block* block, PyObject* context) override {
-    call(hit_, block->key, use_of(block).get(), context);
+    call(hit_, key_of(block).get(), use_of(block).get(), context);
   }
 
-  void touched(Block* block) override { call(touched_, block->key, use_of(block).get()); }
+  void touched(Block* block) override { call(touched_, key_of(block).get(), use_of(block).get()); }
 
-  void held(Block* block) override { call(held_, block->key); }
+  void held(Block* block) override { call(held_, key_of(block).get()); }
 
-  void released(Block* block) override { call(released_, block->key, use_of(block).get()); }
+  void released(Block* block) override {
+    call(released_, key_of(block).get(), use_of(block).get());
+  }
 
-  void evicted(Block* block) override { call(evicted_, block->key); }
+  void evicted(Block* block) override { call(evicted_, key_of(block).get()); }
 
   Block* victim() override {
     const Reference key = call(victim_);
-    return key.get() == Py_None ? nullptr : evictable_of(key.get());
+    if (key.get() == Py_None) {
+      return nullptr;
+    }
+    Block* const block = table_.find(view_of(key.get()));
+    if (block == nullptr || !block->evictable()) {
+      unknown(key.get());
+    }
+    return block;
   }
 
   bool follows_requests() const noexcept override { return true; }
@@ -64,16 +75,17 @@ class PythonPolicy : public Policy {
     throw PythonError{};
   }
 
-  // The block that a policy chose by this key.
-  Block* evictable_of(PyObject* key) const {
-    Block* const block = table_.find(key);
-    if (block == nullptr || !block->evictable()) {
-      unknown(key);
-    }
-    return block;
-  }
+  [[noreturn]] void unknown(const Block* block) const { unknown(key_of(block).get()); }
+
+  BlockStore& store_;
 
  private:
+  static Reference bytes_of(KeyView key) {
+    return own(PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size())));
+  }
+
+  Reference key_of(const Block* block) const { return bytes_of(store_.key_of(block)); }
+
   static Reference method(PyObject* policy, const char* name) {
     return own(PyObject_GetAttrString(policy, name));
   }
@@ -99,19 +111,19 @@ class PythonPolicy : public Policy {
 };
 
 // The same for `hazard`, without a call of Python for each block: a step of an engine waits for it.
+// What it keeps of a key is where the store has it.
 class HazardPolicy final : public PythonPolicy {
  public:
-  HazardPolicy(PyObject* policy, const BlockTable& table, eviction::Hazard& hazard)
-      : PythonPolicy(policy, table), hazard_(hazard) {}
+  HazardPolicy(PyObject* policy, BlockStore& store, const BlockTable& table)
+      : PythonPolicy(policy, store, table), hazard_(policy, bytes_at) {}
 
   void inserted(Block* block) override {
-    const eviction::Key after = block->parent == nullptr ? eviction::Key() : key_of(block->parent);
-    if (!hazard_.inserted(key_of(block), block->parent == nullptr ? nullptr : &after,
-                          block->fetched)) {
+    const Block* const parent = store_.parent_of(block);
+    const eviction::Key after = parent == nullptr ? eviction::Key() : key_of(parent);
+    if (!hazard_->inserted(key_of(block), parent == nullptr ? nullptr : &after, block->fetched)) {
       PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
       throw PythonError{};
     }
-    Py_INCREF(block->key);
   }
 
   bool may_be_torn() const noexcept override { return false; }
@@ -119,52 +131,53 @@ class HazardPolicy final : public PythonPolicy {
   void touched(Block*) override {}
 
   void held(Block* block) override {
-    if (!hazard_.held(key_of(block))) {
-      unknown(block->key);
+    if (!hazard_->held(key_of(block))) {
+      unknown(block);
     }
   }
 
   void released(Block* block) override {
-    if (!hazard_.released(key_of(block))) {
-      unknown(block->key);
+    if (!hazard_->released(key_of(block))) {
+      unknown(block);
     }
   }
 
   void evicted(Block* block) override {
-    auto* const object = static_cast<PyObject*>(hazard_.evicted(key_of(block), block->is_of_reset()));
-    if (object == nullptr) {
-      unknown(block->key);
+    if (hazard_->evicted(key_of(block), store_.is_of_reset(block)) == nullptr) {
+      unknown(block);
     }
-    Py_DECREF(object);
   }
 
   Block* victim() override {
-    auto* const object = static_cast<PyObject*>(hazard_.victim());
-    return object == nullptr ? nullptr : evictable_of(object);
+    const auto* const key = static_cast<const StoredKey*>(hazard_->victim());
+    if (key == nullptr) {
+      return nullptr;
+    }
+    Block* const block = store_.block_of(key);
+    if (!block->tabled || !block->evictable()) {
+      unknown(block);
+    }
+    return block;
   }
 
  private:
-  static eviction::Key key_of(PyObject* key) {
-    char* data = nullptr;
-    Py_ssize_t size = 0;
-    if (PyBytes_AsStringAndSize(key, &data, &size) != 0) {
-      throw PythonError{};
-    }
-    return {std::string_view(data, static_cast<std::size_t>(size)), key};
+  static std::string_view bytes_at(void* key) { return static_cast<const StoredKey*>(key)->view(); }
+
+  eviction::Key key_of(const Block* block) const {
+    const StoredKey& stored = store_.stored_key(block);
+    return {stored.view(), const_cast<StoredKey*>(&stored)};
   }
 
-  static eviction::Key key_of(const Block* block) { return key_of(block->key); }
-
-  eviction::Hazard& hazard_;  // the policy's, which the index keeps alive
+  eviction::HazardLoan hazard_;  // of the policy, which the base keeps alive
 };
 
 }  // namespace
 
-std::unique_ptr<Policy> make_policy(PyObject* policy, const BlockTable& table) {
-  if (eviction::Hazard* const hazard = eviction::hazard_of(policy); hazard != nullptr) {
-    return std::make_unique<HazardPolicy>(policy, table, *hazard);
+std::unique_ptr<Policy> make_policy(PyObject* policy, BlockStore& store, const BlockTable& table) {
+  if (eviction::is_hazard(policy)) {
+    return std::make_unique<HazardPolicy>(policy, store, table);
   }
-  return std::make_unique<PythonPolicy>(policy, table);
+  return std::make_unique<PythonPolicy>(policy, store, table);
 }
 
 }  // namespace flexkv::index

@@ -7,15 +7,16 @@
 
 #include "../python/calls.hpp"
 #include "flexkv/block_index.h"
+#include "handle.hpp"
 #include "index.hpp"
 
 namespace {
 
 using flexkv::index::Block;
 using flexkv::index::BlockTable;
+using flexkv::index::KeyView;
 using flexkv::index::Index;
 using flexkv::index::Keys;
-using flexkv::index::object_of;
 using flexkv::index::State;
 using flexkv::python::erased;
 using flexkv::python::guarded;
@@ -29,40 +30,21 @@ using flexkv::python::PythonError;
 using flexkv::python::Reference;
 using flexkv::python::share;
 
-PyTypeObject* block_type = nullptr;
-
 using Self = Holder<Index>;
 
 Index& of(PyObject* self) { return Self::of(self); }
 
-Reference block_or_none(Block* block) {
-  return share(block == nullptr ? Py_None : object_of(block));
+Reference block_or_none(PyObject* self, Block* block) {
+  return block == nullptr ? none() : flexkv::index::handle_of(of(self).store(), block);
 }
 
-Block* block_of(PyObject* object) {
-  if (Py_TYPE(object) != block_type) {
-    PyErr_Format(PyExc_TypeError, "%R is no block", object);
-    throw PythonError{};
-  }
-  return reinterpret_cast<Block*>(object);
+Reference blocks_in(PyObject* self, const std::vector<Block*>& blocks) {
+  return flexkv::index::make_blocks(self, of(self).store(), blocks);
 }
 
-// The blocks of a sequence of Python, which lives as long as this does.
-class Blocks {
- public:
-  explicit Blocks(PyObject* object) : items_(object) {
-    blocks_.reserve(static_cast<std::size_t>(items_.size()));
-    for (Py_ssize_t i = 0; i < items_.size(); ++i) {
-      blocks_.push_back(block_of(items_[i]));
-    }
-  }
-
-  const std::vector<Block*>& operator*() const noexcept { return blocks_; }
-
- private:
-  Items items_;
-  std::vector<Block*> blocks_;
-};
+std::vector<Block*> blocks_of(PyObject* self, PyObject* object) {
+  return flexkv::index::blocks_of(of(self).store(), object);
+}
 
 std::vector<Py_ssize_t> numbers_of(PyObject* object) {
   const Items items(object);
@@ -74,15 +56,6 @@ std::vector<Py_ssize_t> numbers_of(PyObject* object) {
     throw PythonError{};
   }
   return numbers;
-}
-
-// A list with a new reference to each.
-Reference list_of(const std::vector<Block*>& blocks) {
-  Reference list = own(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), share(object_of(blocks[i])).release());
-  }
-  return list;
 }
 
 PyObject* watch(PyObject* self, PyObject*) {
@@ -118,23 +91,26 @@ PyObject* missing(PyObject* self, PyObject* keys) {
   });
 }
 
+PyObject* collect(PyObject* self, PyObject* blocks) {
+  return guarded([&] { return blocks_in(self, blocks_of(self, blocks)); });
+}
+
 PyObject* lease(PyObject* self, PyObject* keys) {
   return guarded([&] {
     const Keys all(keys);
     const std::vector<Block*> blocks = of(self).lease(all);
-    return blocks.empty() && all.size() != 0 ? none() : list_of(blocks);
+    return blocks.empty() && all.size() != 0 ? none() : blocks_in(self, blocks);
   });
 }
 
 PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 2);
+    const KeyView key = flexkv::index::view_of(args[0]);
     const bool is_first = args[1] == Py_None;
-    const Reference pair = own(PyTuple_Pack(2, args[0], args[1]));
-    const Keys keys(pair.get());
-    const Py_hash_t hash = flexkv::index::hash_of(keys[0]);
-    Block* const block = of(self).reserve(keys, 0, hash, is_first ? -1 : 1, nullptr, false);
-    return block == nullptr ? none() : own(object_of(block));
+    const KeyView after = is_first ? KeyView() : flexkv::index::view_of(args[1]);
+    return block_or_none(self, of(self).reserve(key, flexkv::index::hash_of(key),
+                                                is_first ? nullptr : &after, nullptr, false));
   });
 }
 
@@ -158,58 +134,61 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       }
       hashes.push_back(flexkv::index::hash_of(keys[position]));
     }
-    Reference made = own(PyList_New(0));
-    Block* last = nullptr;
+    std::vector<Block*> made;
+    made.reserve(positions.size());
     for (std::size_t i = 0; i < positions.size(); ++i) {
       if (i + BlockTable::kAtOnce < positions.size()) {
         of(self).prefetch(hashes[i + BlockTable::kAtOnce]);
       }
       const Py_ssize_t position = positions[i];
-      const Py_ssize_t before = is_first(position) ? -1 : position - 1;
-      Block* const block = of(self).reserve(keys, position, hashes[i], before, last, is_fetch);
+      const KeyView after = is_first(position) ? KeyView() : keys[position - 1];
+      Block* const block =
+          of(self).reserve(keys[position], hashes[i], is_first(position) ? nullptr : &after,
+                           made.empty() ? nullptr : made.back(), is_fetch);
       if (block != nullptr) {
-        const Reference kept = own(object_of(block));
-        if (PyList_Append(made.get(), kept.get()) != 0) {
-          throw PythonError{};
-        }
-        last = block;
+        made.push_back(block);
       }
     }
-    return made;
+    return blocks_in(self, made);
   });
 }
 
 template <void (Index::*method)(const std::vector<Block*>&)>
 PyObject* with_blocks(PyObject* self, PyObject* blocks) {
   return guarded([&] {
-    const Blocks all(blocks);
-    of(self).expel_stale(*all);
-    (of(self).*method)(*all);
+    const std::vector<Block*> all = blocks_of(self, blocks);
+    of(self).expel_stale(all);
+    (of(self).*method)(all);
     return none();
   });
 }
 
+// Does nothing with a block that has left, and whose slot was given to another.
 template <void (Index::*method)(Block*)>
-PyObject* with_block(PyObject* self, PyObject* block) {
+PyObject* with_block(PyObject* self, PyObject* object) {
   return guarded([&] {
-    of(self).expel_stale({block_of(block)});
-    (of(self).*method)(block_of(block));
+    if (Block* const block = flexkv::index::block_of(of(self).store(), object); block != nullptr) {
+      of(self).expel_stale({block});
+      (of(self).*method)(block);
+    }
     return none();
   });
 }
 
 PyObject* pin(PyObject* self, PyObject* key) {
-  return guarded([&] { return block_or_none(of(self).pin(key)); });
+  return guarded([&] { return block_or_none(self, of(self).pin(flexkv::index::view_of(key))); });
 }
 
-PyObject* holds(PyObject*, PyObject* block) {
+PyObject* holds(PyObject* self, PyObject* object) {
   return guarded([&] {
-    return share(block_of(block)->state_now() == State::dropped ? Py_False : Py_True);
+    const Block* const block = flexkv::index::block_of(of(self).store(), object);
+    const bool has = block != nullptr && of(self).store().state_of(block) != State::dropped;
+    return share(has ? Py_True : Py_False);
   });
 }
 
 PyObject* lease_victim(PyObject* self, PyObject*) {
-  return guarded([&] { return block_or_none(of(self).lease_victim()); });
+  return guarded([&] { return block_or_none(self, of(self).lease_victim()); });
 }
 
 PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -266,20 +245,14 @@ PyObject* sweep(PyObject* self, PyObject* limit) {
 PyObject* settle(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 3);
-    of(self).settle(*Blocks(args[0]), *Blocks(args[1]), *Blocks(args[2]));
+    of(self).settle(blocks_of(self, args[0]), blocks_of(self, args[1]), blocks_of(self, args[2]));
     return none();
   });
 }
 
 PyObject* get_blocks(PyObject* self, void*) {
   return guarded([&] {
-    std::vector<Block*> there;
-    for (Block* const block : of(self).blocks()) {
-      if (block != nullptr && !block->is_stale()) {
-        there.push_back(block);
-      }
-    }
-    return list_of(there);
+    return blocks_in(self, of(self).blocks());
   });
 }
 
@@ -298,7 +271,7 @@ Py_ssize_t length(PyObject* self) { return static_cast<Py_ssize_t>(of(self).read
 
 int contains(PyObject* self, PyObject* key) {
   try {
-    return of(self).has(key) ? 1 : 0;
+    return of(self).has(flexkv::index::view_of(key)) ? 1 : 0;
   } catch (const PythonError&) {
     return -1;
   }
@@ -317,7 +290,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   }
   return guarded(
-      [&] { return Self::make(type, static_cast<std::size_t>(slots), policy, block_type); });
+      [&] { return Self::make(type, static_cast<std::size_t>(slots), policy); });
 }
 
 PyMethodDef methods[] = {
@@ -325,6 +298,7 @@ PyMethodDef methods[] = {
     {"lookup", lookup, METH_O, nullptr},
     {"present", present, METH_O, nullptr},
     {"missing", missing, METH_O, nullptr},
+    {"collect", collect, METH_O, nullptr},
     {"lease", lease, METH_O, nullptr},
     {"release", with_blocks<&Index::release>, METH_O, nullptr},
     {"release_unused", with_blocks<&Index::release_unused>, METH_O, nullptr},
@@ -379,7 +353,7 @@ PyType_Spec spec = {"flexkv_kernels.block_index.BlockIndex", sizeof(Self), 0,
 // A new reference to the type; null, with an exception set, if it cannot be made.
 PyObject* fkv_block_index_type(PyObject* states) {
   return guarded([&] {
-    block_type = flexkv::index::make_block_type(states);
+    flexkv::index::make_block_types(states);
     return own(PyType_FromSpec(&spec));
   });
 }

@@ -8,53 +8,39 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "block.hpp"
 
 namespace flexkv::index {
 
-// Open addressing with linear probing, at most half full. Owns a reference to each of its blocks.
+// Open addressing with linear probing, at most half full.
 //
-// A reset begins an epoch and costs nothing: the entries of earlier epochs are found by `find_any`
-// alone, until they are removed. A key has one entry at most.
+// A reset costs nothing: the entries of earlier epochs are found by `find_any` alone, until they are
+// removed. A key has one entry at most.
 class BlockTable {
  public:
-  // For `capacity` blocks. Throws std::bad_alloc.
-  explicit BlockTable(std::size_t capacity)
-      : entries_(std::bit_ceil(2 * capacity + 2)), mask_(entries_.size() - 1) {}
-  ~BlockTable() {
-    for (const Entry& entry : entries_) {
-      if (Block* const block = entry.block(); block != nullptr) {
-        block->state = State::dropped;
-        Py_DECREF(object_of(block));
-      }
-    }
-  }
+  // For all blocks of `store`, which outlives it. Throws std::bad_alloc.
+  explicit BlockTable(BlockStore& store)
+      : store_(store), entries_(std::bit_ceil(2 * store.size() + 2)), mask_(entries_.size() - 1) {}
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
-  const Epoch* epoch() const noexcept { return &epoch_; }
-
-  // All blocks are stale from now on. No block is left of seven epochs ago.
-  void begin_epoch() noexcept { epoch_ = static_cast<Epoch>((epoch_ + 1) % kEpochs); }
-
-  // The block of this key, or null. Throws PythonError if it is no key.
-  Block* find(PyObject* key) const { return find(view_of(key)); }
+  // The block of this key, or null.
   Block* find(KeyView key) const noexcept { return find(key, hash_of(key)); }
 
   Block* find(KeyView key, Py_hash_t hash) const noexcept {
     const Entry& entry = entry_of(key, hash);
-    return is_current(entry) ? entry.block() : nullptr;
+    return is_current(entry) ? block_of(entry) : nullptr;
   }
 
   // The same, stale or not.
   Block* find_any(KeyView key, Py_hash_t hash) const noexcept {
-    return entry_of(key, hash).block();
+    const Entry& entry = entry_of(key, hash);
+    return entry.is_empty() ? nullptr : block_of(entry);
   }
 
   // Calls `function` with the place of each key and its block, or null, until it returns false.
-  // A block's memory is seldom in the processor's caches: that of several is fetched at once.
+  // The memory of blocks is seldom in the processor's caches: that of several is fetched at once.
   template <typename Function>
   void find_each(const Keys& keys, Function function) const {
     in_portions(keys, [&](Py_ssize_t start, const Hashes& hashes, Py_ssize_t count) {
@@ -76,8 +62,8 @@ class BlockTable {
     in_portions(keys, [&](Py_ssize_t start, const Hashes& hashes, Py_ssize_t count) {
       for (Py_ssize_t i = 0; i < count; ++i) {
         const Entry& entry = entry_of(hashes[static_cast<std::size_t>(i)]);
-        const bool has = !entry.is_empty() && is_current(entry);
-        if (!function(start + i, has, has && (entry.tagged & kReady) != 0)) {
+        const bool has = is_current(entry);
+        if (!function(start + i, has, has && entry.ready)) {
           return false;
         }
       }
@@ -89,20 +75,19 @@ class BlockTable {
   void prefetch(Py_hash_t hash) const noexcept { __builtin_prefetch(&entries_[home(hash)]); }
 
   // Adds a block whose key it does not have; there is room.
-  void add(Block* block) noexcept {
+  void add(const Block* block) noexcept {
     std::size_t i = home(block->hash);
     while (!entries_[i].is_empty()) {
       i = (i + 1) & mask_;
     }
-    Py_INCREF(object_of(block));
-    entries_[i] = {block->hash, reinterpret_cast<std::uintptr_t>(block) | current()};
+    entries_[i] = {block->hash, store_.slot_of(block) + 1, store_.epoch(), false};
   }
 
   // A block that it has is ready from now on, until it is removed.
-  void set_ready(const Block* block) noexcept { entries_[place_of(block)].tagged |= kReady; }
+  void set_ready(const Block* block) noexcept { entries_[place_of(block)].ready = true; }
 
-  // Removes a block that it has. The caller owns its reference then.
-  void remove(Block* block) noexcept {
+  // Removes a block that it has.
+  void remove(const Block* block) noexcept {
     std::size_t gap = place_of(block);
     for (std::size_t i = (gap + 1) & mask_; !entries_[i].is_empty(); i = (i + 1) & mask_) {
       // Entries move up to the gap unless that lies before their home.
@@ -118,33 +103,27 @@ class BlockTable {
   static constexpr Py_ssize_t kAtOnce = 16;
 
  private:
-  static constexpr std::ptrdiff_t kCacheLine = 64;
-
-  // Python aligns objects to 16 bytes, so the lowest four bits of a block's address are free. They
-  // say whether it is ready, and its epoch: a lookup does not read the block.
-  static constexpr std::uintptr_t kReady = 1;
-  static constexpr std::uintptr_t kEpoch = (kEpochs - 1) << 1;
-
+  // A lookup reads an entry alone, and neither the block nor its key.
   struct Entry {
     Py_hash_t hash = 0;
-    std::uintptr_t tagged = 0;
+    Slot number = 0;  // of the slot, from one on; zero if it is empty
+    Epoch epoch = 0;
+    bool ready = false;
 
-    bool is_empty() const noexcept { return tagged == 0; }
-    Block* block() const noexcept {
-      return reinterpret_cast<Block*>(tagged & ~(kReady | kEpoch));
-    }
+    bool is_empty() const noexcept { return number == 0; }
   };
+  static_assert(sizeof(Entry) == 16);
 
-  std::uintptr_t current() const noexcept { return static_cast<std::uintptr_t>(epoch_) << 1; }
+  Block* block_of(const Entry& entry) const noexcept { return &store_[entry.number - 1]; }
   bool is_current(const Entry& entry) const noexcept {
-    return (entry.tagged & kEpoch) == current();
+    return !entry.is_empty() && entry.epoch == store_.epoch();
   }
 
   // The entry of this key, or an empty one.
   const Entry& entry_of(KeyView key, Py_hash_t hash) const noexcept {
     std::size_t i = home(hash);
     while (!entries_[i].is_empty() &&
-           (entries_[i].hash != hash || !is_same(entries_[i].block()->key, key))) {
+           (entries_[i].hash != hash || store_.key_of(entries_[i].number - 1) != key)) {
       i = (i + 1) & mask_;
     }
     return entries_[i];
@@ -182,18 +161,11 @@ class BlockTable {
   }
 
   void fetch_blocks(const Hashes& hashes, Py_ssize_t count) const noexcept {
-    const auto first_of = [&](Py_ssize_t i) -> const Entry& {
-      return entries_[home(hashes[static_cast<std::size_t>(i)])];
-    };
     for (Py_ssize_t i = 0; i < count; ++i) {
-      __builtin_prefetch(first_of(i).block());
-    }
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if (const Entry& entry = first_of(i); !entry.is_empty()) {
-        // A key of 32 bytes and its header seldom lie in one cache line.
-        const auto* const key = reinterpret_cast<const char*>(entry.block()->key);
-        __builtin_prefetch(key);
-        __builtin_prefetch(key + kCacheLine);
+      if (const Entry& entry = entries_[home(hashes[static_cast<std::size_t>(i)])];
+          !entry.is_empty()) {
+        __builtin_prefetch(block_of(entry));
+        __builtin_prefetch(&store_.stored_key(entry.number - 1));
       }
     }
   }
@@ -208,24 +180,19 @@ class BlockTable {
   }
 
   std::size_t place_of(const Block* block) const noexcept {
+    const Slot number = store_.slot_of(block) + 1;
     std::size_t i = home(block->hash);
-    while (entries_[i].block() != block) {
+    while (entries_[i].number != number) {
       i = (i + 1) & mask_;
     }
     return i;
   }
 
-  static bool is_same(PyObject* one, KeyView other) noexcept {
-    const char* const data = PyBytes_AsString(one);
-    return data == other.data() ||
-           KeyView(data, static_cast<std::size_t>(PyBytes_Size(one))) == other;
-  }
-
   std::size_t home(Py_hash_t hash) const noexcept { return static_cast<std::size_t>(hash) & mask_; }
 
-  std::vector<Entry> entries_;
+  BlockStore& store_;
+  ZeroedArray<Entry> entries_;
   std::size_t mask_;
-  Epoch epoch_ = 0;
 };
 
 }  // namespace flexkv::index

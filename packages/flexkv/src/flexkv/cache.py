@@ -315,7 +315,7 @@ class KVCache:
             return
         if copy.transfer.direction is Direction.STORE:
             self._index.abandon(copy.blocks)
-            self._below.stored(copy.blocks, False)
+            self._below.stored(copy.transfer.keys, False)
         else:
             self._index.release(copy.blocks)
 
@@ -493,7 +493,7 @@ class KVCache:
             self._counters.failed_stores += 1
             if self._counters.failed_stores == 1:
                 logger.warning("a store of %d blocks failed; not cached (logged once)", count)
-        self._below.stored(copy.blocks, copy.done)
+        self._below.stored(copy.transfer.keys, copy.done)
 
     def _finish_load(self, copy: DeviceCopy, count: int) -> None:
         if copy.done:

@@ -17,7 +17,7 @@ from flexkv.eviction import (
     RequestContext,
 )
 from flexkv.eviction.hazard import hazard_policy
-from flexkv.index.block_index import Block, BlockState, block_index
+from flexkv.index.block_index import Block, Blocks, BlockState, block_index
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 SLOTS = 6
@@ -43,21 +43,20 @@ class IndexModel(RuleBasedStateMachine):
         self.pinned: set[bytes] = set()
         self.pins: list[Block] = []
         self.writing: list[Block] = []
-        self.leases: list[list[Block]] = []
+        self.leases: list[Blocks] = []
         self.leaving: list[Block] = []
-        self.used_before: dict[int, int] = {}
+        self.used_before: dict[Block, int] = {}
         self.abandoned: list[Block] = []
 
     def evictable(self) -> dict[bytes, int]:
         """The last uses of the ends that nobody uses."""
-        blocks = self.index.blocks
-        built_on = {id(block.parent) for block in blocks if self.holds(block)}
-        pinned = {id(block) for block in self.pins}
+        blocks = list(self.index.blocks)
+        built_on = {block.parent for block in blocks if self.holds(block)}
         return {
             block.key: block.used
             for block in blocks
             if block.state is BlockState.READY
-            and not (block.leases or id(block) in pinned | built_on)
+            and not (block.leases or block in self.pins or block in built_on)
         }
 
     def children(self, block: Block) -> list[Block]:
@@ -168,14 +167,14 @@ class IndexModel(RuleBasedStateMachine):
         if victim is not None:
             assert self.policy is not None or victim.used == min(oldest.values())
             self.leaving.append(victim)
-            self.used_before[id(victim)] = victim.used
+            self.used_before[victim] = victim.used
 
     @precondition(lambda self: self.leaving)
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
         victim = data.draw(st.sampled_from(self.leaving))
         is_built_on = any(map(self.holds, self.children(victim)))
-        is_used = victim.leases > 1 or victim.used > self.used_before.pop(id(victim))
+        is_used = victim.leases > 1 or victim.used > self.used_before.pop(victim)
         is_pinned = any(victim is each for each in self.pins)
         stays = self.is_current(victim) and (is_built_on or is_used or is_pinned)
         self.leaving.remove(victim)
@@ -202,7 +201,7 @@ class IndexModel(RuleBasedStateMachine):
         self.index.clear()
         self.pinned.clear()
         assert len(self.index) == 0
-        assert self.index.blocks == []
+        assert len(self.index.blocks) == 0
         if self.policy is not None:
             self.policy.stale.update(self.policy.hits)
 
@@ -236,9 +235,9 @@ class IndexModel(RuleBasedStateMachine):
 
     @invariant()
     def no_slot_has_two_uses(self) -> None:
-        in_use = {id(b): b.slot for b in self.writing}
-        in_use |= {id(b): b.slot for leased in [*self.leases, self.leaving] for b in leased}
-        in_use |= {id(b): b.slot for b in ready_blocks(self.index).values()}
+        in_use = {b: b.slot for b in self.writing}
+        in_use |= {b: b.slot for leased in [*self.leases, self.leaving] for b in leased}
+        in_use |= {b: b.slot for b in ready_blocks(self.index).values()}
         slots = set(in_use.values())
         assert slots <= set(range(SLOTS))
         taken = SLOTS - self.index.free_slots

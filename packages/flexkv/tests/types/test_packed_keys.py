@@ -83,9 +83,12 @@ def test_an_index_takes_them_as_it_takes_others() -> None:
     assert index.lookup(keys[2:]) == 2
     assert index.present(keys) == [True] * 4 + [False] * 2
     assert index.lease(keys) is None
-    assert index.lease(keys[1:3]) == blocks[1:3]
+    leased = index.lease(keys[1:3])
+    assert leased is not None
+    assert leased.keys == KEYS[1:3]
+    assert leased.slots == blocks.slots[1:3]
     index.release(blocks[1:3])
-    assert index.reserve_all(keys, [3], ()) == []
+    assert len(index.reserve_all(keys, [3], ())) == 0
     index.touch(keys)
     index.clear()
     assert index.lookup(keys) == 0

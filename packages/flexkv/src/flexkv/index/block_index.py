@@ -18,8 +18,8 @@ Its code is among the kernels, because an engine's step waits for it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias, overload
 
 from flexkv.eviction import AnyPolicy, LRUPolicy, RequestContext
 from flexkv.system.native import kernels
@@ -36,13 +36,18 @@ class BlockState(enum.Enum):
 
 
 class Block(Protocol):
-    """A block that has a slot. The index owns it; callers hand it back and do not change it.
+    """What stands for a block that has a slot; callers hand it back to the index. The index makes
+    one when it is asked for, and the same one for a block as long as somebody keeps it. It may be
+    kept after the block has left: it is dropped then, and has its key and the slot that it had.
 
     Attributes:
         key: as reserved.
         slot: of the tier.
         state: of the block.
-        parent: the block that it builds on; None for the first of a prefix.
+        parent: the block that it builds on; None for the first of a prefix, and once that block has
+            left and its slot was given to another.
+        parent_key: the key of the block that it builds on, whether that has left or not; None for
+            the first of a prefix. Of a block that has left, it may be empty.
         leases: those that have not ended.
         used: number of its last use; each use of any block has a larger number than the one before.
     """
@@ -56,15 +61,44 @@ class Block(Protocol):
     @property
     def parent(self) -> Block | None: ...
     @property
+    def parent_key(self) -> bytes | None: ...
+    @property
     def leases(self) -> int: ...
     @property
     def used(self) -> int: ...
 
 
+class Blocks(Protocol):
+    """Some blocks of an index in a row, without an object for each. It may be kept after blocks
+    have left: calls skip those whose slots were given to others since.
+
+    Attributes:
+        slots: their slots.
+        keys: their keys; an empty one for a block whose slot was given to another since.
+    """
+
+    @property
+    def slots(self) -> list[int]: ...
+    @property
+    def keys(self) -> list[bytes]: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Block]: ...
+    @overload
+    def __getitem__(self, position: int, /) -> Block: ...
+    @overload
+    def __getitem__(self, positions: slice, /) -> Blocks: ...
+
+
+SomeBlocks: TypeAlias = Blocks | Sequence[Block]
+"""What calls of an index take. A block that has left, and whose slot was given to another since, is
+skipped: its leases and pins ended with it."""
+
+
 class BlockIndex(Protocol):
     """Keys, slots, states, leases and pins of one tier; `block_index` makes one.
 
-    A call raises TypeError for a key that is no bytes, and what the policy raises. `lookup`,
+    A call raises TypeError for a key that is no bytes or a block of another index, ValueError for a
+    new key of more than `MAX_KEY_BYTES`, and what the policy raises. `lookup`,
     `present` and `missing` compare hashes of keys, which have 64 bits, and not the keys: they read
     a fifth of the memory. `lease` compares keys, so no reader gets the block of another key. Calls
     that take several keys take `PackedKeys`, too, and are faster with them.
@@ -91,7 +125,7 @@ class BlockIndex(Protocol):
     @property
     def has_room(self) -> bool: ...
     @property
-    def blocks(self) -> list[Block]: ...
+    def blocks(self) -> Blocks: ...
     @property
     def evictions(self) -> int: ...
     @property
@@ -123,14 +157,18 @@ class BlockIndex(Protocol):
         """Positions of the keys whose blocks have no slot. Changes nothing."""
         ...
 
-    def lease(self, keys: Sequence[bytes], /) -> list[Block] | None:
+    def collect(self, blocks: SomeBlocks, /) -> Blocks:
+        """These blocks in a row."""
+        ...
+
+    def lease(self, keys: Sequence[bytes], /) -> Blocks | None:
         """Protect the blocks of `keys` from eviction until `release`.
 
         Returns None, and leases nothing, if any of them is not ready.
         """
         ...
 
-    def release(self, blocks: Sequence[Block], /) -> None:
+    def release(self, blocks: SomeBlocks, /) -> None:
         """End one lease of each block, which counts as its use.
 
         The blocks are those of a prefix, first block first: its end counts as used before its
@@ -138,7 +176,7 @@ class BlockIndex(Protocol):
         """
         ...
 
-    def release_unused(self, blocks: Sequence[Block], /) -> None:
+    def release_unused(self, blocks: SomeBlocks, /) -> None:
         """End one lease of each block, without counting a use."""
         ...
 
@@ -162,7 +200,7 @@ class BlockIndex(Protocol):
         prefix_starts: Iterable[int],
         fetched: bool = False,
         /,
-    ) -> list[Block]:
+    ) -> Blocks:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row.
 
         Args:
@@ -176,22 +214,22 @@ class BlockIndex(Protocol):
         """
         ...
 
-    def publish(self, blocks: Sequence[Block], /) -> None:
+    def publish(self, blocks: SomeBlocks, /) -> None:
         """Make blocks ready, whose bytes are complete; from now on lookups find them.
 
         The first block of the prefix comes first, as in `release`.
         """
         ...
 
-    def abandon(self, blocks: Sequence[Block], /) -> None:
+    def abandon(self, blocks: SomeBlocks, /) -> None:
         """Free the slots of blocks that could not be written."""
         ...
 
-    def discard(self, blocks: Sequence[Block], /) -> None:
+    def discard(self, blocks: SomeBlocks, /) -> None:
         """Keep blocks from becoming ready, because the bytes written to them are wrong."""
         ...
 
-    def drop(self, blocks: Sequence[Block], /) -> None:
+    def drop(self, blocks: SomeBlocks, /) -> None:
         """Remove leased blocks that proved unreadable, and all blocks that build on them. Lookups
         no longer find these."""
         ...
@@ -253,9 +291,7 @@ class BlockIndex(Protocol):
         `stale_blocks`."""
         ...
 
-    def settle(
-        self, leased: Sequence[Block], writing: Sequence[Block], pinned: Sequence[Block], /
-    ) -> None:
+    def settle(self, leased: SomeBlocks, writing: SomeBlocks, pinned: SomeBlocks, /) -> None:
         """Begin again from what is certain, after an error that may have lost leases: end all
         leases, writes and pins but these. Takes O(slots).
 
@@ -279,7 +315,7 @@ def block_index(num_slots: int, policy: AnyPolicy) -> BlockIndex:
     return index
 
 
-def publish(index: BlockIndex, blocks: Sequence[Block]) -> None:
+def publish(index: BlockIndex, blocks: SomeBlocks) -> None:
     """Publish blocks as `BlockIndex.publish` does. If that raises, those that are not ready are
     abandoned: nobody else would end their writes."""
     try:

@@ -187,7 +187,7 @@ class _Cache:
             there = index.present(chain)
             blocks = self._below.reserve(chain, [i for i, has in enumerate(there) if not has], (0,))
             index.publish(blocks)
-            self._below.stored(blocks, True)
+            self._below.stored(blocks.keys, True)
         self._use(prefix.chain, None)
         index.ended(context.request_id, request.output_tokens, request.seconds)
         if self._below is not None:

@@ -10,17 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from flexkv.client import Ended, Transfer
 from flexkv.figures.definitions import LOAD_SECONDS, STORE_SECONDS
 from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
-from flexkv.index.block_index import Block
+from flexkv.index.block_index import Block, Blocks
 from flexkv.types.mover import Direction, Status
-
-_KEY: Callable[[Block], bytes] = attrgetter("key")
-_SLOT: Callable[[Block], int] = attrgetter("slot")
 
 LOAD_RESERVE = CELLS // 4
 """Cells that only loads may take, so that a flood of stores never turns a load into a miss."""
@@ -39,7 +35,7 @@ class DeviceCopy:
     """
 
     transfer: Transfer
-    blocks: list[Block] = field(repr=False)
+    blocks: Blocks = field(repr=False)
     held: bool = False
     done: bool = False
     begun: float = field(default_factory=time.monotonic, repr=False)
@@ -87,7 +83,7 @@ class DeviceLink:
         return set(self._pending)
 
     def begin(
-        self, direction: Direction, keys: Sequence[bytes], blocks: list[Block], *, held: bool
+        self, direction: Direction, keys: Sequence[bytes], blocks: Blocks, *, held: bool
     ) -> Transfer | None:
         """Make a transfer that the adapter orders from its workers.
 
@@ -104,8 +100,8 @@ class DeviceLink:
         if cell is None:
             return None
         if len(keys) != len(blocks):
-            keys = list(map(_KEY, blocks))
-        transfer = Transfer(self._next_id, direction, cell, keys, list(map(_SLOT, blocks)))
+            keys = blocks.keys
+        transfer = Transfer(self._next_id, direction, cell, keys, blocks.slots)
         self._next_id += 1
         self._pending[transfer.id] = DeviceCopy(transfer, blocks, held)
         self.unreported += 1
@@ -130,7 +126,7 @@ class DeviceLink:
             self._board.give_back(copy.transfer.cell)
         return copy
 
-    def blocks_of(self, transfer_id: int) -> list[Block]:
+    def blocks_of(self, transfer_id: int) -> Blocks | list[Block]:
         """The blocks of a transfer that is not finished; none of another."""
         copy = self._pending.get(transfer_id)
         if copy is None:

@@ -159,7 +159,7 @@ class Demoter:
         there: set[bytes] = set()
         unwritten: list[Block] = []
         for key, block, has in zip(keys, blocks, self.source.contains(keys), strict=True):
-            before = None if block.parent is None else block.parent.key
+            before = block.parent_key
             if has:
                 there.add(key)
             # Answers of a tier that needs queries are forgotten after a while.
@@ -260,8 +260,8 @@ class Demoter:
         """Whether the parent of a block is still being stored or fetched, or waits to be
         written."""
         parent = block.parent
-        return parent is not None and (
-            parent.state is BlockState.WRITING or parent.key in self._held
+        return block.parent_key in self._held or (
+            parent is not None and parent.state is BlockState.WRITING
         )
 
     def _reaches(self, key: bytes, unknown: bool = False) -> bool:
@@ -333,7 +333,7 @@ class Demoter:
         views = [self._slot_view(block.slot) for block in blocks]
         self._unsure += blocks
         try:
-            after = [None if each.parent is None else each.parent.key for each in blocks]
+            after = [each.parent_key for each in blocks]
             ticket = self.source.tier.write([block.key for block in blocks], views, after)
         except BaseException:
             # The tier may read the slots all the same, so their leases stay until it is drained. No

@@ -226,7 +226,7 @@ class Fetcher:
         if priority is not Priority.LOAD and first >= self._room():
             self.query(keys[first:])
             return None
-        leased = self._index.lease(keys[:first]) or []
+        leased = self._index.lease(keys[:first]) or ()
         now, fetch_id = time.monotonic(), FetchId(next(self._ids))
         fetch = _Fetch(fetch_id, list(keys), priority, now, now, [*leased], [None] * len(leased))
         self._fetches[fetch_id] = fetch
@@ -504,7 +504,9 @@ class Fetcher:
         """Lease the blocks of `keys`; None for each that is not ready."""
         lease = self._index.lease
         found = lease(keys)
-        return [(lease([key]) or (None,))[0] for key in keys] if found is None else found
+        if found is not None:
+            return list(found)
+        return [None if (one := lease([key])) is None else one[0] for key in keys]
 
     def _reserve(
         self,

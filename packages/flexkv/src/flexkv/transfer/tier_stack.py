@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
-from flexkv.index.block_index import Block, BlockIndex
+from flexkv.index.block_index import Block, BlockIndex, Blocks
 from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
 from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import Demoter, EvictionWriteback, SlotReclaimer
@@ -138,7 +138,7 @@ class TierStack:
 
     def reserve(
         self, keys: Sequence[bytes], positions: Sequence[int], prefix_starts: Collection[int]
-    ) -> list[Block]:
+    ) -> Blocks:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
         blocks give theirs up that wait to be written to a shared store.
 
@@ -151,10 +151,10 @@ class TierStack:
             The blocks that got a slot, in the order of `positions`.
         """
         index = self._index
-        blocks = index.reserve_all(keys, positions, prefix_starts)
-        made = len(blocks)
-        if made == len(positions):
-            return blocks
+        first = index.reserve_all(keys, positions, prefix_starts)
+        if len(first) == len(positions):
+            return first
+        blocks = list(first)
         with contextlib.ExitStack() as undo:
             undo.callback(index.abandon, blocks)
             absent = set(index.missing(keys))
@@ -163,21 +163,20 @@ class TierStack:
                 blocks += index.reserve_all(keys, refused, prefix_starts)
                 refused = [i for i in refused if keys[i] not in index]
             undo.pop_all()
-        if len(blocks) == made:
-            return blocks
+        if len(blocks) == len(first):
+            return first
         order = {keys[i]: i for i in positions}
-        return sorted(blocks, key=lambda block: order[block.key])
+        return index.collect(sorted(blocks, key=lambda block: order[block.key]))
 
-    def stored(self, blocks: Sequence[Block], ready: bool) -> None:
+    def stored(self, keys: Sequence[bytes], ready: bool) -> None:
         """Note the end of a store from the engine.
 
         Args:
-            blocks: the blocks of the store.
+            keys: keys of the blocks of the store.
             ready: whether they were copied; else the store has failed.
         """
         if not self.tiers:
             return
-        keys = [block.key for block in blocks]
         self.fetcher.complete(keys)
         if ready:
             for demoter in self._on_store:
