@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An array of fixed size whose memory the system gives when it is first used.
+// An array of fixed size whose memory the system gives when it is first used, or when `fault_in` asks.
 #pragma once
 
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstring>
 #include <limits>
 #include <new>
 #include <type_traits>
@@ -43,6 +44,13 @@ class ZeroedArray {
   }
   ZeroedArray(const ZeroedArray&) = delete;
   ZeroedArray& operator=(const ZeroedArray&) = delete;
+
+  // Has the system give all memory now, before anybody waits for it.
+  void fault_in() noexcept {
+    if (items_ != nullptr) {
+      std::memset(static_cast<void*>(items_), 0, size_ * sizeof(T));
+    }
+  }
 
   std::size_t size() const noexcept { return size_; }
   T& operator[](std::size_t i) noexcept { return items_[i]; }

@@ -21,7 +21,9 @@ class BlockTable {
  public:
   // For all blocks of `store`, which outlives it. Throws std::bad_alloc.
   explicit BlockTable(BlockStore& store)
-      : store_(store), entries_(std::bit_ceil(2 * store.size() + 2)), mask_(entries_.size() - 1) {}
+      : store_(store), entries_(std::bit_ceil(2 * store.size() + 2)), mask_(entries_.size() - 1) {
+    entries_.fault_in();  // entries are used at random: a first prompt would wait for all of it
+  }
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
