@@ -99,9 +99,10 @@ void Hazard::leave(std::uint32_t id) {
   segments_.bury(id);
 }
 
-bool Hazard::inserted(const Key& key, const Key* after, bool fetched) {
-  if (blocks_.full() || blocks_.find(key) != kNone) {
-    return false;
+std::uint32_t Hazard::inserted(const Key& key, const Key* after, std::uint32_t before,
+                               bool fetched) {
+  if (blocks_.full()) {
+    return kNone;
   }
   Ghost* const ghost = ghosts_.find(key);
   std::uint32_t id = owner_of(ghost);
@@ -110,7 +111,6 @@ bool Hazard::inserted(const Key& key, const Key* after, bool fetched) {
     forks = id == kNone ? 0 : ghost->forks;
     GhostTable::drop(*ghost);
   }
-  const std::uint32_t before = after == nullptr ? kNone : blocks_.find(*after);
   if (id == kNone && before != kNone) {
     id = blocks_[before].segment;  // of an answer, or of another group of layers
     segments_[id].length = clipped(segments_[id].length + 1U);
@@ -128,7 +128,7 @@ bool Hazard::inserted(const Key& key, const Key* after, bool fetched) {
   if (!fetched) {
     guard_.stored(key, after);
   }
-  return true;
+  return block;
 }
 
 // A segment for one block of an unknown request.
@@ -141,35 +141,21 @@ std::uint32_t Hazard::adopt() {
   return id;
 }
 
-bool Hazard::held(const Key& key) {
-  const std::uint32_t block = blocks_.find(key);
-  if (block == kNone) {
-    return false;
-  }
+void Hazard::held(std::uint32_t block) {
   recency_.set_may_leave(block, false);
   if (blocks_[block].leaf) {
     remove_leaf(block);
   }
-  return true;
 }
 
-bool Hazard::released(const Key& key) {
-  const std::uint32_t block = blocks_.find(key);
-  if (block == kNone) {
-    return false;
-  }
+void Hazard::released(std::uint32_t block) {
   recency_.set_may_leave(block, true);
   if (!blocks_[block].leaf && !recency_.is_recent(block)) {
     add_leaf(block);
   }
-  return true;
 }
 
-void* Hazard::evicted(const Key& key, bool lost) {
-  const std::uint32_t block = blocks_.find(key);
-  if (block == kNone) {
-    return nullptr;
-  }
+void* Hazard::evicted(std::uint32_t block, const Key& key, bool lost) {
   Block& one = blocks_[block];
   if (one.leaf) {
     remove_leaf(block);

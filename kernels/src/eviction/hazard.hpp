@@ -53,17 +53,21 @@ class Hazard {
   void began(std::span<const Key> keys, const Request& request, double now);
   void ended(std::string_view id, std::uint32_t output_tokens, double now);
 
-  // False if the block is there, or the tier has no room for it. A block that was `fetched` came from a
-  // lower tier: the next request that finds it does not count as a hit.
-  bool inserted(const Key& key, const Key* after, bool fetched);
+  // The number of the block of this key, which names it until it leaves; kNone without one.
+  std::uint32_t find(const Key& key) const noexcept { return blocks_.find(key); }
 
-  // False if the block is not there.
-  bool held(const Key& key);
-  bool released(const Key& key);
+  // The number of a new block; kNone if the tier has no room for it. It was not there, and builds on
+  // the block of `after` unless that is null, whose number is `before`, or kNone if it is not there. A
+  // block that was `fetched` came from a lower tier: the next request that finds it does not count as
+  // a hit.
+  std::uint32_t inserted(const Key& key, const Key* after, std::uint32_t before, bool fetched);
 
-  // The object that the block's key came with; null if the block is not there. A block is `lost` if it
-  // leaves for another reason than its order.
-  void* evicted(const Key& key, bool lost);
+  void held(std::uint32_t block);
+  void released(std::uint32_t block);
+
+  // The object that the block's key, which is `key`, came with. A block is `lost` if it leaves for
+  // another reason than its order.
+  void* evicted(std::uint32_t block, const Key& key, bool lost);
 
   // The object of the next one to leave, or null.
   void* victim();

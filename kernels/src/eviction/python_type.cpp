@@ -20,6 +20,7 @@ namespace {
 using flexkv::eviction::Hazard;
 using flexkv::eviction::Hint;
 using flexkv::eviction::Key;
+using flexkv::eviction::kNone;
 using flexkv::eviction::Request;
 
 PyTypeObject* hazard_type = nullptr;
@@ -178,7 +179,11 @@ PyObject* inserted(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return nullptr;
   }
   try {
-    if (!of(self).inserted(key, args[1] == Py_None ? nullptr : &after, fetched != 0)) {
+    Hazard& hazard = of(self);
+    const bool is_first = args[1] == Py_None;
+    const std::uint32_t before = is_first ? kNone : hazard.find(after);
+    if (hazard.find(key) != kNone ||
+        hazard.inserted(key, is_first ? nullptr : &after, before, fetched != 0) == kNone) {
       PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
       return nullptr;
     }
@@ -196,7 +201,12 @@ PyObject* held(PyObject* self, PyObject* key) {
   if (!is_own(self) || !read_key(key, read)) {
     return nullptr;
   }
-  return of(self).held(read) ? none() : unknown_block(key);
+  const std::uint32_t block = of(self).find(read);
+  if (block == kNone) {
+    return unknown_block(key);
+  }
+  of(self).held(block);
+  return none();
 }
 
 PyObject* released(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -204,7 +214,12 @@ PyObject* released(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (!is_own(self) || !has_arguments(count, 2, 2) || !read_key(args[0], key)) {
     return nullptr;
   }
-  return of(self).released(key) ? none() : unknown_block(args[0]);
+  const std::uint32_t block = of(self).find(key);
+  if (block == kNone) {
+    return unknown_block(args[0]);
+  }
+  of(self).released(block);
+  return none();
 }
 
 PyObject* evicted(PyObject* self, PyObject* key) {
@@ -212,11 +227,11 @@ PyObject* evicted(PyObject* self, PyObject* key) {
   if (!is_own(self) || !read_key(key, read)) {
     return nullptr;
   }
-  auto* const object = static_cast<PyObject*>(of(self).evicted(read, false));
-  if (object == nullptr) {
+  const std::uint32_t block = of(self).find(read);
+  if (block == kNone) {
     return unknown_block(key);
   }
-  Py_DECREF(object);
+  Py_DECREF(static_cast<PyObject*>(of(self).evicted(block, read, false)));
   return none();
 }
 

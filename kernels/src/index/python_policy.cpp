@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "../eviction/python_type.hpp"
 #include "policy.hpp"
@@ -111,41 +112,37 @@ class PythonPolicy : public Policy {
 };
 
 // The same for `hazard`, without a call of Python for each block: a step of an engine waits for it.
-// What it keeps of a key is where the store has it.
+// What it keeps of a key is where the store has it, and the policy's number of each block is at hand.
 class HazardPolicy final : public PythonPolicy {
  public:
   HazardPolicy(PyObject* policy, BlockStore& store, const BlockTable& table)
-      : PythonPolicy(policy, store, table), hazard_(policy, bytes_at) {}
+      : PythonPolicy(policy, store, table),
+        hazard_(policy, bytes_at),
+        numbers_(store.size(), eviction::kNone) {}
 
   void inserted(Block* block) override {
     const Block* const parent = store_.parent_of(block);
     const eviction::Key after = parent == nullptr ? eviction::Key() : key_of(parent);
-    if (!hazard_->inserted(key_of(block), parent == nullptr ? nullptr : &after, block->fetched)) {
-      PyErr_SetString(PyExc_ValueError, "the block is there already, or the tier is full");
+    const std::uint32_t before = parent == nullptr ? eviction::kNone : number_of(parent);
+    const std::uint32_t number = hazard_->inserted(
+        key_of(block), parent == nullptr ? nullptr : &after, before, block->fetched);
+    if (number == eviction::kNone) {
+      PyErr_SetString(PyExc_ValueError, "the tier of the policy is full");
       throw PythonError{};
     }
+    number_of(block) = number;
   }
 
   bool may_be_torn() const noexcept override { return false; }
   void hit(Block*, PyObject*) override {}
   void touched(Block*) override {}
 
-  void held(Block* block) override {
-    if (!hazard_->held(key_of(block))) {
-      unknown(block);
-    }
-  }
-
-  void released(Block* block) override {
-    if (!hazard_->released(key_of(block))) {
-      unknown(block);
-    }
-  }
+  void held(Block* block) override { hazard_->held(known(block)); }
+  void released(Block* block) override { hazard_->released(known(block)); }
 
   void evicted(Block* block) override {
-    if (hazard_->evicted(key_of(block), store_.is_of_reset(block)) == nullptr) {
-      unknown(block);
-    }
+    hazard_->evicted(known(block), key_of(block), store_.is_of_reset(block));
+    number_of(block) = eviction::kNone;
   }
 
   Block* victim() override {
@@ -168,7 +165,20 @@ class HazardPolicy final : public PythonPolicy {
     return {stored.view(), const_cast<StoredKey*>(&stored)};
   }
 
-  eviction::HazardLoan hazard_;  // of the policy, which the base keeps alive
+  std::uint32_t& number_of(const Block* block) noexcept {
+    return numbers_[static_cast<std::size_t>(store_.slot_of(block))];
+  }
+
+  std::uint32_t known(const Block* block) {
+    const std::uint32_t number = number_of(block);
+    if (number == eviction::kNone) {
+      unknown(block);
+    }
+    return number;
+  }
+
+  eviction::HazardLoan hazard_;         // of the policy, which the base keeps alive
+  std::vector<std::uint32_t> numbers_;  // by slot; kNone while the policy does not know the block
 };
 
 }  // namespace
