@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -28,33 +28,21 @@ class ErrorBoundary:
     give it up once `lasts(place)`, and say so by `gave_up`.
 
     Attributes:
+        guard: makes a `Guard`, and the same one for the same arguments. A step enters many: a cache
+            makes no call of Python.
         failures: errors by place.
         given_up: places at which errors lasted, and whose work has been given up.
         after_error: called after each error that may have lost something; must not raise.
     """
 
-    __slots__ = ("_guards", "_in_a_row", "after_error", "failures", "given_up")
+    __slots__ = ("_in_a_row", "after_error", "failures", "given_up", "guard")
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
         self.given_up: dict[str, None] = {}
         self.after_error: Callable[[], None] | None = None
         self._in_a_row: Counter[str] = Counter()
-        self._guards: dict[tuple[str, str, bool], Guard] = {}  # a step enters many
-
-    def guard(self, place: str, consequence: str, *, loses: bool = True) -> Guard:
-        """Swallow, count and log what the block raises. `KeyboardInterrupt` and the like pass.
-
-        Args:
-            place: names the block.
-            consequence: what follows an error, for the log.
-            loses: whether an error may lose a lease or a copy; then `after_error` is called.
-        """
-        known = place, consequence, loses
-        guard = self._guards.get(known)
-        if guard is None:
-            guard = self._guards[known] = Guard(self, *known)
-        return guard
+        self.guard: MakeGuard = functools.cache(functools.partial(Guard, self))
 
     def failed(
         self, place: str, consequence: str, error: BaseException, *, loses: bool = True
@@ -94,13 +82,28 @@ class ErrorBoundary:
             )
 
 
+class MakeGuard(Protocol):
+    """`Guard` of one boundary."""
+
+    def __call__(self, place: str, consequence: str, *, loses: bool = True) -> Guard: ...
+
+
 class Guard:
-    """A guarded block; see `ErrorBoundary.guard`. It has no state of its own, so that a block may
-    be entered again within itself."""
+    """Swallows, counts and logs what its block raises. `KeyboardInterrupt` and the like pass. It
+    has no state of its own, so that a block may be entered again within itself.
+
+    Args:
+        boundary: counts the errors.
+        place: names the block.
+        consequence: what follows an error, for the log.
+        loses: whether an error may lose a lease or a copy; then `after_error` is called.
+    """
 
     __slots__ = ("_boundary", "_consequence", "_in_a_row", "_loses", "_place")
 
-    def __init__(self, boundary: ErrorBoundary, place: str, consequence: str, loses: bool) -> None:
+    def __init__(
+        self, boundary: ErrorBoundary, place: str, consequence: str, *, loses: bool = True
+    ) -> None:
         self._boundary = boundary
         self._in_a_row = boundary._in_a_row
         self._place = place
