@@ -243,7 +243,7 @@ PyType_Slot blocks_slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec blocks_spec = {"flexkv_kernels.block_index.Blocks", sizeof(Row), 0,
+PyType_Spec blocks_spec = {"flexkv_kernels.block_index.BlockRow", sizeof(Row), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
 
 [[noreturn]] void no_block(PyObject* object) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Blocks as objects of Python: one block, and some blocks in a row. See Block and Blocks in
+// Blocks as objects of Python: one block, and some blocks in a row. See Block and BlockRow in
 // flexkv.index.block_index.
 #pragma once
 
@@ -21,10 +21,10 @@ Reference handle_of(BlockStore& store, Block* block);
 // if nothing stands for it.
 void detach_handle(BlockStore& store, Block* block) noexcept;
 
-// A new `Blocks` of the object of Python that owns the store. Throws PythonError.
+// A new `BlockRow` of the object of Python that owns the store. Throws PythonError.
 Reference make_blocks(PyObject* owner, BlockStore& store, const std::vector<Block*>& blocks);
 
-// The blocks of a `Blocks` or of what Python can iterate over, all of this store, without those whose
+// The blocks of a `BlockRow` or of what Python can iterate over, all of this store, without those whose
 // slots were given to others since. Throws PythonError.
 std::vector<Block*> blocks_of(BlockStore& store, PyObject* object);
 

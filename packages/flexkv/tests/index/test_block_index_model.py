@@ -17,7 +17,7 @@ from flexkv.eviction import (
     RequestContext,
 )
 from flexkv.eviction.hazard import hazard_policy
-from flexkv.index.block_index import Block, Blocks, BlockState, block_index
+from flexkv.index.block_index import Block, BlockRow, BlockState, block_index
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 SLOTS = 6
@@ -43,7 +43,7 @@ class IndexModel(RuleBasedStateMachine):
         self.pinned: set[bytes] = set()
         self.pins: list[Block] = []
         self.writing: list[Block] = []
-        self.leases: list[Blocks] = []
+        self.leases: list[BlockRow] = []
         self.leaving: list[Block] = []
         self.used_before: dict[Block, int] = {}
         self.abandoned: list[Block] = []

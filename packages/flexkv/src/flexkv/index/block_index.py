@@ -68,7 +68,7 @@ class Block(Protocol):
     def used(self) -> int: ...
 
 
-class Blocks(Protocol):
+class BlockRow(Protocol):
     """Some blocks of an index in a row, without an object for each. It may be kept after blocks
     have left: calls skip those whose slots were given to others since.
 
@@ -86,10 +86,10 @@ class Blocks(Protocol):
     @overload
     def __getitem__(self, position: int, /) -> Block: ...
     @overload
-    def __getitem__(self, positions: slice, /) -> Blocks: ...
+    def __getitem__(self, positions: slice, /) -> BlockRow: ...
 
 
-SomeBlocks: TypeAlias = Blocks | Sequence[Block]
+SomeBlocks: TypeAlias = BlockRow | Sequence[Block]
 """What calls of an index take. A block that has left, and whose slot was given to another since, is
 skipped: its leases and pins ended with it."""
 
@@ -125,7 +125,7 @@ class BlockIndex(Protocol):
     @property
     def has_room(self) -> bool: ...
     @property
-    def blocks(self) -> Blocks: ...
+    def blocks(self) -> BlockRow: ...
     @property
     def evictions(self) -> int: ...
     @property
@@ -157,11 +157,11 @@ class BlockIndex(Protocol):
         """Positions of the keys whose blocks have no slot. Changes nothing."""
         ...
 
-    def collect(self, blocks: SomeBlocks, /) -> Blocks:
+    def collect(self, blocks: SomeBlocks, /) -> BlockRow:
         """These blocks in a row."""
         ...
 
-    def lease(self, keys: Sequence[bytes], /) -> Blocks | None:
+    def lease(self, keys: Sequence[bytes], /) -> BlockRow | None:
         """Protect the blocks of `keys` from eviction until `release`.
 
         Returns None, and leases nothing, if any of them is not ready.
@@ -200,7 +200,7 @@ class BlockIndex(Protocol):
         prefix_starts: Iterable[int],
         fetched: bool = False,
         /,
-    ) -> Blocks:
+    ) -> BlockRow:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row.
 
         Args:

@@ -15,7 +15,7 @@ from flexkv.client import Ended, Transfer
 from flexkv.figures.definitions import LOAD_SECONDS, STORE_SECONDS
 from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
-from flexkv.index.block_index import Block, Blocks
+from flexkv.index.block_index import Block, BlockRow
 from flexkv.types.mover import Direction, Status
 
 LOAD_RESERVE = CELLS // 4
@@ -35,7 +35,7 @@ class DeviceCopy:
     """
 
     transfer: Transfer
-    blocks: Blocks = field(repr=False)
+    blocks: BlockRow = field(repr=False)
     held: bool = False
     done: bool = False
     begun: float = field(default_factory=time.monotonic, repr=False)
@@ -83,7 +83,7 @@ class DeviceLink:
         return set(self._pending)
 
     def begin(
-        self, direction: Direction, keys: Sequence[bytes], blocks: Blocks, *, held: bool
+        self, direction: Direction, keys: Sequence[bytes], blocks: BlockRow, *, held: bool
     ) -> Transfer | None:
         """Make a transfer that the adapter orders from its workers.
 
@@ -126,7 +126,7 @@ class DeviceLink:
             self._board.give_back(copy.transfer.cell)
         return copy
 
-    def blocks_of(self, transfer_id: int) -> Blocks | list[Block]:
+    def blocks_of(self, transfer_id: int) -> BlockRow | list[Block]:
         """The blocks of a transfer that is not finished; none of another."""
         copy = self._pending.get(transfer_id)
         if copy is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
 from flexkv.figures.meter import Meter
-from flexkv.index.block_index import Block, BlockIndex, Blocks
+from flexkv.index.block_index import Block, BlockIndex, BlockRow
 from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
 from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import Demoter, EvictionWriteback, SlotReclaimer
@@ -138,7 +138,7 @@ class TierStack:
 
     def reserve(
         self, keys: Sequence[bytes], positions: Sequence[int], prefix_starts: Collection[int]
-    ) -> Blocks:
+    ) -> BlockRow:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
         blocks give theirs up that wait to be written to a shared store.
 
