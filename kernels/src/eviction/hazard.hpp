@@ -65,6 +65,14 @@ class Hazard {
   void held(std::uint32_t block);
   void released(std::uint32_t block);
 
+  // Reads the memory that `evicted` will need: for the block that leaves after the next one, and for
+  // the next one.
+  void prefetch_second(std::uint32_t block) const noexcept {
+    blocks_.prefetch_record(block);
+    recency_.prefetch(block);
+  }
+  void prefetch_next(std::uint32_t block) const noexcept { blocks_.prefetch_place(block); }
+
   // The object that the block's key, which is `key`, came with. A block is `lost` if it leaves for
   // another reason than its order.
   void* evicted(std::uint32_t block, const Key& key, bool lost);

@@ -57,6 +57,13 @@ void LruModel::add(const Key& key, std::uint32_t before) noexcept {
 }
 
 void LruModel::lose(std::uint32_t number) noexcept {
+  if (const std::uint32_t next = number_of(records_[number].newer); next != kNone) {
+    // The next that leaves, mostly, and the one after it.
+    numbers_.prefetch(records_[next].low);
+    if (const std::uint32_t second = number_of(records_[next].newer); second != kNone) {
+      __builtin_prefetch(&records_[second]);
+    }
+  }
   leave(number);
   numbers_.remove(number, [&](std::uint32_t each) { return records_[each].low; });
   records_[number].older = free_ & kEnd;
