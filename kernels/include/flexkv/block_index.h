@@ -18,6 +18,12 @@ struct _object;
 // once, with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_index_type(struct _object* states);
 
+// Bytes of the shared memory of an index of so many slots.
+FKV_API uint64_t fkv_block_index_bytes(uint64_t slots);
+
+// The type that implements flexkv.index.block_index.IndexReader, in the same way.
+FKV_API struct _object* fkv_index_reader_type(void);
+
 // The type that makes flexkv.types.packed_keys.PackedKeys, in the same way.
 FKV_API struct _object* fkv_packed_keys_type(void);
 

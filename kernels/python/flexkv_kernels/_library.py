@@ -26,7 +26,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -256,6 +256,10 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
     lib.fkv_hazard_policy_type.argtypes = ()
     lib.fkv_block_index_type.restype = py_object
     lib.fkv_block_index_type.argtypes = (py_object,)
+    lib.fkv_block_index_bytes.restype = c_uint64
+    lib.fkv_block_index_bytes.argtypes = (c_uint64,)
+    lib.fkv_index_reader_type.restype = py_object
+    lib.fkv_index_reader_type.argtypes = ()
     lib.fkv_packed_keys_type.restype = py_object
     lib.fkv_packed_keys_type.argtypes = ()
     lib.fkv_block_uses_type.restype = py_object

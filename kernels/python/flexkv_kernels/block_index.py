@@ -10,21 +10,40 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from flexkv.eviction import EvictionPolicy
-from flexkv.index.block_index import BlockIndex, BlockState
+from flexkv.index.block_index import BlockIndex, BlockState, Buffer, IndexReader
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels._library import LIBRARY
 
 
 class _MakeBlockIndex(Protocol):
-    def __call__(self, num_slots: int, policy: EvictionPolicy | None, /) -> BlockIndex:
+    def __call__(
+        self, num_slots: int, policy: EvictionPolicy | None, memory: Buffer | None, /
+    ) -> BlockIndex:
         """Make an index.
 
         Args:
             num_slots: number of slots of the tier.
             policy: chooses the blocks to evict; kept alive. None evicts the least recently used.
+            memory: shared memory of `index_bytes(num_slots)` bytes, all zero, in which others read
+                the index; kept. None if nobody else reads it.
 
         Raises:
-            ValueError: the number of slots is not allowed.
+            ValueError: the number of slots, or the size of the memory, is not allowed.
+        """
+        ...
+
+
+class _MakeIndexReader(Protocol):
+    def __call__(self, memory: Buffer, holds: Buffer, /) -> IndexReader:
+        """Make a reader.
+
+        Args:
+            memory: the memory of an index; only read, and kept.
+            holds: 16-bit counters, one for each slot, all zero, that the index knows by
+                `add_reader` and nothing but this reader writes; kept.
+
+        Raises:
+            ValueError: `memory` is no index of this layout, or `holds` has another size.
         """
         ...
 
@@ -45,3 +64,10 @@ class _PackKeys(Protocol):
 
 NativeBlockIndex: _MakeBlockIndex = LIBRARY.brief.fkv_block_index_type(tuple(BlockState))
 pack_keys: _PackKeys = LIBRARY.brief.fkv_packed_keys_type()
+NativeIndexReader: _MakeIndexReader = LIBRARY.brief.fkv_index_reader_type()
+
+
+def index_bytes(num_slots: int) -> int:
+    """Bytes of the shared memory of an index."""
+    size: int = LIBRARY.brief.fkv_block_index_bytes(num_slots)
+    return size

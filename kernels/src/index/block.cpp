@@ -2,6 +2,7 @@
 #include "block.hpp"
 
 #include <algorithm>
+#include <atomic>
 
 #include "handle.hpp"
 
@@ -40,14 +41,16 @@ Block* BlockStore::begin_life(Slot slot, KeyView key, Py_hash_t hash, const Bloc
   if (!lost_parents_.empty()) {
     lost_parents_.erase(slot);
   }
-  StoredKey& stored = keys_[static_cast<std::size_t>(slot)];
+  set_leasable(block, false);
+  std::atomic_thread_fence(std::memory_order_release);  // readers notice before the key changes
+  StoredKey& stored = keys_[slot];
   stored.size = static_cast<std::uint8_t>(key.size());
   std::copy(key.begin(), key.end(), stored.bytes);
   const std::uint32_t life = block->life + 1;
   *block = {};
   block->life = life;
   block->hash = hash;
-  block->epoch = epoch_;
+  block->epoch = epoch();
   block->parent = parent == nullptr ? kNoSlot : slot_of(parent);
   block->parent_life = parent == nullptr ? 0 : parent->life;
   block->first_child = block->next_sibling = block->previous_sibling = kNoSlot;

@@ -9,18 +9,11 @@
 #include <unordered_map>
 
 #include "../zeroed_array.hpp"
-#include "keys.hpp"
+#include "memory.hpp"
 
 namespace flexkv::index {
 
 enum class State : std::uint8_t { writing, ready, dropped };
-
-// The time between two resets of an index. Its number begins again after eight of them.
-using Epoch = std::uint8_t;
-inline constexpr Epoch kEpochs = 8;
-
-using Slot = std::int32_t;
-inline constexpr Slot kNoSlot = -1;
 
 // What has a slot, or had it last. A slot begins another life with each block that it is given to:
 // what names a block by its slot names the life, too.
@@ -61,23 +54,12 @@ struct alignas(64) Block {
 };
 static_assert(sizeof(Block) == 64);
 
-// The key of the block in a slot. It stays in its place.
-struct alignas(64) StoredKey {
-  std::uint8_t size;
-  char bytes[127];
-
-  KeyView view() const noexcept { return {bytes, size}; }
-};
-static_assert(sizeof(StoredKey) == 128);
-
-// flexkv.tiers.base.MAX_KEY_BYTES
-inline constexpr std::size_t kMostKeyBytes = 96;
-
 // All blocks of an index. Memory that no block has used yet takes no room.
 class BlockStore {
  public:
-  // Throws std::bad_alloc.
-  explicit BlockStore(std::size_t slots) : blocks_(slots), keys_(slots) {}
+  // `memory` outlives it. Throws std::bad_alloc.
+  explicit BlockStore(Memory& memory)
+      : header_(memory.header()), blocks_(memory.places().slots), keys_(memory.keys()) {}
   ~BlockStore();
   BlockStore(const BlockStore&) = delete;
   BlockStore& operator=(const BlockStore&) = delete;
@@ -89,7 +71,7 @@ class BlockStore {
   }
 
   const StoredKey& stored_key(Slot slot) const noexcept {
-    return keys_[static_cast<std::size_t>(slot)];
+    return keys_[slot];
   }
   const StoredKey& stored_key(const Block* block) const noexcept {
     return stored_key(slot_of(block));
@@ -97,7 +79,7 @@ class BlockStore {
   KeyView key_of(Slot slot) const noexcept { return stored_key(slot).view(); }
   KeyView key_of(const Block* block) const noexcept { return stored_key(block).view(); }
   Block* block_of(const StoredKey* key) noexcept {
-    return &blocks_[static_cast<std::size_t>(key - &keys_[0])];
+    return &blocks_[static_cast<std::size_t>(key - keys_)];
   }
 
   // The block that this one builds on. Null if it builds on none, or if that one has left and its slot
@@ -116,11 +98,20 @@ class BlockStore {
   void unlink(Block* block) noexcept;
 
   // All blocks are of a reset from now on. No block is left of seven epochs ago.
-  void begin_epoch() noexcept { epoch_ = static_cast<Epoch>((epoch_ + 1) % kEpochs); }
-  Epoch epoch() const noexcept { return epoch_; }
+  void begin_epoch() noexcept { store_word(header_.epoch, static_cast<Epoch>((epoch() + 1) % kEpochs)); }
+  Epoch epoch() const noexcept { return header_.epoch; }
+
+  // Whether readers of the memory may lease the block in a slot. Once they may not, the slot waits for
+  // those that have.
+  void set_leasable(const Block* block, bool leasable) noexcept {
+    std::uint32_t& version = keys_[slot_of(block)].version;
+    if ((version % 2 == 0) != leasable) {
+      store_word(version, version + 1);
+    }
+  }
 
   // Whether it entered before the last reset.
-  bool is_of_reset(const Block* block) const noexcept { return block->epoch != epoch_; }
+  bool is_of_reset(const Block* block) const noexcept { return block->epoch != epoch(); }
 
   // Whether a reset has dropped the block, and the index has not yet noticed.
   bool is_stale(const Block* block) const noexcept {
@@ -137,9 +128,9 @@ class BlockStore {
  private:
   void keep_key_for_children(const Block* block);
 
+  Header& header_;
   ZeroedArray<Block> blocks_;
-  ZeroedArray<StoredKey> keys_;
-  Epoch epoch_ = 0;
+  StoredKey* keys_;
   // By slot, the key of the block that this slot's builds on, if the slot of that has another block.
   std::unordered_map<Slot, std::string> lost_parents_;
 };

@@ -2,13 +2,15 @@
 #include "index.hpp"
 
 #include <algorithm>
-#include <unordered_set>
 
 namespace flexkv::index {
 
-Index::Index(std::size_t slots, PyObject* policy)
-    : store_(slots),
-      table_(store_),
+Index::Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared)
+    : shared_(std::move(shared)),
+      memory_(slots, shared_ == nullptr ? nullptr : shared_->start()),
+      store_(memory_),
+      table_(memory_, store_),
+      taken_(slots),
       policy_(policy == Py_None ? make_lru(store_) : make_policy(policy, store_, table_)) {
   free_.reserve(slots);
   for (std::size_t slot = slots; slot > 0; --slot) {
@@ -38,7 +40,7 @@ std::vector<Block*> Index::blocks() {
 
 Py_ssize_t Index::lookup(const Keys& keys) const {
   Py_ssize_t count = 0;
-  table_.look_each(keys, [&](Py_ssize_t, bool, bool ready) {
+  reading().look_each(keys, [&](Py_ssize_t, bool, bool ready) {
     count += ready;
     return ready;
   });
@@ -47,7 +49,7 @@ Py_ssize_t Index::lookup(const Keys& keys) const {
 
 std::vector<Py_ssize_t> Index::missing(const Keys& keys) const {
   std::vector<Py_ssize_t> places;
-  table_.look_each(keys, [&](Py_ssize_t i, bool has, bool) {
+  reading().look_each(keys, [&](Py_ssize_t i, bool has, bool) {
     if (!has) {
       places.push_back(i);
     }
@@ -90,8 +92,8 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
   }
 }
 
-Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near,
-                      bool fetched) {
+Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near, bool fetched,
+                      Slot given) {
   if (key.size() > kMostKeyBytes) {
     PyErr_Format(PyExc_ValueError, "a key has %zu bytes; allowed: up to %zu", key.size(),
                  kMostKeyBytes);
@@ -115,14 +117,15 @@ Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* 
   Slot slot = kNoSlot;
   Block* block = nullptr;
   try {
-    slot = take_slot();
+    slot = given == kNoSlot ? take_slot() : given;
     if (slot != kNoSlot) {
       block = store_.begin_life(slot, key, hash, parent);
+      taken_[static_cast<std::size_t>(slot)] = false;
     }
   } catch (...) {
     PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
     PyErr_Fetch(&kind, &error, &trace);  // the policy is called without an error set
-    if (slot != kNoSlot) {
+    if (slot != given) {
       free_.push_back(slot);
     }
     detach(parent, 0);
@@ -153,6 +156,7 @@ void Index::publish(const std::vector<Block*>& blocks) {
     }
     policy_->inserted(block);  // what may raise comes first: the block is being written until then
     block->state = State::ready;
+    store_.set_leasable(block, true);
     table_.set_ready(block);
     block->used = used;
     ++ready_;
@@ -216,14 +220,14 @@ void Index::unpin(Block* block) {
 
 bool Index::has_room() {
   sweep_for_room();
-  return !free_.empty() || policy_->victim() != nullptr;
+  return !free_.empty() || next_victim() != nullptr;
 }
 
 Block* Index::lease_victim() {
   if (stale_ > 0) {
     return nullptr;  // their slots become free first
   }
-  Block* const block = policy_->victim();
+  Block* const block = next_victim();
   if (block != nullptr) {
     hold(block);
     ++block->leases;
@@ -236,7 +240,8 @@ Block* Index::lease_victim() {
 
 void Index::retire(Block* block) {
   const bool attached = block->attached();
-  const bool used = attached || block->leases > 1 || block->was_used;
+  const bool used = attached || block->leases > 1 || block->was_used ||
+                    is_held_outside(store_.slot_of(block));
   if (block->state == State::ready && !used) {
     remove(block);
     ++evictions_;
@@ -309,91 +314,6 @@ void Index::expel_stale(const std::vector<Block*>& blocks) {
   }
 }
 
-void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing,
-                   const std::vector<Block*>& pinned) {
-  sweep(store_.size());
-  std::vector<bool> was_evictable(store_.size());
-  for_each([&](const Block* block) {
-    was_evictable[static_cast<std::size_t>(store_.slot_of(block))] = block->evictable();
-  });
-  const std::unordered_set<Block*> written(writing.begin(), writing.end());
-  for_each([&](Block* block) {
-    if (block->state == State::writing && written.count(block) == 0) {
-      untable(block);
-      end_life(block);
-    }
-  });
-  count_uses(leased, pinned);
-  free_.clear();
-  std::vector<bool> used(store_.size());
-  const auto keep = [&](const Block* block) {
-    used[static_cast<std::size_t>(store_.slot_of(block))] = true;
-  };
-  for_each(keep);
-  std::for_each(leased.begin(), leased.end(), keep);
-  std::for_each(writing.begin(), writing.end(), keep);
-  for (std::size_t slot = used.size(); slot > 0; --slot) {
-    if (!used[slot - 1]) {
-      free_.push_back(static_cast<Slot>(slot - 1));
-    }
-  }
-  inform_policy(was_evictable);
-}
-
-// Counts the leases and the pins, of which these are all, and the children of all blocks.
-void Index::count_uses(const std::vector<Block*>& leased, const std::vector<Block*>& pinned) {
-  const auto reset = [](Block* block) {
-    block->leaving = false;
-    block->leases = 0;
-    block->pins = 0;
-    block->children = 0;
-  };
-  for_each(reset);
-  std::for_each(leased.begin(), leased.end(), reset);
-  for (Block* const block : leased) {
-    ++block->leases;
-  }
-  pinned_ = 0;
-  for (Block* const block : pinned) {
-    if (block->state != State::dropped) {
-      pinned_ += block->pins == 0;
-      ++block->pins;
-    }
-  }
-  for_each([&](const Block* block) {
-    if (Block* const parent = store_.parent_of(block); parent != nullptr) {
-      ++parent->children;
-    }
-  });
-}
-
-// Reports what may be evicted and might not before. A policy that an error may have torn begins anew.
-void Index::inform_policy(const std::vector<bool>& was_evictable) {
-  std::vector<Block*> ready;
-  for_each([&](Block* block) {
-    if (block->state == State::ready) {
-      ready.push_back(block);
-    }
-  });
-  const bool is_torn = policy_->may_be_torn();
-  if (is_torn) {
-    std::sort(ready.begin(), ready.end(),
-              [](const Block* one, const Block* other) { return one->used < other->used; });
-    policy_->forget_all();
-    for (Block* const block : ready) {
-      policy_->inserted(block);
-    }
-  }
-  for (Block* const block : ready) {
-    const bool was = !is_torn && was_evictable[static_cast<std::size_t>(store_.slot_of(block))];
-    if (block->evictable() && !was) {
-      policy_->released(block);
-    } else if (was && !block->evictable()) {
-      policy_->held(block);
-    }
-  }
-}
-
 // The block is no victim from now on, whatever the reason.
 void Index::hold(Block* block) {
   if (block->evictable()) {
@@ -415,19 +335,82 @@ void Index::end_lease(Block* block) {
 
 // A free slot, or that of a victim, or none.
 Slot Index::take_slot() {
-  sweep_for_room();
-  if (!free_.empty()) {
-    const Slot slot = free_.back();
-    free_.pop_back();
-    return slot;
+  while (true) {
+    sweep_for_room();
+    Slot slot = kNoSlot;
+    if (!free_.empty()) {
+      slot = free_.back();
+      free_.pop_back();
+    } else if (Block* const block = next_victim(); block != nullptr) {
+      remove(block);
+      ++evictions_;
+      slot = store_.slot_of(block);
+    }
+    if (slot == kNoSlot || !is_held_outside(slot)) {
+      return slot;
+    }
+    held_slots_.push_back(slot);
   }
-  Block* const block = policy_->victim();
-  if (block == nullptr) {
-    return kNoSlot;
+}
+
+// The block to evict next, or null. Those that readers hold have a lease until they let go.
+Block* Index::next_victim() {
+  Block* block = policy_->victim();
+  while (block != nullptr && is_held_outside(store_.slot_of(block))) {
+    held_.push_back(block);
+    hold(block);
+    ++block->leases;
+    block = policy_->victim();
   }
-  remove(block);
-  ++evictions_;
-  return store_.slot_of(block);
+  return block;
+}
+
+// Whether a reader holds the slot. If its block has left, none comes to hold it after this.
+bool Index::is_held_outside(Slot slot) const noexcept {
+  if (holds_.empty()) {
+    return false;
+  }
+  fence();
+  return holds_.has(slot);
+}
+
+std::size_t Index::look_at_holds() {
+  std::erase_if(held_slots_, [&](Slot slot) {
+    const bool is_free = !is_held_outside(slot);
+    if (is_free) {
+      free_.push_back(slot);
+    }
+    return is_free;
+  });
+  std::vector<Block*> ended;
+  std::erase_if(held_, [&](Block* block) {
+    const bool is_free = !is_held_outside(store_.slot_of(block));
+    if (is_free) {
+      ended.push_back(block);
+    }
+    return is_free;
+  });
+  expel_stale(ended);
+  release_unused(ended);
+  return held_.size() + held_slots_.size();
+}
+
+std::vector<Slot> Index::take_slots(std::size_t most) {
+  std::vector<Slot> slots;
+  while (slots.size() < most) {
+    const Slot slot = take_slot();
+    if (slot == kNoSlot) {
+      break;
+    }
+    taken_[static_cast<std::size_t>(slot)] = true;
+    slots.push_back(slot);
+  }
+  return slots;
+}
+
+void Index::give_back(Slot slot) {
+  taken_[static_cast<std::size_t>(slot)] = false;
+  free_.push_back(slot);
 }
 
 // One more block holds `parent`, which it builds on; null for none.
@@ -488,9 +471,10 @@ void Index::take_out(Block* block) {
   if (parent != nullptr) {
     // Often the next that leaves, and the one after it. Their memory is seldom in the processor's
     // caches.
-    table_.prefetch(parent->hash);
+    reading().prefetch(parent->hash);
     if (const Block* const second = store_.parent_of(parent); second != nullptr) {
-      table_.prefetch(second->hash);
+      reading().prefetch(second->hash);
+      reading().prefetch_key(store_.slot_of(second));
       if (second->parent != kNoSlot) {
         __builtin_prefetch(&store_[second->parent]);
       }
@@ -537,6 +521,7 @@ void Index::expel(Block* block) {
 }
 
 void Index::untable(Block* block) {
+  store_.set_leasable(block, false);
   table_.remove(block);
   --tabled_;
   block->tabled = false;

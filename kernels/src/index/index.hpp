@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "block.hpp"
+#include "holds.hpp"
 #include "policy.hpp"
 #include "table.hpp"
 
@@ -16,8 +17,9 @@ namespace flexkv::index {
 // All methods may throw PythonError and std::bad_alloc.
 class Index {
  public:
-  // `policy` is None for the least recently used first. Throws PythonError if it has blocks already.
-  Index(std::size_t slots, PyObject* policy);
+  // `policy` is None for the least recently used first. The index lies in `shared` if that is not null,
+  // and has the size for it. Throws PythonError if the policy has blocks already.
+  Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared);
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
 
@@ -41,7 +43,7 @@ class Index {
   // Calls `function` with the place of each key, and whether it is ready.
   template <typename Function>
   void present(const Keys& keys, Function function) const {
-    table_.look_each(keys, [&](Py_ssize_t i, bool, bool ready) {
+    reading().look_each(keys, [&](Py_ssize_t i, bool, bool ready) {
       function(i, ready);
       return true;
     });
@@ -50,8 +52,8 @@ class Index {
   // The places of the keys that have no slot.
   std::vector<Py_ssize_t> missing(const Keys& keys) const;
 
-  // Fetches the memory that `reserve` reads first for the key of this hash.
-  void prefetch(Py_hash_t hash) const noexcept { table_.prefetch(hash); }
+  // The table, as readers of it have it.
+  const Reading& reading() const noexcept { return table_.reading(); }
 
   // The ready blocks of all keys, with a lease each; empty if one is missing.
   std::vector<Block*> lease(const Keys& keys);
@@ -60,8 +62,10 @@ class Index {
 
   // A block in state writing for a key, which has this hash, or null: see BlockIndex.reserve. It builds
   // on the block of `after`, or on none if that is null. `near` is a block in the index, which may be
-  // that of `after`, or null. It is `fetched` if a lower tier will give its bytes.
-  Block* reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near, bool fetched);
+  // that of `after`, or null. It is `fetched` if a lower tier will give its bytes. It gets the slot
+  // `given`, one of `take_slots`, or any if that is none.
+  Block* reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near, bool fetched,
+                 Slot given = kNoSlot);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
@@ -79,6 +83,18 @@ class Index {
   void settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing,
               const std::vector<Block*>& pinned);
 
+  // Up to `most` slots without a block, which stay so until `reserve` gives a block one of them, or
+  // `give_back`. Evicts blocks for them.
+  std::vector<Slot> take_slots(std::size_t most);
+  bool is_taken(Slot slot) const noexcept { return taken_[static_cast<std::size_t>(slot)]; }
+  void give_back(Slot slot);
+
+  // Readers of the shared memory, which hold slots.
+  Holds& holds() noexcept { return holds_; }
+
+  // Looks again at the slots that readers held. Returns how many of them they still hold.
+  std::size_t look_at_holds();
+
   // Takes stale blocks out of the tables, and looks at `limit` slots for them. Returns how many
   // stale blocks are left.
   std::size_t sweep(std::size_t limit);
@@ -95,6 +111,8 @@ class Index {
   void hold(Block* block);
   void end_lease(Block* block);
   Slot take_slot();
+  Block* next_victim();
+  bool is_held_outside(Slot slot) const noexcept;
   void attach(Block* parent);
   void detach(Block* parent, long long used);
   void remove(Block* block);
@@ -115,9 +133,15 @@ class Index {
     }
   }
 
+  std::unique_ptr<python::Buffer> shared_;
+  Memory memory_;
   BlockStore store_;
   BlockTable table_;
   std::vector<Slot> free_;
+  std::vector<bool> taken_;        // whether `take_slots` took a slot
+  Holds holds_;
+  std::vector<Block*> held_;       // have a lease, because readers hold them
+  std::vector<Slot> held_slots_;   // free, but for their readers
   std::unique_ptr<Policy> policy_;
   Reference changes_;
   std::size_t ready_ = 0;

@@ -227,19 +227,6 @@ std::uint64_t word(const char* data, std::size_t size) noexcept {
   return value;
 }
 
-struct Secrets {
-  std::uint64_t values[3];
-
-  Secrets() {
-    std::random_device random;
-    for (std::uint64_t& value : values) {
-      value = (static_cast<std::uint64_t>(random()) << 32 | random()) | 1;
-    }
-  }
-};
-
-const Secrets kSecrets;
-
 }  // namespace
 
 KeyView view_of(PyObject* key) {
@@ -250,9 +237,18 @@ KeyView view_of(PyObject* key) {
   return {PyBytes_AsString(key), static_cast<std::size_t>(PyBytes_Size(key))};
 }
 
-Py_hash_t hash_of(KeyView key) noexcept {
+HashSeed HashSeed::random() {
+  HashSeed seed;
+  std::random_device random;
+  for (std::uint64_t& value : seed.values) {
+    value = (static_cast<std::uint64_t>(random()) << 32 | random()) | 1;
+  }
+  return seed;
+}
+
+Py_hash_t hash_of(KeyView key, const HashSeed& seed) noexcept {
   constexpr std::size_t kWord = sizeof(std::uint64_t);
-  const auto& [first, second, third] = kSecrets.values;
+  const auto& [first, second, third] = seed.values;
   const char* data = key.data();
   std::size_t left = key.size();
   std::uint64_t hash = first ^ left;

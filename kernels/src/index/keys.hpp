@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 
 #include "../python/object.hpp"
@@ -21,8 +22,15 @@ using KeyView = std::string_view;
 // The bytes of a key, which live as long as the object. Throws PythonError if it is no key.
 KeyView view_of(PyObject* key);
 
-// A hash of all bytes, which differs between processes: clients cannot choose keys that collide.
-Py_hash_t hash_of(KeyView key) noexcept;
+// Makes the hashes of an index differ from those of others: clients cannot choose keys that collide.
+struct HashSeed {
+  std::uint64_t values[3];
+
+  static HashSeed random();
+};
+
+// A hash of all bytes.
+Py_hash_t hash_of(KeyView key, const HashSeed& seed) noexcept;
 
 // The keys of a `PackedKeys`, or of what Python can iterate over. Throws PythonError.
 class Keys {

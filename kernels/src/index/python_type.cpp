@@ -3,8 +3,11 @@
 // The type `BlockIndex` for CPython, by the stable ABI. A call takes many blocks where it can: the
 // step of an engine waits for it.
 #include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
+#include "../python/buffer.hpp"
 #include "../python/calls.hpp"
 #include "flexkv/block_index.h"
 #include "handle.hpp"
@@ -13,11 +16,14 @@
 namespace {
 
 using flexkv::index::Block;
-using flexkv::index::BlockTable;
+using flexkv::index::kNoSlot;
 using flexkv::index::KeyView;
 using flexkv::index::Index;
 using flexkv::index::Keys;
+using flexkv::index::Reading;
+using flexkv::index::Slot;
 using flexkv::index::State;
+using flexkv::python::Buffer;
 using flexkv::python::erased;
 using flexkv::python::guarded;
 using flexkv::python::Holder;
@@ -56,6 +62,24 @@ std::vector<Py_ssize_t> numbers_of(PyObject* object) {
     throw PythonError{};
   }
   return numbers;
+}
+
+Reference list_of(const std::vector<Slot>& slots) {
+  Reference list = own(PyList_New(static_cast<Py_ssize_t>(slots.size())));
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number(slots[i]).release());
+  }
+  return list;
+}
+
+// A slot that `take_slots` took and that has no block yet.
+Slot taken(PyObject* self, Py_ssize_t slot) {
+  if (slot < 0 || static_cast<std::size_t>(slot) >= of(self).slots() ||
+      !of(self).is_taken(static_cast<Slot>(slot))) {
+    PyErr_Format(PyExc_ValueError, "slot %zd was not taken", slot);
+    throw PythonError{};
+  }
+  return static_cast<Slot>(slot);
 }
 
 PyObject* watch(PyObject* self, PyObject*) {
@@ -109,48 +133,114 @@ PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const KeyView key = flexkv::index::view_of(args[0]);
     const bool is_first = args[1] == Py_None;
     const KeyView after = is_first ? KeyView() : flexkv::index::view_of(args[1]);
-    return block_or_none(self, of(self).reserve(key, flexkv::index::hash_of(key),
+    return block_or_none(self, of(self).reserve(key, of(self).reading().hash(key),
                                                 is_first ? nullptr : &after, nullptr, false));
   });
+}
+
+// Reserves slots for the blocks at some positions of `keys`, those of `slots` unless that is empty.
+Reference reserve_at(PyObject* self, PyObject* const* args, bool is_fetch,
+                     const std::vector<Py_ssize_t>& slots) {
+  const Keys keys(args[0]);
+  const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
+  std::vector<Py_ssize_t> prefix_starts = numbers_of(args[2]);
+  std::sort(prefix_starts.begin(), prefix_starts.end());
+  const auto is_first = [&](Py_ssize_t position) {
+    return std::binary_search(prefix_starts.begin(), prefix_starts.end(), position);
+  };
+  if (!slots.empty() && slots.size() != positions.size()) {
+    PyErr_Format(PyExc_ValueError, "%zu slots for %zu blocks", slots.size(), positions.size());
+    throw PythonError{};
+  }
+  std::vector<Py_hash_t> hashes;
+  hashes.reserve(positions.size());
+  for (const Py_ssize_t position : positions) {
+    if (position < (is_first(position) ? 0 : 1) || position >= keys.size()) {
+      PyErr_Format(PyExc_IndexError, "position %zd of %zd keys", position, keys.size());
+      throw PythonError{};
+    }
+    hashes.push_back(of(self).reading().hash(keys[position]));
+  }
+  std::vector<Block*> made;
+  made.reserve(positions.size());
+  for (std::size_t i = 0; i < positions.size(); ++i) {
+    if (i + Reading::kAtOnce < positions.size()) {
+      of(self).reading().prefetch(hashes[i + Reading::kAtOnce]);
+    }
+    const Py_ssize_t position = positions[i];
+    const KeyView after = is_first(position) ? KeyView() : keys[position - 1];
+    Block* const block = of(self).reserve(
+        keys[position], hashes[i], is_first(position) ? nullptr : &after,
+        made.empty() ? nullptr : made.back(), is_fetch, slots.empty() ? kNoSlot : taken(self, slots[i]));
+    if (block != nullptr) {
+      made.push_back(block);
+    }
+  }
+  return blocks_in(self, made);
 }
 
 PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 3, 1);
-    const bool is_fetch = count == 4 && args[3] == Py_True;
-    const Keys keys(args[0]);
-    const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
-    std::vector<Py_ssize_t> prefix_starts = numbers_of(args[2]);
-    std::sort(prefix_starts.begin(), prefix_starts.end());
-    const auto is_first = [&](Py_ssize_t position) {
-      return std::binary_search(prefix_starts.begin(), prefix_starts.end(), position);
-    };
-    std::vector<Py_hash_t> hashes;
-    hashes.reserve(positions.size());
-    for (const Py_ssize_t position : positions) {
-      if (position < (is_first(position) ? 0 : 1) || position >= keys.size()) {
-        PyErr_Format(PyExc_IndexError, "position %zd of %zd keys", position, keys.size());
-        throw PythonError{};
-      }
-      hashes.push_back(flexkv::index::hash_of(keys[position]));
-    }
-    std::vector<Block*> made;
-    made.reserve(positions.size());
-    for (std::size_t i = 0; i < positions.size(); ++i) {
-      if (i + BlockTable::kAtOnce < positions.size()) {
-        of(self).prefetch(hashes[i + BlockTable::kAtOnce]);
-      }
-      const Py_ssize_t position = positions[i];
-      const KeyView after = is_first(position) ? KeyView() : keys[position - 1];
-      Block* const block =
-          of(self).reserve(keys[position], hashes[i], is_first(position) ? nullptr : &after,
-                           made.empty() ? nullptr : made.back(), is_fetch);
-      if (block != nullptr) {
-        made.push_back(block);
-      }
-    }
-    return blocks_in(self, made);
+    return reserve_at(self, args, count == 4 && args[3] == Py_True, {});
   });
+}
+
+PyObject* take_slots(PyObject* self, PyObject* most) {
+  return guarded([&] {
+    const std::size_t count = PyLong_AsSize_t(most);
+    if (PyErr_Occurred() != nullptr) {
+      throw PythonError{};
+    }
+    return list_of(of(self).take_slots(count));
+  });
+}
+
+PyObject* place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    need_arguments(count, 4);
+    const std::vector<Py_ssize_t> slots = numbers_of(args[3]);
+    return slots.empty() ? blocks_in(self, {}) : reserve_at(self, args, false, slots);
+  });
+}
+
+PyObject* give_back(PyObject* self, PyObject* slots) {
+  return guarded([&] {
+    for (const Py_ssize_t slot : numbers_of(slots)) {
+      of(self).give_back(taken(self, slot));
+    }
+    return none();
+  });
+}
+
+PyObject* add_reader(PyObject* self, PyObject* memory) {
+  return guarded([&] {
+    auto holds = std::make_unique<Buffer>(memory, PyBUF_WRITABLE);
+    if (holds->size() != of(self).slots() * sizeof(flexkv::index::Hold)) {
+      PyErr_Format(PyExc_ValueError, "%zu bytes for holds; allowed: %zu", holds->size(),
+                   of(self).slots() * sizeof(flexkv::index::Hold));
+      throw PythonError{};
+    }
+    return number(static_cast<Py_ssize_t>(of(self).holds().add(std::move(holds))));
+  });
+}
+
+PyObject* remove_reader(PyObject* self, PyObject* reader) {
+  return guarded([&] {
+    const std::size_t which = PyLong_AsSize_t(reader);
+    if (PyErr_Occurred() != nullptr) {
+      throw PythonError{};
+    }
+    if (!of(self).holds().remove(which)) {
+      PyErr_Format(PyExc_ValueError, "no reader %zu", which);
+      throw PythonError{};
+    }
+    return none();
+  });
+}
+
+PyObject* look_at_holds(PyObject* self, PyObject*) {
+  return guarded([&] { return number(static_cast<Py_ssize_t>(of(self).look_at_holds())); });
 }
 
 template <void (Index::*method)(const std::vector<Block*>&)>
@@ -279,18 +369,31 @@ int contains(PyObject* self, PyObject* key) {
 
 constexpr long long kMostSlots = (1LL << 31) - 1;
 
+// BlockIndex(slots, policy, memory)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   long long slots = 0;
   PyObject* policy = nullptr;
-  if (PyArg_ParseTuple(args, "LO", &slots, &policy) == 0) {
+  PyObject* memory = nullptr;
+  if (PyArg_ParseTuple(args, "LOO", &slots, &policy, &memory) == 0) {
     return nullptr;
   }
   if (slots < 0 || slots > kMostSlots) {
     PyErr_Format(PyExc_ValueError, "%lld slots; allowed: 0 to %lld", slots, kMostSlots);
     return nullptr;
   }
-  return guarded(
-      [&] { return Self::make(type, static_cast<std::size_t>(slots), policy); });
+  return guarded([&] {
+    const auto count = static_cast<std::size_t>(slots);
+    std::unique_ptr<Buffer> shared;
+    if (memory != Py_None) {
+      shared = std::make_unique<Buffer>(memory, PyBUF_WRITABLE);
+      if (shared->size() != flexkv::index::Places(count).bytes()) {
+        PyErr_Format(PyExc_ValueError, "%zu bytes for an index; allowed: %zu", shared->size(),
+                     flexkv::index::Places(count).bytes());
+        throw PythonError{};
+      }
+    }
+    return Self::make(type, count, policy, std::move(shared));
+  });
 }
 
 PyMethodDef methods[] = {
@@ -304,6 +407,12 @@ PyMethodDef methods[] = {
     {"release_unused", with_blocks<&Index::release_unused>, METH_O, nullptr},
     {"reserve", erased(reserve), METH_FASTCALL, nullptr},
     {"reserve_all", erased(reserve_all), METH_FASTCALL, nullptr},
+    {"take_slots", take_slots, METH_O, nullptr},
+    {"place", erased(place), METH_FASTCALL, nullptr},
+    {"give_back", give_back, METH_O, nullptr},
+    {"add_reader", add_reader, METH_O, nullptr},
+    {"remove_reader", remove_reader, METH_O, nullptr},
+    {"look_at_holds", look_at_holds, METH_NOARGS, nullptr},
     {"publish", with_blocks<&Index::publish>, METH_O, nullptr},
     {"abandon", with_blocks<&Index::abandon>, METH_O, nullptr},
     {"discard", with_blocks<&Index::discard>, METH_O, nullptr},
@@ -356,6 +465,10 @@ PyObject* fkv_block_index_type(PyObject* states) {
     flexkv::index::make_block_types(states);
     return own(PyType_FromSpec(&spec));
   });
+}
+
+std::uint64_t fkv_block_index_bytes(std::uint64_t slots) {
+  return flexkv::index::Places(static_cast<std::size_t>(slots)).bytes();
 }
 
 // The same for the keys that calls of an index take.

@@ -11,6 +11,10 @@ therefore never evicts a block while another block with a slot builds on it: pre
 last block first, and a prefix never evicts its own beginning. A use of a block counts as a use of
 the blocks that it builds on.
 
+An index may lie in shared memory. Other processes then look blocks up and hold them by an
+`IndexReader`, while one process owns it and makes every change. What they hold stays as it is, even
+if the block leaves: its slot is given to another block only when nobody holds it any more.
+
 An index is pure and single-threaded. Every operation is O(1) per block, apart from the policy's.
 Its code is among the kernels, because an engine's step waits for it.
 """
@@ -19,10 +23,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
+from mmap import mmap
 from typing import Protocol, TypeAlias, overload
 
 from flexkv.eviction import AnyPolicy, LRUPolicy, RequestContext
 from flexkv.system.native import kernels
+
+Buffer: TypeAlias = mmap | memoryview | bytearray
+"""Memory of another object, in one piece."""
 
 
 class BlockState(enum.Enum):
@@ -214,6 +222,65 @@ class BlockIndex(Protocol):
         """
         ...
 
+    def take_slots(self, most: int, /) -> list[int]:
+        """Take up to `most` slots for writers of other processes, and evict blocks for them. They
+        have no block until `place` or `give_back`."""
+        ...
+
+    def place(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Iterable[int],
+        slots: Sequence[int],
+        /,
+    ) -> BlockRow:
+        """As `reserve_all`, for blocks whose bytes lie in slots that `take_slots` took.
+
+        Args:
+            keys: keys of blocks, each of which builds on the one before.
+            positions: positions in `keys` of the blocks.
+            prefix_starts: positions of the first blocks of prefixes.
+            slots: for each of `positions` its slot.
+
+        Returns:
+            The blocks that got their slot, in state WRITING. The slots of the others stay taken.
+
+        Raises:
+            ValueError: a slot was not taken.
+        """
+        ...
+
+    def give_back(self, slots: Sequence[int], /) -> None:
+        """Free slots that `take_slots` took, and that nobody writes to any more.
+
+        Raises:
+            ValueError: a slot was not taken, or has a block.
+        """
+        ...
+
+    def add_reader(self, holds: Buffer, /) -> int:
+        """A reader in another process holds slots from now on, in these counters; see
+        `IndexReader`. Returns its number.
+
+        Raises:
+            ValueError: the memory has another size than a 16-bit counter for each slot.
+        """
+        ...
+
+    def remove_reader(self, reader: int, /) -> None:
+        """A reader has ended. What it held may be given away.
+
+        Raises:
+            ValueError: there is no such reader.
+        """
+        ...
+
+    def look_at_holds(self) -> int:
+        """Look again at what readers held when it should have been evicted or given away. To be
+        called from time to time. Returns how much of it they still hold."""
+        ...
+
     def publish(self, blocks: SomeBlocks, /) -> None:
         """Make blocks ready, whose bytes are complete; from now on lookups find them.
 
@@ -304,15 +371,90 @@ class BlockIndex(Protocol):
         ...
 
 
-def block_index(num_slots: int, policy: AnyPolicy) -> BlockIndex:
+class IndexReader(Protocol):
+    """An index in shared memory, as another process than its owner has it. Calls take no lock, make
+    no system call, and go on while the owner hangs or after it has ended. What a call meets in the
+    middle of a change is a miss.
+
+    Attributes:
+        held: holds that have not ended; takes O(slots).
+    """
+
+    @property
+    def held(self) -> int: ...
+
+    def lookup(self, keys: Iterable[bytes], /) -> int:
+        """See `BlockIndex.lookup`."""
+        ...
+
+    def present(self, keys: Iterable[bytes], /) -> list[bool]:
+        """See `BlockIndex.present`."""
+        ...
+
+    def missing(self, keys: Iterable[bytes], /) -> list[int]:
+        """See `BlockIndex.missing`."""
+        ...
+
+    def lease(self, keys: Sequence[bytes], /) -> list[int] | None:
+        """Hold the blocks of `keys`, until `release`.
+
+        Returns:
+            The slot of each, whose bytes do not change meanwhile. None, and nothing is held, if one
+            of them is not ready.
+        """
+        ...
+
+    def release(self, slots: Sequence[int], /) -> None:
+        """End one hold of each slot.
+
+        Raises:
+            ValueError: a slot is not held.
+        """
+        ...
+
+
+def block_index(num_slots: int, policy: AnyPolicy, memory: Buffer | None = None) -> BlockIndex:
     """An index of `num_slots` slots, whose victims `policy` picks.
+
+    Args:
+        num_slots: slots of the tier.
+        policy: picks the victims.
+        memory: shared memory of `index_bytes(num_slots)` bytes, all zero, in which other processes
+            read the index; kept. None if none does.
+
+    Raises:
+        ConfigError: the kernels are not installed.
+        ValueError: the memory has another size.
+    """
+    asked = None if isinstance(policy, LRUPolicy) else policy
+    index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked, memory)
+    return index
+
+
+def index_bytes(num_slots: int) -> int:
+    """Bytes of the shared memory of an index.
 
     Raises:
         ConfigError: the kernels are not installed.
     """
-    asked = None if isinstance(policy, LRUPolicy) else policy
-    index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked)
-    return index
+    size: int = kernels("block_index").index_bytes(num_slots)
+    return size
+
+
+def index_reader(memory: Buffer, holds: Buffer) -> IndexReader:
+    """A reader of the index in `memory`.
+
+    Args:
+        memory: as the owner of the index has it; only read, and kept.
+        holds: 16-bit counters, one for each slot, all zero, that the index knows by `add_reader`
+            and nothing but this reader writes; kept.
+
+    Raises:
+        ConfigError: the kernels are not installed.
+        ValueError: `memory` is no index of this layout, or `holds` has another size.
+    """
+    reader: IndexReader = kernels("block_index").NativeIndexReader(memory, holds)
+    return reader
 
 
 def publish(index: BlockIndex, blocks: SomeBlocks) -> None:

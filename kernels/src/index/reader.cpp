@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The type `IndexReader`: an index in shared memory as a process reads it that does not own it.
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../python/buffer.hpp"
+#include "../python/calls.hpp"
+#include "flexkv/block_index.h"
+#include "holds.hpp"
+
+namespace {
+
+using flexkv::index::Epoch;
+using flexkv::index::Header;
+using flexkv::index::Hold;
+using flexkv::index::Keys;
+using flexkv::index::load_word;
+using flexkv::index::Places;
+using flexkv::index::Reading;
+using flexkv::index::Slot;
+using flexkv::index::store_word;
+using flexkv::python::Buffer;
+using flexkv::python::guarded;
+using flexkv::python::Holder;
+using flexkv::python::Items;
+using flexkv::python::none;
+using flexkv::python::number;
+using flexkv::python::own;
+using flexkv::python::PythonError;
+using flexkv::python::Reference;
+using flexkv::python::share;
+
+class Reader {
+ public:
+  // The memory has the size for its slots, and `holds` a counter for each of them.
+  Reader(std::unique_ptr<Buffer> memory, std::unique_ptr<Buffer> holds, std::size_t slots)
+      : memory_(std::move(memory)),
+        holds_memory_(std::move(holds)),
+        reading_(Places(slots), memory_->start()),
+        holds_(reinterpret_cast<Hold*>(holds_memory_->start())) {}
+
+  const Reading& reading() const noexcept { return reading_; }
+
+  // Holds the blocks of all keys. Returns their slots; none, and holds nothing, if one is missing or
+  // has no room for a hold.
+  std::vector<Slot> lease(const Keys& keys) {
+    const Epoch epoch = reading_.epoch();
+    const std::vector<Seen> seen = look(keys, epoch);
+    std::size_t held = 0;
+    while (held < seen.size() && count(seen[held].slot, 1)) {
+      ++held;
+    }
+    flexkv::index::fence();
+    bool is_held = held == static_cast<std::size_t>(keys.size()) && reading_.epoch() == epoch;
+    for (std::size_t i = 0; is_held && i < held; ++i) {
+      is_held = version(seen[i].slot) == seen[i].version;
+    }
+    std::vector<Slot> slots;
+    slots.reserve(held);
+    for (std::size_t i = 0; i < held; ++i) {
+      if (is_held) {
+        slots.push_back(seen[i].slot);
+      } else {
+        count(seen[i].slot, -1);
+      }
+    }
+    return slots;
+  }
+
+  // Ends a hold of each slot. Throws PythonError if one is not held.
+  void release(const std::vector<Slot>& slots) {
+    for (const Slot slot : slots) {
+      if (slot < 0 || static_cast<std::size_t>(slot) >= reading_.slots() || holds_[slot] == 0) {
+        PyErr_Format(PyExc_ValueError, "slot %d is not held", slot);
+        throw PythonError{};
+      }
+      count(slot, -1);
+    }
+  }
+
+  std::size_t held() const noexcept {
+    std::size_t sum = 0;
+    for (std::size_t slot = 0; slot < reading_.slots(); ++slot) {
+      sum += holds_[slot];
+    }
+    return sum;
+  }
+
+ private:
+  struct Seen {
+    Slot slot;
+    std::uint32_t version;
+  };
+
+  std::uint32_t version(Slot slot) const noexcept { return load_word(reading_.key(slot).version); }
+
+  // The slots of the keys, up to the first whose block cannot be leased now.
+  std::vector<Seen> look(const Keys& keys, Epoch epoch) const {
+    std::vector<Seen> seen;
+    seen.reserve(static_cast<std::size_t>(keys.size()));
+    reading_.in_portions(keys, [&](Py_ssize_t start, const Py_hash_t* hashes, Py_ssize_t size) {
+      Reading::Said said[Reading::kAtOnce];
+      for (Py_ssize_t i = 0; i < size; ++i) {
+        said[i] = reading_.first(hashes[i]);
+        if (is_in_range(said[i])) {
+          reading_.prefetch_key(said[i].slot);
+        }
+      }
+      for (Py_ssize_t i = 0; i < size; ++i) {
+        if (!is_in_range(said[i]) || said[i].epoch != epoch || !said[i].ready) {
+          return false;
+        }
+        const Slot slot = said[i].slot;
+        const std::uint32_t before = version(slot);
+        if (before % 2 != 0 || !has_key(slot, keys[start + i])) {
+          return false;
+        }
+        seen.push_back({slot, before});
+      }
+      return true;
+    });
+    return seen;
+  }
+
+  bool is_in_range(const Reading::Said& said) const noexcept {
+    return said.slot >= 0 && static_cast<std::size_t>(said.slot) < reading_.slots();
+  }
+
+  // Whether the slot has this key now, which may change at once.
+  bool has_key(Slot slot, flexkv::index::KeyView key) const noexcept {
+    const flexkv::index::StoredKey& stored = reading_.key(slot);
+    return stored.size == key.size() && std::equal(key.begin(), key.end(), stored.bytes);
+  }
+
+  // Counts a hold more or less. Returns false if there is no room for more.
+  bool count(Slot slot, int change) noexcept {
+    const Hold holds = holds_[slot];
+    if (change > 0 && holds == std::numeric_limits<Hold>::max()) {
+      return false;
+    }
+    store_word(holds_[slot], static_cast<Hold>(holds + change));
+    return true;
+  }
+
+  std::unique_ptr<Buffer> memory_;
+  std::unique_ptr<Buffer> holds_memory_;
+  Reading reading_;
+  Hold* holds_;
+};
+
+using Self = Holder<Reader>;
+
+Reader& of(PyObject* self) { return Self::of(self); }
+
+PyObject* lookup(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    Py_ssize_t count = 0;
+    of(self).reading().look_each(Keys(keys), [&](Py_ssize_t, bool, bool ready) {
+      count += ready;
+      return ready;
+    });
+    return number(count);
+  });
+}
+
+PyObject* present(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    const Keys all(keys);
+    Reference list = own(PyList_New(all.size()));
+    of(self).reading().look_each(all, [&](Py_ssize_t i, bool, bool ready) {
+      PyList_SetItem(list.get(), i, share(ready ? Py_True : Py_False).release());
+      return true;
+    });
+    return list;
+  });
+}
+
+PyObject* missing(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    Reference list = own(PyList_New(0));
+    of(self).reading().look_each(Keys(keys), [&](Py_ssize_t i, bool has, bool) {
+      if (!has && PyList_Append(list.get(), number(i).get()) != 0) {
+        throw PythonError{};
+      }
+      return true;
+    });
+    return list;
+  });
+}
+
+PyObject* lease(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    const Keys all(keys);
+    const std::vector<Slot> slots = of(self).lease(all);
+    if (slots.empty() && all.size() != 0) {
+      return none();
+    }
+    Reference list = own(PyList_New(static_cast<Py_ssize_t>(slots.size())));
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number(slots[i]).release());
+    }
+    return list;
+  });
+}
+
+PyObject* release(PyObject* self, PyObject* slots) {
+  return guarded([&] {
+    const Items items(slots);
+    std::vector<Slot> all;
+    all.reserve(static_cast<std::size_t>(items.size()));
+    for (Py_ssize_t i = 0; i < items.size(); ++i) {
+      all.push_back(static_cast<Slot>(PyLong_AsLong(items[i])));
+    }
+    if (PyErr_Occurred() != nullptr) {
+      throw PythonError{};
+    }
+    of(self).release(all);
+    return none();
+  });
+}
+
+PyObject* get_held(PyObject* self, void*) {
+  return guarded([&] { return number(static_cast<Py_ssize_t>(of(self).held())); });
+}
+
+// IndexReader(memory, holds)
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* memory = nullptr;
+  PyObject* holds = nullptr;
+  if (PyArg_ParseTuple(args, "OO", &memory, &holds) == 0) {
+    return nullptr;
+  }
+  return guarded([&] {
+    auto index = std::make_unique<Buffer>(memory, PyBUF_SIMPLE);
+    auto counters = std::make_unique<Buffer>(holds, PyBUF_WRITABLE);
+    const auto* const header = reinterpret_cast<const Header*>(index->start());
+    const bool is_index = index->size() >= flexkv::index::kHeaderBytes &&
+                          load_word(header->magic) == flexkv::index::kMagic;
+    if (!is_index || header->layout != flexkv::index::kLayout ||
+        index->size() != Places(header->slots).bytes()) {
+      PyErr_Format(PyExc_ValueError, "the memory has layout %u of an index; allowed: %u",
+                   is_index ? header->layout : 0, flexkv::index::kLayout);
+      throw PythonError{};
+    }
+    const std::size_t slots = header->slots;
+    if (counters->size() != slots * sizeof(Hold)) {
+      PyErr_Format(PyExc_ValueError, "%zu bytes for holds; allowed: %zu", counters->size(),
+                   slots * sizeof(Hold));
+      throw PythonError{};
+    }
+    return Self::make(type, std::move(index), std::move(counters), slots);
+  });
+}
+
+PyMethodDef methods[] = {
+    {"lookup", lookup, METH_O, nullptr},
+    {"present", present, METH_O, nullptr},
+    {"missing", missing, METH_O, nullptr},
+    {"lease", lease, METH_O, nullptr},
+    {"release", release, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef properties[] = {
+    {"held", get_held, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(Self::destroy)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"flexkv_kernels.block_index.IndexReader", sizeof(Self), 0, Py_TPFLAGS_DEFAULT,
+                    slots};
+
+}  // namespace
+
+PyObject* fkv_index_reader_type(void) {
+  return guarded([] { return own(PyType_FromSpec(&spec)); });
+}
