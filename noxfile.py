@@ -52,6 +52,7 @@ LINTERS = [
     "ruff==0.17.5",
     "mypy==2.4.1",
     "types-PyYAML",
+    "msgspec>=0.20",
     "xxhash>=3.5",
     "nox",
     "numpy",

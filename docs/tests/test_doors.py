@@ -15,7 +15,6 @@ ABOVE = ("flexkv.engine", "flexkv_sglang", "flexkv_vllm")
 BELOW = ("flexkv.cache", "flexkv.index", "flexkv.tiers", "flexkv.transfer")
 
 STARTERS = {
-    "flexkv.engine.open_tiers",
     "flexkv.engine.start",
     "flexkv_sglang.hicache.stores",
 }

@@ -23,10 +23,10 @@ from typing import Any
 from mooncake.store import MooncakeDistributedStore
 
 from flexkv import KVCache
-from flexkv.engine.open_tiers import open_shared_tiers
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
+from flexkv.open_tiers import open_shared_tiers
 from flexkv.settings import CacheConfig
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteTier, address_of

@@ -45,7 +45,7 @@ def install(folder: Path, orders: Path, python_path: str, group: str = VLLM) -> 
 def register() -> None:
     """Put the faults between FlexKV and its mover and files. Once in each process."""
     pages: Any = importlib.import_module("flexkv_kernels.host_memory").HostMemory
-    tiers: Any = importlib.import_module("flexkv.engine.open_tiers")
+    tiers: Any = importlib.import_module("flexkv.open_tiers")
 
     if getattr(pages.make_mover, "steered", False):
         return  # an engine loads plugins again where a process makes several engines

@@ -82,6 +82,24 @@ class Reader {
     }
   }
 
+  // Holds these and nothing else. What is held before and after is held all the time. Throws PythonError
+  // if one is no slot.
+  void settle(const std::vector<Slot>& slots) {
+    std::vector<Hold> wanted(reading_.slots());
+    for (const Slot slot : slots) {
+      if (slot < 0 || static_cast<std::size_t>(slot) >= reading_.slots()) {
+        PyErr_Format(PyExc_ValueError, "slot %d is none of %zu", slot, reading_.slots());
+        throw PythonError{};
+      }
+      ++wanted[static_cast<std::size_t>(slot)];
+    }
+    for (std::size_t slot = 0; slot < wanted.size(); ++slot) {
+      if (holds_[slot] != wanted[slot]) {
+        store_word(holds_[slot], wanted[slot]);
+      }
+    }
+  }
+
   std::size_t held() const noexcept {
     std::size_t sum = 0;
     for (std::size_t slot = 0; slot < reading_.slots(); ++slot) {
@@ -207,7 +225,8 @@ PyObject* lease(PyObject* self, PyObject* keys) {
   });
 }
 
-PyObject* release(PyObject* self, PyObject* slots) {
+template <void (Reader::*method)(const std::vector<Slot>&)>
+PyObject* with_slots(PyObject* self, PyObject* slots) {
   return guarded([&] {
     const Items items(slots);
     std::vector<Slot> all;
@@ -218,7 +237,7 @@ PyObject* release(PyObject* self, PyObject* slots) {
     if (PyErr_Occurred() != nullptr) {
       throw PythonError{};
     }
-    of(self).release(all);
+    (of(self).*method)(all);
     return none();
   });
 }
@@ -261,7 +280,8 @@ PyMethodDef methods[] = {
     {"present", present, METH_O, nullptr},
     {"missing", missing, METH_O, nullptr},
     {"lease", lease, METH_O, nullptr},
-    {"release", release, METH_O, nullptr},
+    {"release", with_slots<&Reader::release>, METH_O, nullptr},
+    {"settle", with_slots<&Reader::settle>, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

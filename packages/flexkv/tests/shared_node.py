@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexkv import KVCache
-from flexkv.engine.open_tiers import open_shared_tiers
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
+from flexkv.open_tiers import open_shared_tiers
 from flexkv.settings import CacheConfig
 from flexkv.tiers import remote
 from flexkv.tiers.epochs import Epochs

@@ -18,7 +18,7 @@ from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
-from flexkv.engine.start import attach_session, make_cache, make_chooser
+from flexkv.engine.start import attach_session, make_chooser, make_own_cache
 from flexkv.engine.worker.pages import Device
 from flexkv.engine.worker.start_worker import start_worker
 
@@ -34,7 +34,7 @@ class ToyEngine:
         pages = self.pages.of_rank()
         self.worker = start_worker(config, "toy", pages, device, identity=[], boundary=boundary)
         session = attach_session(config, "toy")
-        cache = make_cache(config, session, keeps_blocks=True, follows_requests=True)
+        cache = make_own_cache(config, session, keeps_blocks=True, follows_requests=True)
         chooser = make_chooser(config, mode, session.arena.spec, cache)
         engine = EngineCache(session, cache, GROUPS, BlockKeys(GROUPS, lambda _: b""), boundary)
         self.side = RequestSide(engine, chooser, time, StepOrders, load_ahead=True)

@@ -15,7 +15,7 @@ from typing import Any
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
-from flexkv.engine.start import make_cache, make_chooser, make_recorder
+from flexkv.engine.start import make_chooser, make_own_cache, make_recorder
 from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
 from flexkv.session import Session
@@ -93,7 +93,9 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         keeps = config.names_lower_tier and outlives_process(engine.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(worker.close)
-            cache = make_cache(config, worker.session, keeps_blocks=keeps, follows_requests=True)
+            cache = make_own_cache(
+                config, worker.session, keeps_blocks=keeps, follows_requests=True
+            )
             undo.pop_all()
         _log_start(worker.session, engine.page_size)
     (waits,) = ranks.agree([int(cache is not None and bool(cache.info.media))], 1)

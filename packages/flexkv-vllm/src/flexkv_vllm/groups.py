@@ -156,3 +156,10 @@ def check_groups_behind_shim(
         f"{vllm_config.cache_config.block_size} tokens. For all others, let vLLM load the plugin "
         f"'flexkv' (see VLLM_PLUGINS)"
     )
+
+
+def step_blocks(vllm_config: VllmConfig, groups: Groups) -> int:
+    """How many blocks one step of the engine can fill."""
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    requests = vllm_config.scheduler_config.max_num_seqs
+    return sum(tokens // group.block_tokens + requests for group in groups.members)

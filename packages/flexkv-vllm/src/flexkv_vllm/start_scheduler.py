@@ -17,7 +17,7 @@ from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
 from flexkv_vllm.events import BlockEvents, make_events
-from flexkv_vllm.groups import groups_of
+from flexkv_vllm.groups import groups_of, step_blocks
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
 from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
 from flexkv_vllm.orders import StepMetadata
@@ -26,6 +26,7 @@ from flexkv_vllm.settings import engine_id_of, options_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -69,10 +70,15 @@ def make_request_side(
             session,
             keeps_blocks=keeps,
             follows_requests=len(groups.members) == 1,  # the policy sees the prompts of one
+            step_blocks=step_blocks(vllm_config, groups),
         )
         undo.callback(cache.close)
         mode = load_mode_of(config, vllm_config, groups, store_time)
         keys = block_keys(groups)
+        shares = outlives_process(vllm_config) and shares_blocks(vllm_config)
+        if session.info.service is not None and not shares:
+            # Equal keys of another engine may mean other blocks.
+            keys.epoch.renew()
         events = make_events(vllm_config, kv_cache_config, cache, keys)
         describe = None if events is None else events.describe
         chooser = make_chooser(

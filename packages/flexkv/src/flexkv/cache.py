@@ -20,7 +20,7 @@ from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, LRUPolicy, RequestContex
 from flexkv.figures.definitions import Counters, HostFigures, ResetCause
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
-from flexkv.index.block_index import block_index, publish
+from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
 from flexkv.index.pins import Pins
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
@@ -85,6 +85,7 @@ class KVCache:
         tiers: lower tiers, the fastest first; owned.
         policy_name: name of the policy, for the metrics; empty for none.
         pin_seconds: how long a pin lasts if `pin` is not given a time.
+        memory: memory in which other processes read the index; see `block_index`.
 
     Attributes:
         info: what does not change.
@@ -98,10 +99,11 @@ class KVCache:
         *,
         policy_name: str = "",
         pin_seconds: float = 3600.0,
+        memory: Buffer | None = None,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._policy = policy
-        self._index = block_index(arena.spec.num_slots, policy)
+        self._index = block_index(arena.spec.num_slots, policy, memory)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         retained = arena.spec.num_slots // _RETAINED_SHARE
@@ -109,7 +111,7 @@ class KVCache:
         self._counters = Counters()
         self._meter = Meter()
         self._off = self._stopped = self._recovering = False
-        self._device = DeviceLink(arena.board, self._meter)
+        self._device: DeviceLink[BlockRow] = DeviceLink(arena.board, self._meter)
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
         self.info = CacheInfo(
@@ -323,9 +325,9 @@ class KVCache:
     def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
         """See `CacheClient.discard`."""
         blocks = self._device.blocks_of(transfer_id)
-        if blocks and positions is not None:
-            blocks = [blocks[i] for i in positions]
-        self._index.discard(blocks)
+        if blocks is not None:
+            chosen = blocks if positions is None else [blocks[i] for i in positions]
+            self._index.discard(chosen)
 
     @_sound
     def poll(self) -> list[Ended]:
@@ -460,7 +462,10 @@ class KVCache:
     def _recover(self) -> None:
         if not self._below.drain():
             return
-        loaded, stored = map(self._device.blocks_in_use, (Direction.LOAD, Direction.STORE))
+        loaded, stored = (
+            [block for row in self._device.rows_in_use(each) for block in row]
+            for each in (Direction.LOAD, Direction.STORE)
+        )
         read, written = self._below.kept
         pinned = [*self._pins.recount(), *self._retained.recount()]
         self._index.settle([*loaded, *written], [*stored, *read], pinned)
@@ -478,12 +483,12 @@ class KVCache:
             ", ".join(map(str, stopped)),
         )
 
-    def _finish(self, copy: DeviceCopy) -> None:
+    def _finish(self, copy: DeviceCopy[BlockRow]) -> None:
         stored = copy.transfer.direction is Direction.STORE
         finish = self._finish_store if stored else self._finish_load
         finish(copy, len(copy.blocks))
 
-    def _finish_store(self, copy: DeviceCopy, count: int) -> None:
+    def _finish_store(self, copy: DeviceCopy[BlockRow], count: int) -> None:
         if copy.done:
             publish(self._index, copy.blocks)
             self._counters.stored_blocks += count
@@ -495,7 +500,7 @@ class KVCache:
                 logger.warning("a store of %d blocks failed; not cached (logged once)", count)
         self._below.stored(copy.transfer.keys, copy.done)
 
-    def _finish_load(self, copy: DeviceCopy, count: int) -> None:
+    def _finish_load(self, copy: DeviceCopy[BlockRow], count: int) -> None:
         if copy.done:
             self._counters.loaded_blocks += count
             self._counters.loaded_bytes += count * self._block_bytes

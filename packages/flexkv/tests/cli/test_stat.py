@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from faulty_s3 import FaultyS3
 
-from flexkv.engine.open_tiers import open_shared_tiers
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
+from flexkv.open_tiers import open_shared_tiers
 from flexkv.session.store_states import StoreStates
 from flexkv.settings import load_config
 from flexkv.tiers import circuit

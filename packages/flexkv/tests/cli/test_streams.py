@@ -12,7 +12,8 @@ import pytest
 from flexkv import cli
 from packages.flexkv.tests.cli.stores import Cache
 
-COMMANDS = [command.NAME for command in cli.COMMANDS]
+COMMANDS = [command.NAME for command in cli.COMMANDS if command.NAME != "serve"]
+"""Those that end by themselves."""
 ARGUMENTS = {
     "clear": "$DIR --yes",
     "doctor": "--seconds 0",

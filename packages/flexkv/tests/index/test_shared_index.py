@@ -165,6 +165,21 @@ def test_a_hold_has_room_for_many_and_no_more(shared: Shared) -> None:
             shared.reader.release([wrong])
 
 
+def test_a_recovery_holds_what_is_known(shared: Shared) -> None:
+    index, reader = shared.index, shared.reader
+    put(index, *KEYS[:3])
+    kept, lost, twice = reader.lease(KEYS[:3]) or []
+    reader.settle([kept, twice, twice])
+    assert reader.held == 3
+    index.clear()
+    assert set(index.take_slots(SLOTS)) == set(range(SLOTS)) - {kept, twice}
+    assert lost not in {kept, twice}
+    for wrong in (-1, SLOTS):
+        with pytest.raises(ValueError, match="is none of 8"):
+            reader.settle([wrong])
+    assert reader.held == 3
+
+
 def test_writers_of_other_processes_fill_slots(shared: Shared) -> None:
     index, reader = shared.index, shared.reader
     put(index, KEYS[0])

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.start import open_rank
+from flexkv.engine.open_rank import open_rank
 from flexkv.session import Shard
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.offloading import worker_config

@@ -13,7 +13,7 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.hit_reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
-from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
+from flexkv.engine.start import attach_session, make_chooser, make_own_cache, make_recorder
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
@@ -47,7 +47,7 @@ def make_manager(
     spec, chunk = session.arena.spec, config.cache.blocks_per_chunk
     with contextlib.ExitStack() as undo:
         undo.callback(session.close)
-        cache = make_cache(
+        cache = make_own_cache(
             settings,
             session,
             keeps_blocks=session.info.durable,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from flexkv.cli import clear, doctor, migrate, plan, stat, top, verify
+from flexkv.cli import clear, doctor, migrate, plan, serve, stat, top, verify
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
@@ -53,7 +53,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (stat, verify, clear, plan, top, doctor, migrate)
+COMMANDS: tuple[Command, ...] = (serve, stat, verify, clear, plan, top, doctor, migrate)
 
 
 def run() -> NoReturn:

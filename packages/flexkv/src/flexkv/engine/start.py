@@ -1,34 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of an engine's cache: lets the ranks meet, places threads on processors, opens tiers."""
+"""Start of an engine's cache, and of what decides with it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 from flexkv.cache import KVCache
 from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
-from flexkv.engine.open_tiers import open_tiers
+from flexkv.engine.open_rank import not_served
 from flexkv.engine.recorder import Recorder, open_recorder
-from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
-from flexkv.host.arena import Arena, ArenaSpec, plan_arena
-from flexkv.layout import BlockFormat
-from flexkv.session import Session, Shard, alone, attach, join, lead
+from flexkv.eviction import POLICIES, choose_policy
+from flexkv.host.arena import ArenaSpec
+from flexkv.open_tiers import open_tiers, policy_maker
+from flexkv.service.attach import schedule_pool
+from flexkv.service.served_cache import ServedCache
+from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
-from flexkv.system.available import Promise
-from flexkv.types.errors import LayoutError
-
-Movers = TypeVar("Movers")
-"""The mover or movers of one rank."""
 
 logger = logging.getLogger(__name__)
-
-_COPY_THREADS = 4
-"""Default of `copy_threads`, or the number of processors if that is less. Not tuned."""
 
 
 def attach_session(config: CacheConfig, engine_id: str) -> Session:
@@ -47,18 +37,12 @@ def attach_session(config: CacheConfig, engine_id: str) -> Session:
     return attach(config.session_root, engine_id)
 
 
-def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int], AnyPolicy]:
-    """What makes the eviction policy that the settings name, for a tier of a number of slots."""
-
-    def make(slots: int) -> AnyPolicy:
-        name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
-        return POLICIES[name](slots)
-
-    return make
-
-
-def make_cache(
-    config: CacheConfig, session: Session, *, keeps_blocks: bool, follows_requests: bool
+def make_own_cache(
+    config: CacheConfig,
+    session: Session,
+    *,
+    keeps_blocks: bool,
+    follows_requests: bool,
 ) -> KVCache:
     """Make the cache over the arena of `session`, with the lower tiers that the settings name.
 
@@ -75,9 +59,11 @@ def make_cache(
 
     Raises:
         DiskError: a cache directory cannot be used.
-        ConfigError: what a shared store needs is not installed.
+        ConfigError: what a shared store needs is not installed, or the arena is the service's.
         StoreSettingError: a shared store cannot be used as the settings name it.
     """
+    if session.info.service is not None:
+        raise not_served(session.info.service.root)
     slots = session.arena.spec.num_slots
     name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
     policy = POLICIES[name](slots)
@@ -91,66 +77,31 @@ def make_cache(
     )
 
 
-def open_rank(
+def make_cache(
     config: CacheConfig,
-    engine_id: str | None,
-    shard: Shard,
-    ranks: int,
-    start: Callable[[Arena, int], Movers],
+    session: Session,
     *,
-    pool_blocks: int = 0,
-) -> tuple[Session, Movers]:
-    """Meet the other ranks, and start the movers between this rank's pages and the arena.
+    keeps_blocks: bool,
+    follows_requests: bool,
+    step_blocks: int,
+) -> CacheClient:
+    """As `make_own_cache`; or attach to the node's service, if it has given the arena.
 
     Args:
-        config: FlexKV's settings.
-        engine_id: the engine's id, which names the session; None if the engine is this process
-            alone.
-        shard: the shard of this rank.
-        ranks: the number of ranks of the engine.
-        start: makes the movers for an arena and a number of threads. May raise ValueError.
-        pool_blocks: see `plan_arena`.
-
-    Returns:
-        The session and the movers. The caller closes the movers, then the session.
+        config, session, keeps_blocks, follows_requests: see `make_own_cache`.
+        step_blocks: how many blocks one step of the engine can fill.
 
     Raises:
-        ArenaError: a rank did not join or disagrees, or memory is missing.
-        LayoutError: `start` refuses the pages.
+        ArenaError: the service does not answer, or refuses the engine.
+        DiskError, ConfigError, StoreSettingError: see `make_own_cache`.
     """
-    cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
-    threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
-    with running_on(cpus):
-        session = meet(config, engine_id, shard, ranks, threads, pool_blocks=pool_blocks)
-        with closed_on_error(session):
-            try:
-                return session, start(session.arena, threads)
-            except ValueError as error:
-                raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-
-
-def meet(
-    config: CacheConfig,
-    engine_id: str | None,
-    shard: Shard,
-    ranks: int,
-    threads: int,
-    *,
-    pool_blocks: int = 0,
-) -> Session:
-    """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
-    if shard.rank > 0 and engine_id is not None:
-        session = join(config.session_root, engine_id, shard)
-        with closed_on_error(session):
-            session.arena.populate(threads)
-        return session
-
-    def plan(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
-        return plan_arena(block_format, config.cpu_cache_gb, promised, pool_blocks=pool_blocks)
-
-    if engine_id is None:
-        return alone(config.session_root, shard, plan, threads=threads)
-    return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads)
+    ticket = session.info.service
+    if ticket is None:
+        return make_own_cache(
+            config, session, keeps_blocks=keeps_blocks, follows_requests=follows_requests
+        )
+    logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
+    return ServedCache(schedule_pool(ticket, step_blocks), session.arena)
 
 
 def make_chooser(
@@ -204,33 +155,3 @@ def make_recorder(
         block_bytes=block_bytes,
         prefill=lambda: chooser.prefill_cost,
     )
-
-
-@contextlib.contextmanager
-def closed_on_error(session: Session) -> Iterator[None]:
-    """Close `session` if the block raises."""
-    try:
-        yield
-    except BaseException:
-        session.close()
-        raise
-
-
-def copy_cpus() -> set[int]:
-    """The processors that copies may run on: those of this process and of its parent.
-
-    An engine may pin a worker and all of its threads to the processors that compute, as vLLM's CPU
-    build does. There, copies would compete with the forward pass while other processors are idle.
-    """
-    return os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
-
-
-@contextlib.contextmanager
-def running_on(cpus: set[int]) -> Iterator[None]:
-    """Let this thread run on `cpus` during the block. Threads that it starts there keep `cpus`."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

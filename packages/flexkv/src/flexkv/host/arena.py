@@ -50,10 +50,14 @@ class ArenaSpec:
     Attributes:
         format: the places of a block's parts in a slot.
         num_slots: the number of slots.
+        boards: the number of completion boards, one for each engine that uses the arena.
+        board: the number of this engine's board.
     """
 
     format: BlockFormat
     num_slots: int
+    boards: int = 1
+    board: int = 0
 
     @property
     def ranks(self) -> int:
@@ -61,9 +65,14 @@ class ArenaSpec:
         return self.format.ranks
 
     @property
+    def board_offset(self) -> int:
+        """The place of this engine's board: bytes from the start of the memory."""
+        return self.board * board_bytes(self.ranks)
+
+    @property
     def slots_offset(self) -> int:
-        """The place of slot 0, after the completion board: bytes from the start of the memory."""
-        return -(-board_bytes(self.ranks) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        """The place of slot 0, after all boards: bytes from the start of the memory."""
+        return -(-self.boards * board_bytes(self.ranks) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
     def slots_bytes(self) -> int:
@@ -167,7 +176,7 @@ class Arena:
     Attributes:
         spec: sizes, the same in all processes.
         address: where the mapping starts in this process.
-        board: the completion board at the start of the memory.
+        board: the completion board of this engine.
     """
 
     def __init__(self, fd: int, spec: ArenaSpec) -> None:
@@ -195,8 +204,7 @@ class Arena:
         self.address = ctypes.addressof(self._anchor)
         # Computed once: writes to lower tiers ask for many slots.
         self._slots_offset, self._slot_bytes = spec.slots_offset, spec.format.slot_bytes
-        view = memoryview(self._map)[: board_bytes(spec.ranks)]
-        self.board = CompletionBoard(view, spec.ranks, self.address)
+        self.board = self.board_of(spec.board)
         close_in_children(self)
 
     @classmethod
@@ -329,6 +337,13 @@ class Arena:
                 self.spec.total_bytes / GIB,
                 sorted(numa_nodes),
             )
+
+    def board_of(self, number: int) -> CompletionBoard:
+        """The board of one engine; its own has the number `spec.board`. The caller releases it
+        before `close`."""
+        size = board_bytes(self.spec.ranks)
+        view = memoryview(self._map)[number * size : (number + 1) * size]
+        return CompletionBoard(view, self.spec.ranks, self.address + number * size)
 
     def shard_offset(self, slot: int, rank: int) -> int:
         """The place of `rank`'s shard of `slot`, in bytes from `address`."""

@@ -412,6 +412,15 @@ class IndexReader(Protocol):
         """
         ...
 
+    def settle(self, slots: Sequence[int], /) -> None:
+        """After an error that may have lost holds: end all but one of each of these slots, which
+        may be named several times. Takes O(all slots).
+
+        Raises:
+            ValueError: a slot is none of the index.
+        """
+        ...
+
 
 def block_index(num_slots: int, policy: AnyPolicy, memory: Buffer | None = None) -> BlockIndex:
     """An index of `num_slots` slots, whose victims `policy` picks.

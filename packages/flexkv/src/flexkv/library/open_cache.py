@@ -7,7 +7,8 @@ import atexit
 import functools
 from collections.abc import Mapping, Sequence
 
-from flexkv.engine.start import closed_on_error, make_cache, open_rank
+from flexkv.engine.open_rank import closed_on_error, open_rank
+from flexkv.engine.start import make_own_cache
 from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, Sharding
@@ -74,7 +75,7 @@ def open_cache(
     session, mover = open_rank(config, None, shard, 1, start)
     with closed_on_error(session):
         try:
-            cache = make_cache(config, session, keeps_blocks=True, follows_requests=False)
+            cache = make_own_cache(config, session, keeps_blocks=True, follows_requests=False)
         except BaseException:
             mover.close()
             raise

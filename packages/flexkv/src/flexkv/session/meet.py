@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat, join_stages
@@ -30,8 +30,32 @@ rank 0 then fills the arena, which takes about 5 s per 100 GiB with 4 threads.""
 Plan: TypeAlias = Callable[[BlockFormat, Sequence[Promise]], ArenaSpec]
 """Sizes an arena for a format of blocks, beside what other processes are about to take."""
 
+Share: TypeAlias = Callable[[str, SessionInfo], "Shared"]
+"""Asks for an arena that engines share, for the engine of this id and blocks as described, of which
+the arena's sizes are not known."""
+
 _RETRY_SECONDS = 0.02
 """Pause between two attempts to connect to rank 0. Not tuned."""
+
+
+class Shared(NamedTuple):
+    """An arena that engines share.
+
+    Attributes:
+        info: the description of the session.
+        arena: the arena; the caller's.
+        membership: shows the arena's owner that this process may write to it; the caller's.
+    """
+
+    info: SessionInfo
+    arena: Arena
+    membership: Closeable
+
+
+class Closeable(Protocol):
+    """What a session closes with it."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -41,11 +65,13 @@ class Session:
     Attributes:
         info: the description of the session.
         arena: the arena.
+        membership: closed after the arena; None if the arena is the engine's own.
     """
 
     info: SessionInfo
     arena: Arena
     _server: Server | None = field(default=None, repr=False)
+    membership: Closeable | None = field(default=None, repr=False)
 
     def close(self) -> None:
         """Unmap the arena and, in rank 0, release the engine's id. Idempotent. No copy may be under
@@ -53,6 +79,8 @@ class Session:
         if self._server is not None:
             self._server.close()
         self.arena.close()
+        if self.membership is not None:
+            self.membership.close()
 
 
 def lead(
@@ -63,6 +91,7 @@ def lead(
     plan: Plan,
     *,
     threads: int,
+    share: Share | None = None,
     patience: float = MEET_SECONDS,
 ) -> Session:
     """Open the session `name` as rank 0 and wait until every rank has joined.
@@ -75,6 +104,7 @@ def lead(
         plan: sizes the arena once the shards are known, beside what other processes are about to
             take; may raise.
         threads: the number of threads that fill the arena.
+        share: gives an arena that engines share; None to create one of `plan`.
         patience: seconds to wait for the ranks.
 
     Returns:
@@ -87,13 +117,18 @@ def lead(
     server = Server(root, name, ranks)
     try:
         shards = server.gather(mine, patience)
-        info, arena = _make_arena(root, shards, plan, threads)
+        membership: Closeable | None = None
+        if share is None:
+            info, arena = _make_arena(root, shards, plan, threads)
+        else:
+            info, arena, membership = share(name, _describe(shards, ArenaSpec(_format(shards), 0)))
+            arena.populate(threads)
     except BaseException as error:
         server.refuse(str(error) or type(error).__name__)
         server.close()
         raise
     server.hand_out(info, arena.fd)
-    return Session(info, arena, server)
+    return Session(info, arena, server, membership)
 
 
 def alone(root: str, mine: Shard, plan: Plan, *, threads: int) -> Session:
@@ -118,17 +153,25 @@ def _make_arena(
     root: str, shards: Sequence[Shard], plan: Plan, threads: int
 ) -> tuple[SessionInfo, Arena]:
     """Create the arena for the shards of all ranks, and its description."""
-    first = shards[0]
-    parts = tuple(shard.shard_bytes for shard in shards[:: first.replicas])
-    block_format = BlockFormat(first.engine_blocks, parts, first.replicas)
     nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
     with contextlib.closing(Reservation(root)) as reservation:
-        sized = functools.partial(plan, block_format)
+        sized = functools.partial(plan, _format(shards))
         arena = Arena.create_planned(sized, threads, nodes, reservation)
+    return _describe(shards, arena.spec), arena
+
+
+def _format(shards: Sequence[Shard]) -> BlockFormat:
+    first = shards[0]
+    parts = tuple(shard.shard_bytes for shard in shards[:: first.replicas])
+    return BlockFormat(first.engine_blocks, parts, first.replicas)
+
+
+def _describe(shards: Sequence[Shard], spec: ArenaSpec) -> SessionInfo:
+    """The description of a session with an arena of these sizes."""
     stages = {shard.stage: shard.fingerprint for shard in shards}
     name = join_stages(list(stages.values()))
     identity = dict.fromkeys(part for shard in shards for part in shard.identity)
-    return SessionInfo(name, arena.spec, first.durable, tuple(identity)), arena
+    return SessionInfo(name, spec, shards[0].durable, tuple(identity))
 
 
 def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:

@@ -97,9 +97,9 @@ class RuntimeDirectory:
         finally:
             os.close(fd)
 
-    def listen(self, name: str) -> socket.socket:
-        """Create the socket of the engine `name` and listen on it. Removes the sockets of killed
-        engines.
+    def listen(self, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        """Create the socket of the engine `name`, of a kind of socket(2), and listen on it. Removes
+        the sockets of killed engines.
 
         Returns:
             The listening socket, which the caller closes.
@@ -111,19 +111,20 @@ class RuntimeDirectory:
         try:
             with self.locked():
                 self._sweep()
-                owner = self._owner(file)
+                owner = self._owner(file, kind)
                 if owner is not None:
                     raise ArenaError(owned_message(name, owner))
-                return self._bind(file)
+                return self._bind(file, kind)
         except OSError as error:
             raise self._refused(str(error)) from None
 
-    def connect(self, name: str, timeout: float) -> socket.socket:
+    def connect(self, name: str, timeout: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """Connect to the process that listens for the engine `name`.
 
         Args:
             name: the engine's id.
             timeout: timeout of the connection, in seconds.
+            kind: that of the listener's socket.
 
         Returns:
             The connection, which the caller closes.
@@ -134,7 +135,7 @@ class RuntimeDirectory:
             OSError: the connection failed otherwise.
             ArenaError: a process of another user listens.
         """
-        connection = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX, kind)
         try:
             connection.settimeout(timeout)
             connection.connect(self._address(_file_of(name)))
@@ -190,10 +191,10 @@ class RuntimeDirectory:
                 if stat.S_ISSOCK(status.st_mode) and self._owner(file) is None:
                     os.unlink(file, dir_fd=self._fd)
 
-    def _owner(self, file: str) -> int | None:
+    def _owner(self, file: str, kind: int = socket.SOCK_STREAM) -> int | None:
         """The id of the process that listens at a socket; None if none does, 0 if it is unknown.
         Does not wait, because this process holds the lock and the other one may be stopped."""
-        with socket.socket(socket.AF_UNIX) as probe:
+        with socket.socket(socket.AF_UNIX, kind) as probe:
             probe.setblocking(False)
             try:
                 probe.connect(self._address(file))
@@ -203,8 +204,8 @@ class RuntimeDirectory:
                 return 0
             return peer_of(probe).pid
 
-    def _bind(self, file: str) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX)
+    def _bind(self, file: str, kind: int) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, kind)
         try:
             os.fchmod(listener.fileno(), 0o600)  # the socket's file gets this mode
             listener.bind(self._address(file))

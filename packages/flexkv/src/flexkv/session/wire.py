@@ -78,6 +78,20 @@ class Shard:
         )
 
 
+class ServiceTicket(NamedTuple):
+    """The proof of an engine's processes that the node's service has given it an arena.
+
+    Attributes:
+        root: the service's runtime directory.
+        client: the service's number of the engine.
+        token: secret of the engine, in hex.
+    """
+
+    root: str
+    client: int
+    token: str
+
+
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
     """The description of a session that rank 0 sends to all processes.
@@ -87,12 +101,14 @@ class SessionInfo:
         spec: sizes of the arena.
         durable: see `Shard`.
         identity: the parts of the fingerprint, for people to read.
+        service: what the node's service knows the engine by; None if the arena is the engine's own.
     """
 
     fingerprint: str
     spec: ArenaSpec
     durable: bool = True
     identity: tuple[str, ...] = ()
+    service: ServiceTicket | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, object]:
         """The fields as values of JSON, for a message."""
@@ -103,8 +119,11 @@ class SessionInfo:
             "shard_bytes": list(fmt.shard_bytes),
             "replicas": fmt.replicas,
             "num_slots": self.spec.num_slots,
+            "boards": self.spec.boards,
+            "board": self.spec.board,
             "durable": self.durable,
             "identity": list(self.identity),
+            "service": None if self.service is None else list(self.service),
         }
 
     @classmethod
@@ -122,9 +141,17 @@ class SessionInfo:
             tuple(_as_int(s) for s in sizes),
             _as_int(message["replicas"]),
         )
-        spec = ArenaSpec(fmt, _as_int(message["num_slots"]))
+        boards, board = _as_int(message["boards"]), _as_int(message["board"])
+        if board >= boards:
+            raise ValueError(f"{board} is not one of {boards} boards")
+        spec = ArenaSpec(fmt, _as_int(message["num_slots"]), boards, board)
         identity = _as_texts(message["identity"])
-        return cls(str(message["fingerprint"]), spec, message["durable"] is True, identity)
+        service = None
+        if message["service"] is not None:
+            root, client, token = _as_list(message["service"])
+            service = ServiceTicket(str(root), _as_int(client), str(token))
+        durable = message["durable"] is True
+        return cls(str(message["fingerprint"]), spec, durable, identity, service)
 
 
 class Peer(NamedTuple):
@@ -213,9 +240,13 @@ def _parse(line: bytes) -> dict[str, object]:
 
 
 def _as_texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, _as_list(value)))
+
+
+def _as_list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise ValueError("identity is not a list")
-    return tuple(map(str, value))
+        raise ValueError(f"{value!r} is not a list")
+    return value
 
 
 def _as_int(value: object) -> int:

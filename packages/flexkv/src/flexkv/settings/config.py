@@ -93,6 +93,15 @@ class CacheConfig:
         "at least 16, and at most half of the memory that is available at start. Memory that "
         "other starting engines of this user are about to take is not available.",
     )
+    service: str | None = setting(
+        path("the directory of a `flexkv serve` that runs"),
+        None,
+        "The directory of the node's service, `flexkv serve DIR`. All engines that name it and run "
+        "the same model share one host memory and the tiers below it, which the service's own "
+        "settings name: `cpu_cache_gb`, `eviction_policy`, `pin_seconds` and those of lower tiers "
+        "have no effect in the engine. An engine that cannot use it yet refuses to start. Default: "
+        "the engine has a cache of its own.",
+    )
     eviction_policy: str = setting(
         choice([AUTO, OTHERWISE]),
         AUTO,

@@ -10,38 +10,54 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from flexkv.client import Ended, Transfer
 from flexkv.figures.definitions import LOAD_SECONDS, STORE_SECONDS
 from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
-from flexkv.index.block_index import Block, BlockRow
 from flexkv.types.mover import Direction, Status
 
 LOAD_RESERVE = CELLS // 4
 """Cells that only loads may take, so that a flood of stores never turns a load into a miss."""
 
 
+class TransferRow(Protocol):
+    """Blocks in a row, in the order of the prefix: their slots and keys."""
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+    @property
+    def keys(self) -> Sequence[bytes]: ...
+    def __len__(self) -> int: ...
+
+
+RowType = TypeVar("RowType", bound=TransferRow)
+
+
 @dataclass(slots=True, eq=False)
-class DeviceCopy:
+class DeviceCopy(Generic[RowType]):
     """A transfer under way, with what only the cache knows of it.
 
     Attributes:
         transfer: the transfer, as the adapter has it.
         blocks: the blocks of its keys.
         held: whether `DeviceLink.poll` passes over it.
+        keeps_cell: whether its cell stays in use after the end, until `DeviceLink.free_cell`,
+            because another process reads it.
         done: whether all ranks have copied all blocks; set once they have reported.
         begun: time.monotonic() when the transfer was made, in seconds.
     """
 
     transfer: Transfer
-    blocks: BlockRow = field(repr=False)
+    blocks: RowType = field(repr=False)
     held: bool = False
+    keeps_cell: bool = False
     done: bool = False
     begun: float = field(default_factory=time.monotonic, repr=False)
 
 
-class DeviceLink:
+class DeviceLink(Generic[RowType]):
     """Transfers under way between the arena and the engine, at most one for each cell of the board.
     Single-threaded.
 
@@ -60,14 +76,15 @@ class DeviceLink:
             Direction.LOAD: meter.histogram(LOAD_SECONDS),
             Direction.STORE: meter.histogram(STORE_SECONDS),
         }
-        self._pending: dict[int, DeviceCopy] = {}
-        self._ending: deque[DeviceCopy] = deque()
-        self._ended: list[DeviceCopy] = []
+        self._pending: dict[int, DeviceCopy[RowType]] = {}
+        self._ending: deque[DeviceCopy[RowType]] = deque()
+        self._ended: list[DeviceCopy[RowType]] = []
+        self._kept_cells: set[int] = set()
         self.unreported = self.loading_blocks = 0
         self._next_id = 1
 
     @property
-    def stores(self) -> list[DeviceCopy]:
+    def stores(self) -> list[DeviceCopy[RowType]]:
         """The stores under way."""
         pending = self._pending.values()
         return [each for each in pending if each.transfer.direction is Direction.STORE]
@@ -83,7 +100,13 @@ class DeviceLink:
         return set(self._pending)
 
     def begin(
-        self, direction: Direction, keys: Sequence[bytes], blocks: BlockRow, *, held: bool
+        self,
+        direction: Direction,
+        keys: Sequence[bytes],
+        blocks: RowType,
+        *,
+        held: bool,
+        keeps_cell: bool = False,
     ) -> Transfer | None:
         """Make a transfer that the adapter orders from its workers.
 
@@ -92,6 +115,7 @@ class DeviceLink:
             keys: keys among which are those of the blocks, in the same order.
             blocks: blocks that the caller has leased or reserved, in the order of the prefix.
             held: whether `poll` passes over the transfer until `confirm`.
+            keeps_cell: see `DeviceCopy`.
 
         Returns:
             None if no cell of the board is free.
@@ -103,7 +127,7 @@ class DeviceLink:
             keys = blocks.keys
         transfer = Transfer(self._next_id, direction, cell, keys, blocks.slots)
         self._next_id += 1
-        self._pending[transfer.id] = DeviceCopy(transfer, blocks, held)
+        self._pending[transfer.id] = DeviceCopy(transfer, blocks, held, keeps_cell)
         self.unreported += 1
         if direction is Direction.LOAD:
             self.loading_blocks += len(blocks)
@@ -115,7 +139,7 @@ class DeviceLink:
         if copy is not None:
             copy.held = False
 
-    def cancel(self, transfer_id: int) -> DeviceCopy | None:
+    def cancel(self, transfer_id: int) -> DeviceCopy[RowType] | None:
         """Take back a transfer that was never ordered, and return it; None if it is not under
         way."""
         copy = self._pending.pop(transfer_id, None)
@@ -126,32 +150,34 @@ class DeviceLink:
             self._board.give_back(copy.transfer.cell)
         return copy
 
-    def blocks_of(self, transfer_id: int) -> BlockRow | list[Block]:
-        """The blocks of a transfer that is not finished; none of another."""
+    def free_cell(self, cell: int) -> None:
+        """Nobody reads any more what ranks have reported in a cell that was kept. Idempotent."""
+        if cell in self._kept_cells:
+            self._kept_cells.remove(cell)
+            self._board.give_back(cell)
+
+    def blocks_of(self, transfer_id: int) -> RowType | None:
+        """The blocks of a transfer that is not finished; None for another."""
         copy = self._pending.get(transfer_id)
         if copy is None:
             ending = (each for each in self._ending if each.transfer.id == transfer_id)
             copy = next(ending, None)
-        return [] if copy is None else copy.blocks
+        return None if copy is None else copy.blocks
 
-    def blocks_in_use(self, direction: Direction) -> list[Block]:
+    def rows_in_use(self, direction: Direction) -> list[RowType]:
         """The blocks of the loads or the stores that have not been finished, after an error that
         may have lost some; frees the cells of all others, and counts anew."""
-        self._board.keep({each.transfer.cell for each in self._pending.values()})
+        pending = {each.transfer.cell for each in self._pending.values()}
+        self._board.keep(pending | self._kept_cells)
         self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
         loads = (
             each for each in self._pending.values() if each.transfer.direction is Direction.LOAD
         )
         self.loading_blocks = sum(len(each.blocks) for each in loads)
         copies = [*self._pending.values(), *self._ending]
-        return [
-            block
-            for each in copies
-            if each.transfer.direction is direction
-            for block in each.blocks
-        ]
+        return [each.blocks for each in copies if each.transfer.direction is direction]
 
-    def poll(self, finish: Callable[[DeviceCopy], None]) -> list[Ended]:
+    def poll(self, finish: Callable[[DeviceCopy[RowType]], None]) -> list[Ended]:
         """The transfers that all ranks have reported since the last call, apart from held ones.
         Does not wait.
 
@@ -175,7 +201,10 @@ class DeviceLink:
             self._ending.append(self._pending.pop(transfer.id))
             if transfer.direction is Direction.LOAD:
                 self.loading_blocks -= len(copy.blocks)
-            self._board.give_back(transfer.cell)
+            if copy.keeps_cell:
+                self._kept_cells.add(transfer.cell)
+            else:
+                self._board.give_back(transfer.cell)
         while self._ending:
             self._ended.append(self._ending.popleft())
             finish(self._ended[-1])

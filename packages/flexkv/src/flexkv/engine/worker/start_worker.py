@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.start import open_rank
+from flexkv.engine.open_rank import open_rank
 from flexkv.engine.worker.layers import split_layers
 from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.engine.worker.worker import WorkerSide

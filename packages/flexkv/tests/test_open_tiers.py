@@ -13,11 +13,10 @@ pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
 
 from sessions import led
 
-from flexkv.engine.open_tiers import open_shared_tiers, open_tiers
-from flexkv.engine.start import policy_maker
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
+from flexkv.open_tiers import open_shared_tiers, open_tiers, policy_maker
 from flexkv.session.store_states import read_states
 from flexkv.settings import CacheConfig
 from flexkv.tiers.circuit import CircuitState

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the tiers below an engine's arena that the settings name."""
+"""Opens the tiers below an arena that the settings name, and makes the policies that they name."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import Session
 from flexkv.session.store_states import StoreStates
@@ -30,6 +31,16 @@ took a quarter less time for many blocks, but delay the first block of a fetch."
 _QUEUE_SHARE = 2
 """Writes that wait for a tier hold at most half of the arena. Waiting blocks cannot be evicted, and
 new blocks need room. Not tuned."""
+
+
+def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int], AnyPolicy]:
+    """What makes the eviction policy that the settings name, for a tier of a number of slots."""
+
+    def make(slots: int) -> AnyPolicy:
+        name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
+        return POLICIES[name](slots)
+
+    return make
 
 
 def open_tiers(config: CacheConfig, session: Session, policy: MakePolicy) -> list[AttachedTier]:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one cache for all engines of a node that run the same model. Engines find it by the setting
+`service=DIR`, and share its host memory and its lower tiers. It runs until SIGTERM or Ctrl-C.
+
+The settings of the cache (`cpu_cache_gb`, `eviction_policy`, `ssd_cache_gb`, ...) come from the
+environment or the file that FLEXKV_CONFIG_PATH names, as in an engine. Each model gets host memory
+of `cpu_cache_gb`.
+
+Only this user's engines are served. Exits with 1 if another service runs in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+
+from flexkv.cli.common import read_settings
+from flexkv.service.server import NodeServer
+from flexkv.types.errors import ConfigError
+
+NAME = "serve"
+HELP = "run one cache for all engines of a node"
+
+_FLUSH_SECONDS = 10.0
+"""Seconds for which lower tiers may write waiting blocks at the end. Service managers wait longer
+before they kill. Not tuned."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="directory for the service's socket, of mode 0700, created if missing; default: the "
+        "setting `service`",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
+    config = read_settings()
+    root = args.directory or config.service
+    if not root:
+        raise ConfigError("serve needs DIR, or the setting service; allowed: a directory")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    server = NodeServer(root, config, config.cpu_cache_gb)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: server.stop())
+    print(f"the service of FlexKV listens in {root}", flush=True)
+    server.run()
+    server.close(_FLUSH_SECONDS)
+    return 0

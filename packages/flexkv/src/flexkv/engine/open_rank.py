@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of an engine meets the others, and starts what copies between its pages and the arena."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from flexkv.host.arena import Arena, ArenaSpec, plan_arena
+from flexkv.layout import BlockFormat
+from flexkv.service.attach import join_pool, open_pool
+from flexkv.session import Session, Shard, alone, join, lead
+from flexkv.settings import CacheConfig
+from flexkv.system.available import Promise
+from flexkv.types.errors import ConfigError, LayoutError
+
+Movers = TypeVar("Movers")
+"""The mover or movers of one rank."""
+
+_COPY_THREADS = 4
+"""Default of `copy_threads`, or the number of processors if that is less. Not tuned."""
+
+
+def open_rank(
+    config: CacheConfig,
+    engine_id: str | None,
+    shard: Shard,
+    ranks: int,
+    start: Callable[[Arena, int], Movers],
+    *,
+    pool_blocks: int = 0,
+) -> tuple[Session, Movers]:
+    """Meet the other ranks, and start the movers between this rank's pages and the arena.
+
+    Args:
+        config: FlexKV's settings.
+        engine_id: the engine's id, which names the session; None if the engine is this process
+            alone.
+        shard: the shard of this rank.
+        ranks: the number of ranks of the engine.
+        start: makes the movers for an arena and a number of threads. May raise ValueError.
+        pool_blocks: see `plan_arena`.
+
+    Returns:
+        The session and the movers. The caller closes the movers, then the session.
+
+    Raises:
+        ArenaError: a rank did not join or disagrees, or memory is missing.
+        LayoutError: `start` refuses the pages.
+    """
+    cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
+    threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
+    with running_on(cpus):
+        session = meet(config, engine_id, shard, ranks, threads, pool_blocks=pool_blocks)
+        with closed_on_error(session):
+            try:
+                return session, start(session.arena, threads)
+            except ValueError as error:
+                raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
+
+
+def meet(
+    config: CacheConfig,
+    engine_id: str | None,
+    shard: Shard,
+    ranks: int,
+    threads: int,
+    *,
+    pool_blocks: int = 0,
+) -> Session:
+    """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
+    if shard.rank > 0 and engine_id is not None:
+        session = join(config.session_root, engine_id, shard)
+        with closed_on_error(session):
+            if session.info.service is not None:
+                session.membership = join_pool(session.info.service)
+            session.arena.populate(threads)
+        return session
+
+    def plan(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
+        return plan_arena(block_format, config.cpu_cache_gb, promised, pool_blocks=pool_blocks)
+
+    if engine_id is None:
+        if config.service is not None:
+            raise not_served(config.service)
+        return alone(config.session_root, shard, plan, threads=threads)
+    share = None if config.service is None else functools.partial(open_pool, config.service)
+    return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads, share=share)
+
+
+@contextlib.contextmanager
+def closed_on_error(session: Session) -> Iterator[None]:
+    """Close `session` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        session.close()
+        raise
+
+
+def copy_cpus() -> set[int]:
+    """The processors that copies may run on: those of this process and of its parent.
+
+    An engine may pin a worker and all of its threads to the processors that compute, as vLLM's CPU
+    build does. There, copies would compete with the forward pass while other processors are idle.
+    """
+    return os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
+
+
+@contextlib.contextmanager
+def running_on(cpus: set[int]) -> Iterator[None]:
+    """Let this thread run on `cpus` during the block. Threads that it starts there keep `cpus`."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def not_served(root: str) -> ConfigError:
+    """The error of an engine that cannot use a service in `root`."""
+    return ConfigError(
+        f"service is {root!r}, and only vLLM's FlexKVConnectorV1 can use it so far; allowed: no "
+        f"service, and a cache of this engine's own"
+    )

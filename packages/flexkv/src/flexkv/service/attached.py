@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine as the service knows it: its processes, the slots granted to it, its fetches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv.client import FetchId, FetchState
+from flexkv.host.board import CELLS, CompletionBoard
+from flexkv.service import messages as wire
+from flexkv.service.pool import SharedPool
+from flexkv.types.mover import Status
+
+logger = logging.getLogger(__name__)
+
+_SHARE = 4
+"""Of a pool's slots, engines together are granted at most one of so many ahead. Not tuned."""
+
+_IDLE_SECONDS = 2.0
+"""An engine that has stored nothing for so long returns its slots, but for `_IDLE_SLOTS`. Not
+tuned."""
+_IDLE_SLOTS = 64
+
+_MOST_WAITING = 16 << 20
+"""Bytes that wait for an engine that does not read. With more, the service leaves it. Not tuned."""
+
+_FIGURE_SECONDS = 0.25
+"""Seconds between two messages of figures. Not tuned."""
+
+
+class RefusalError(Exception):
+    """What an engine asked for is against the rules. The text is a sentence for its user."""
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process of an engine that has the memory mapped.
+
+    Attributes:
+        connection: to it; owned.
+        pidfd: by which its end shows; owned.
+    """
+
+    connection: socket.socket
+    pidfd: int
+
+    def close(self) -> None:
+        """Close connection and descriptor. Idempotent."""
+        self.connection.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFetch:
+    id: FetchId | None
+    told: FetchState | None = None
+    is_told: bool = False
+
+
+class AttachedEngine:
+    """One engine. Single-threaded.
+
+    Slots that were granted to it stay out of use until it publishes or returns them, or all its
+    processes have ended: an order to copy may still wait in a queue of theirs.
+
+    Args:
+        name: its id, for logs.
+        pool: its pool; borrowed.
+        number: number of its board.
+
+    Attributes:
+        ticket: what its processes show.
+        processes: those that have the memory and live, by descriptor of their end.
+        has_ended: whether its scheduler has left. It gets nothing more.
+    """
+
+    def __init__(self, name: str, pool: SharedPool, number: int) -> None:
+        self.name = name
+        self.pool = pool
+        self.ticket = wire.Ticket(number, secrets.token_bytes(16))
+        self.processes: dict[int, Process] = {}
+        self.has_ended = False
+        self._board: CompletionBoard = pool.arena.board_of(number)
+        self._scheduler: Process | None = None
+        self._bell = memoryview(bytearray(4)).cast("I")
+        self._reader: int | None = None
+        self._granted: set[int] = set()
+        self._target = 0
+        self._stored_at = time.monotonic()
+        self._is_recalled = False
+        self._fetches: dict[int, _OpenFetch] = {}
+        self._prompt: list[bytes] = []
+        self._others: list[bytes] = []
+        self._requests: set[str] = set()
+        self._pins: set[str] = set()
+        self.watches = False
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._figures_at = 0.0
+        self._has_news = False
+        self._step_blocks = 1
+
+    @property
+    def scheduler(self) -> Process | None:
+        """The process of the scheduler, while it is connected."""
+        return self._scheduler
+
+    @property
+    def granted(self) -> int:
+        """How many granted slots the engine has neither published nor returned."""
+        return len(self._granted)
+
+    def schedule(self, process: Process, step_blocks: int, engines: int) -> list[int]:
+        """The scheduler begins. Returns the descriptors of index and holds; the first is borrowed,
+        the caller closes the second.
+
+        Args:
+            process: the scheduler's.
+            step_blocks: see `wire.Schedule`.
+            engines: the number of engines of the pool.
+
+        Raises:
+            RefusalError: the engine has a scheduler.
+        """
+        if self._scheduler is not None or self.has_ended:
+            raise RefusalError(
+                f"engine {self.name!r} has had a scheduler; allowed: one in its life"
+            )
+        fd, holds, self._bell = self.pool.make_holds()
+        self._reader = self.pool.cache.add_reader(holds)
+        self._scheduler = process
+        self.share(step_blocks, engines)
+        return [self.pool.index_fd, fd]
+
+    def share(self, step_blocks: int | None, engines: int) -> None:
+        """Set how many slots are granted ahead, for so many engines."""
+        most = max(1, self.pool.num_slots // (_SHARE * max(1, engines)))
+        if step_blocks is not None:
+            self._step_blocks = max(1, step_blocks)
+        self._target = min(self._step_blocks, most)
+
+    # Messages.
+
+    def handle(self, message: wire.ToService) -> None:  # noqa: PLR0912 - one case for each message
+        """Do what a message of the scheduler says.
+
+        Raises:
+            RefusalError: it is against the rules, by a fault or by intent.
+            ValueError, IndexError: parts of it do not fit each other.
+        """
+        cache = self.pool.cache
+        self._has_news = True
+        match message:
+            case wire.Publish():
+                self._publish(message)
+            case wire.Return():
+                self._take_back(message.slots)
+            case wire.RecordUse():
+                self._record(message)
+            case wire.Touch():
+                cache.touch(message.keys)
+            case wire.RequestEnded():
+                request = self._own(message.request_id)
+                self._requests.discard(request)
+                cache.ended(request, message.output_tokens)
+            case wire.Pin():
+                owner = self._own(message.owner)
+                if message.retain:
+                    cache.retain(message.keys, owner, message.seconds or 0.0)
+                else:
+                    self._pins.add(owner)
+                    cache.pin(message.keys, owner, message.seconds)
+            case wire.Unpin():
+                owner = self._own(message.owner)
+                if message.keys is None:
+                    self._pins.discard(owner)
+                    cache.unpin(owner)
+                else:
+                    cache.release(message.keys, owner)
+            case wire.Fetch():
+                if message.fetch in self._fetches:
+                    raise RefusalError(f"fetch {message.fetch} begins twice")
+                begun = cache.fetch(message.keys, queued=message.queued)
+                self._fetches[message.fetch] = _OpenFetch(begun)
+            case wire.ExtendFetch():
+                if (fetch := self._fetch(message.fetch)) is not None:
+                    cache.extend_fetch(fetch, message.keys)
+            case wire.RaiseFetch():
+                if (fetch := self._fetch(message.fetch)) is not None:
+                    cache.raise_priority(fetch)
+            case wire.EndFetch():
+                if (fetch := self._fetch(message.fetch)) is not None:
+                    cache.end_fetch(fetch)
+                self._fetches.pop(message.fetch, None)
+            case wire.Watch():
+                self.watches = True
+            case _:
+                raise RefusalError(f"{type(message).__name__} comes after the greeting")
+
+    def _own(self, name: str) -> str:
+        """Names of engines do not meet."""
+        return f"{self.ticket.client} {name}"
+
+    def _fetch(self, number: int) -> FetchId | None:
+        fetch = self._fetches.get(number)
+        return None if fetch is None else fetch.id
+
+    def _publish(self, message: wire.Publish) -> None:
+        if not 0 <= message.cell < CELLS:
+            raise RefusalError(f"cell {message.cell} is none of the board")
+        self._check(message.slots)
+        if len(message.slots) != len(message.positions):
+            raise RefusalError(f"{len(message.slots)} slots for {len(message.positions)} blocks")
+        if self._board.status(message.cell) is not Status.DONE:
+            raise RefusalError(f"not all ranks have reported the store of cell {message.cell}")
+        self._granted.difference_update(message.slots)
+        self._stored_at = time.monotonic()
+        self._is_recalled = False
+        self.pool.cache.adopt(message.keys, message.positions, message.starts, message.slots)
+        if message.last:
+            self.tell(wire.Published(message.store))
+
+    def _take_back(self, slots: Sequence[int]) -> None:
+        self._check(slots)
+        self._granted.difference_update(slots)
+        self.pool.cache.give_back(slots)
+
+    def _check(self, slots: Sequence[int]) -> None:
+        if len(set(slots)) < len(slots) or not self._granted.issuperset(slots):
+            raise RefusalError("a slot was not granted to this engine, or is named twice")
+
+    def _record(self, message: wire.RecordUse) -> None:
+        if len(self._prompt) + len(message.prompt) > _MOST_PROMPT:
+            raise RefusalError(f"a prompt has more than {_MOST_PROMPT} blocks")
+        self._prompt += message.prompt
+        self._others += message.others
+        context = message.context
+        if context is None:
+            return
+        prompt, self._prompt = self._prompt, []
+        others, self._others = self._others, []
+        request = ""
+        if context.request_id:
+            request = self._own(context.request_id)
+            self._requests.add(request)
+        session = self._own(context.session) if context.session else ""
+        named = type(context)(
+            context.prompt_tokens, context.hit_tokens, request, session, context.returns
+        )
+        self.pool.cache.record(others or prompt[: message.found], named, prompt)
+
+    # What it is told.
+
+    def tell(self, message: wire.ToEngine) -> None:
+        """Send a message with the next `send`."""
+        (packet,) = wire.packets([message])
+        self._waiting.append(packet)
+        self._waiting_bytes += len(packet)
+
+    def serve(self, now: float) -> None:
+        """Grant slots, and tell what is new."""
+        if self.has_ended or self._scheduler is None:
+            return
+        self._grant(now)
+        for number, fetch in self._fetches.items():
+            state = None if fetch.id is None else self.pool.cache.fetch_state(fetch.id)
+            if not fetch.is_told or state != fetch.told:
+                fetch.is_told, fetch.told = True, state
+                self.tell(wire.Fetched(number, state))
+        # An engine at rest gets none.
+        if self._has_news and now - self._figures_at > _FIGURE_SECONDS:
+            self._figures_at, self._has_news = now, False
+            shared = self.pool.cache.figures().shared
+            self.tell(wire.NodeFigures({name: float(value) for name, value in shared.items()}))
+
+    def _grant(self, now: float) -> None:
+        if now - self._stored_at > _IDLE_SECONDS:
+            spare = len(self._granted) - min(_IDLE_SLOTS, self._target)
+            if spare > 0 and not self._is_recalled:
+                self._is_recalled = True
+                self.tell(wire.Recall(spare))
+            if self._is_recalled:
+                return
+        if 2 * len(self._granted) > self._target:
+            return
+        slots = self.pool.cache.grant(self._target - len(self._granted))
+        if slots:
+            self._granted.update(slots)
+            for start in range(0, len(slots), wire.MOST_KEYS):
+                self.tell(wire.Granted(slots[start : start + wire.MOST_KEYS]))
+
+    def send(self) -> None:
+        """Send what waits, as far as the engine reads.
+
+        Raises:
+            OSError: it has left.
+            RefusalError: too much waits.
+        """
+        process = self._scheduler
+        while self._waiting and process is not None:
+            try:
+                process.connection.send(self._waiting[0])
+            except BlockingIOError:
+                break
+            self._bell[0] = (self._bell[0] + 1) % (1 << 32)
+            self._waiting_bytes -= len(self._waiting.popleft())
+        if self._waiting_bytes > _MOST_WAITING:
+            raise RefusalError(f"engine {self.name!r} does not read {self._waiting_bytes} bytes")
+
+    # Its end.
+
+    def leave(self, process: Process) -> None:
+        """A process does not answer any more. If it was the scheduler, nothing more is published;
+        what it held may leave, since no token can come of it."""
+        if process is not self._scheduler:
+            return
+        self._scheduler = None
+        self.has_ended = True
+        self._waiting.clear()
+        cache = self.pool.cache
+        if self._reader is not None:
+            cache.remove_reader(self._reader)
+            self._reader = None
+        for fetch in self._fetches.values():
+            if fetch.id is not None:
+                cache.end_fetch(fetch.id)
+        self._fetches.clear()
+        for owner in self._pins:
+            cache.unpin(owner)
+        for request in self._requests:
+            cache.ended(request, 0)
+
+    def free(self) -> None:
+        """All processes have ended: nobody writes to its slots any more."""
+        self.close()
+        self.pool.cache.give_back(sorted(self._granted))
+        self._granted.clear()
+
+    def close(self) -> None:
+        """The service ends, and the engine goes on without it. Idempotent."""
+        self._board.release()
+        for process in self.processes.values():
+            process.close()
+
+
+_MOST_PROMPT = 1 << 20
+"""Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's line to the service: messages that wait to be sent, and those that have come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import deque
+
+from flexkv.service import messages as wire
+
+BELL_BYTES = 64
+"""Bytes at the end of an engine's holds, of which the first four are its bell: a number that the
+service changes after each packet. So a step in which nothing has come makes no system call."""
+
+_MOST_WAITING = 20_000
+"""Messages that wait to be sent. Beyond it only those are kept that slots depend on. Not tuned."""
+
+_STATE = (wire.Publish, wire.Return, wire.EndFetch)
+
+
+class Line:
+    """Single-threaded; nothing waits, and nothing raises.
+
+    Args:
+        connection: to the service; owned. Calls on it do not wait.
+        page: memory that ends with the bell; borrowed until `close`.
+
+    Attributes:
+        is_cut: whether the service has ended or closed the connection.
+        reason: why it is cut, for the log.
+    """
+
+    def __init__(self, connection: socket.socket, page: memoryview) -> None:
+        self.is_cut = False
+        self.reason = ""
+        self._connection = connection
+        self._bell = page[len(page) - BELL_BYTES :].cast("I")
+        self._heard = 0
+        self._messages: deque[wire.ToService] = deque()
+        self._packets: deque[bytes] = deque()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has come. Makes no system call."""
+        return not self.is_cut and self._bell[0] != self._heard
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits to be sent, or has come. Makes no system call."""
+        if self.is_cut:
+            return False
+        return bool(self._messages or self._packets or self._bell[0] != self._heard)
+
+    def put(self, message: wire.ToService) -> None:
+        """Send a message with the next `send`."""
+        if self.is_cut:
+            return
+        if len(self._messages) < _MOST_WAITING or isinstance(message, _STATE):
+            self._messages.append(message)
+
+    def take(self) -> list[wire.ToEngine]:
+        """What has come."""
+        come: list[wire.ToEngine] = []
+        if self.is_cut or self._bell[0] == self._heard:
+            return come
+        self._heard = self._bell[0]
+        try:
+            while True:
+                packet, fds = wire.receive(self._connection)
+                for fd in fds:
+                    os.close(fd)
+                if not packet:
+                    self._cut("it has ended or closed the connection")
+                    break
+                come += wire.read_engine(packet)
+        except BlockingIOError:
+            pass
+        except (OSError, wire.WireError) as error:
+            self._cut(str(error))
+        return come
+
+    def send(self) -> None:
+        """Send what waits, as far as the service reads."""
+        if self._messages:
+            messages = list(self._messages)
+            self._messages.clear()
+            self._packets += wire.packets(messages)
+        try:
+            while self._packets:
+                self._connection.send(self._packets[0])
+                self._packets.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._cut(str(error))
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._cut("closed")
+        self._bell.release()
+
+    def _cut(self, reason: str) -> None:
+        self.is_cut, self.reason = True, self.reason or reason
+        self._messages.clear()
+        self._packets.clear()
+        with contextlib.suppress(OSError):
+            self._connection.close()

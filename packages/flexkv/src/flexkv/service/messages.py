@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between engines and the service: packets of msgpack on a SOCK_SEQPACKET socket.
+
+A packet is a list of messages. Nobody waits for an answer: the engine's scheduler goes on with what
+it knows. The first packet of each side is a greeting, and the service's has descriptors of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from flexkv.client import FetchState
+from flexkv.eviction import RequestContext
+from flexkv.session.wire import peer_of
+from flexkv.types.changes import Medium
+
+PROTOCOL = 1
+"""Both sides must have the same."""
+
+SOCKET = "flexkv service"
+"""The name of the service in its runtime directory."""
+
+MAX_PACKET = 1 << 16
+"""Bytes of a packet: a fraction of what a socket's buffer takes by default, 208 KiB."""
+
+_FULL = MAX_PACKET - (1 << 13)
+"""Bytes after which a packet takes no further message. What a message names at most, `MOST_KEYS` of
+96 bytes, fits into the rest of an empty packet."""
+
+MOST_KEYS = 512
+"""Keys in one message."""
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What all messages are: arrays, whose first item names them."""
+
+
+# From an engine.
+
+
+class PoolBlocks(Message, frozen=True):
+    """The blocks of an engine: engines with equal ones share a pool.
+
+    Attributes:
+        fingerprint: see `flexkv.layout.fingerprint`.
+        engine_blocks, shard_bytes, replicas: see `BlockFormat`.
+        identity: the parts of the fingerprint, for people to read.
+    """
+
+    fingerprint: str
+    engine_blocks: int
+    shard_bytes: tuple[int, ...]
+    replicas: int
+    identity: tuple[str, ...]
+
+
+class Ticket(Message, frozen=True):
+    """What the processes of an engine show to the service.
+
+    Attributes:
+        client: number of the engine.
+        token: proof that the service gave it out.
+    """
+
+    client: int
+    token: bytes
+
+
+class Open(Message, frozen=True, tag="open"):
+    """The first rank of an engine asks for a pool. Its packet has a pidfd of the process."""
+
+    protocol: int
+    engine: str
+    blocks: PoolBlocks
+
+
+class Join(Message, frozen=True, tag="join"):
+    """Another process of the engine maps the memory. Its packet has a pidfd of the process."""
+
+    protocol: int
+    ticket: Ticket
+
+
+class Schedule(Message, frozen=True, tag="schedule"):
+    """The scheduler of the engine begins. Its packet has a pidfd of the process.
+
+    Attributes:
+        step_blocks: how many blocks one step of the engine can fill.
+    """
+
+    protocol: int
+    ticket: Ticket
+    step_blocks: int
+
+
+class Publish(Message, frozen=True, tag="publish"):
+    """Blocks of a store whose ranks have all reported DONE.
+
+    Attributes:
+        store: number of the store.
+        cell: its cell of the board.
+        keys: keys of blocks, each of which builds on the one before.
+        positions: positions in `keys` of the stored blocks.
+        starts: positions of blocks that begin a prefix.
+        slots: for each of `positions` its slot.
+        last: whether these are the last blocks of the store.
+    """
+
+    store: int
+    cell: int
+    keys: list[bytes]
+    positions: list[int]
+    starts: list[int]
+    slots: list[int]
+    last: bool
+
+
+class Return(Message, frozen=True, tag="return"):
+    """Granted slots to which no rank writes any more."""
+
+    slots: list[int]
+
+
+class RecordUse(Message, frozen=True, tag="record"):
+    """See `CacheClient.record`. The first `found` keys of the prompt were found, of `others` if
+    that is not empty. Long prompts take several messages, of which the last has the context."""
+
+    prompt: list[bytes]
+    found: int
+    others: list[bytes]
+    context: RequestContext | None
+
+
+class Touch(Message, frozen=True, tag="touch"):
+    """See `CacheClient.touch`."""
+
+    keys: list[bytes]
+
+
+class RequestEnded(Message, frozen=True, tag="ended"):
+    """See `CacheClient.ended`."""
+
+    request_id: str
+    output_tokens: int
+
+
+class Pin(Message, frozen=True, tag="pin"):
+    """See `CacheClient.pin`, or `retain`."""
+
+    keys: list[bytes]
+    owner: str
+    seconds: float | None
+    retain: bool
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    """See `CacheClient.unpin`; or `release`, of these keys."""
+
+    owner: str
+    keys: list[bytes] | None
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """See `CacheClient.fetch`. Further keys follow with `ExtendFetch`."""
+
+    fetch: int
+    keys: list[bytes]
+    queued: bool
+
+
+class ExtendFetch(Message, frozen=True, tag="extend"):
+    """See `CacheClient.extend_fetch`."""
+
+    fetch: int
+    keys: list[bytes]
+
+
+class RaiseFetch(Message, frozen=True, tag="raise"):
+    """See `CacheClient.raise_priority`."""
+
+    fetch: int
+
+
+class EndFetch(Message, frozen=True, tag="end"):
+    """See `CacheClient.end_fetch`."""
+
+    fetch: int
+
+
+class Watch(Message, frozen=True, tag="watch"):
+    """The engine wants to know of changes from now on."""
+
+
+ToService: TypeAlias = (
+    Open
+    | Join
+    | Schedule
+    | Publish
+    | Return
+    | RecordUse
+    | Touch
+    | RequestEnded
+    | Pin
+    | Unpin
+    | Fetch
+    | ExtendFetch
+    | RaiseFetch
+    | EndFetch
+    | Watch
+)
+
+# From the service.
+
+
+class Opened(Message, frozen=True, tag="opened"):
+    """The answer to `Open`, with a descriptor of the arena."""
+
+    ticket: Ticket
+    slots: int
+    boards: int
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """The answer to `Join`."""
+
+
+class Scheduled(Message, frozen=True, tag="scheduled"):
+    """The answer to `Schedule`, with descriptors of the index and of the engine's holds."""
+
+    media: tuple[Medium, ...]
+    policy: str
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The answer to any greeting, in one sentence."""
+
+    reason: str
+
+
+class Granted(Message, frozen=True, tag="granted"):
+    """Slots that the engine may write to."""
+
+    slots: list[int]
+
+
+class Recall(Message, frozen=True, tag="recall"):
+    """The engine should return as many granted slots, or those that it has."""
+
+    count: int
+
+
+class Published(Message, frozen=True, tag="published"):
+    """A store is in the index, as far as it could be. Its cell is free."""
+
+    store: int
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """The state of a fetch now; None if no tier has a block to add. Keys and places that the state
+    names are those of the whole fetch."""
+
+    fetch: int
+    state: FetchState | None
+
+
+class Changed(Message, frozen=True, tag="changed"):
+    """See `Changes`."""
+
+    medium: Medium
+    removed: list[bytes]
+    added: list[bytes]
+
+
+class NodeFigures(Message, frozen=True, tag="figures"):
+    """Values of host memory and lower tiers, which all engines of a pool have in common."""
+
+    shared: dict[str, float]
+
+
+ToEngine: TypeAlias = (
+    Opened
+    | Joined
+    | Scheduled
+    | Refused
+    | Granted
+    | Recall
+    | Published
+    | Fetched
+    | Changed
+    | NodeFigures
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_for_service = msgspec.msgpack.Decoder(list[ToService])
+_for_engine = msgspec.msgpack.Decoder(list[ToEngine])
+
+
+class WireError(Exception):
+    """The peer sent something that is no packet of this protocol."""
+
+
+def packets(messages: Sequence[ToService] | Sequence[ToEngine]) -> list[bytes]:
+    """The messages in as few packets as hold them, in order.
+
+    Raises:
+        WireError: a message is larger than a packet.
+    """
+    made: list[list[bytes]] = []
+    size = MAX_PACKET
+    for message in messages:
+        encoded = _encoder.encode(message)
+        if len(encoded) > MAX_PACKET - _HEAD:
+            raise WireError(f"a message has {len(encoded)} bytes; allowed: {MAX_PACKET - _HEAD}")
+        if size + len(encoded) > _FULL:
+            made.append([])
+            size = _HEAD
+        made[-1].append(encoded)
+        size += len(encoded)
+    return [_array(parts) for parts in made]
+
+
+_HEAD = 5
+"""Bytes of an array's beginning in msgpack, at most."""
+
+
+def _array(parts: Sequence[bytes]) -> bytes:
+    return b"\xdd" + len(parts).to_bytes(4, "big") + b"".join(parts)
+
+
+def read_service(packet: bytes) -> list[ToService]:
+    """The messages of an engine's packet.
+
+    Raises:
+        WireError: it is none.
+    """
+    try:
+        return _for_service.decode(packet)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"{len(packet)} bytes are no messages of an engine: {error}") from None
+
+
+def read_engine(packet: bytes) -> list[ToEngine]:
+    """The messages of the service's packet.
+
+    Raises:
+        WireError: it is none.
+    """
+    try:
+        return _for_engine.decode(packet)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"{len(packet)} bytes are no messages of the service: {error}") from None
+
+
+def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """One packet, and the descriptors in it, which the caller closes. The packet is empty at the
+    end of the connection.
+
+    Raises:
+        OSError: the connection broke, timed out, or has no packet now.
+        WireError: the packet is too large, or has too many descriptors.
+    """
+    room, flags = socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC
+    packet, ancillary, said, _ = connection.recvmsg(MAX_PACKET, room, flags)
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = data[: len(data) // 4 * 4]
+            fds.extend(memoryview(whole).cast("i"))
+    if said & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise WireError(f"a packet has more than {MAX_PACKET} bytes or {_MOST_FDS} descriptors")
+    return packet, fds
+
+
+_MOST_FDS = 4
+
+
+def own_process() -> int:
+    """A pidfd of this process, by which the peer notices its end. Process ids mean nothing in other
+    containers. The caller closes it.
+
+    Raises:
+        OSError: the kernel is older than 5.3.
+    """
+    return os.pidfd_open(os.getpid())
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the peer is a process of this user."""
+    return peer_of(connection).uid == os.geteuid()

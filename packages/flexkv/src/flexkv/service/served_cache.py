@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ServedCache, the CacheClient of an engine that uses the node's service.
+
+No call waits for the service. Lookups and leases read its index in shared memory, stores take slots
+that it has granted ahead, and all else is a message, of which `poll` sends those of a step at once.
+If the service ends or hangs, blocks that are in host memory are loaded as before: nobody evicts
+them. Nothing is stored or fetched then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from flexkv.client import AwaitedBlocks, CacheInfo, Ended, FetchId, FetchState, Transfer
+from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
+from flexkv.figures.definitions import Counters, HostFigures, ResetCause
+from flexkv.figures.meter import Figures, Meter
+from flexkv.host.arena import Arena
+from flexkv.index.block_index import index_reader
+from flexkv.service import messages as wire
+from flexkv.service.attach import Attached
+from flexkv.service.line import Line
+from flexkv.service.served_stores import ServedStores
+from flexkv.transfer.copies import DeviceCopy, DeviceLink
+from flexkv.types.changes import Changes
+from flexkv.types.mover import Direction
+from flexkv.types.presence import Presence
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 0.05
+"""Seconds that a request waits for the service to say what lower tiers have. Not tuned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Blocks of the pool, as `DeviceLink` takes them."""
+
+    slots: Sequence[int]
+    keys: Sequence[bytes]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(slots=True, eq=False)
+class _ServedFetch:
+    state: FetchState
+    is_known: bool = False
+
+
+class ServedCache:
+    """The cache of one engine among those of its node. Single-threaded.
+
+    Args:
+        attached: the scheduler's part; owned.
+        arena: the arena of the pool; borrowed until `close`.
+
+    Attributes:
+        info: what does not change.
+        counters: the counts of this engine so far.
+    """
+
+    def __init__(self, attached: Attached, arena: Arena) -> None:
+        spec, answer = arena.spec, attached.answer
+        self.info = CacheInfo(
+            num_slots=spec.num_slots,
+            slot_bytes=spec.format.slot_bytes,
+            media=answer.media,
+            must_query=False,
+            policy_name=answer.policy,
+        )
+        self._block_bytes = sum(spec.format.shard_bytes)
+        self._holds = memoryview(attached.holds)[: 2 * spec.num_slots]
+        self._reader = index_reader(attached.index, self._holds)
+        self._line = Line(attached.connection, memoryview(attached.holds)[2 * spec.num_slots :])
+        self._meter = Meter()
+        self.counters = Counters()
+        self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
+        self._stores = ServedStores(self._reader, self._line)
+        self._fetches: dict[FetchId, _ServedFetch] = {}
+        self._next_fetch = 1
+        self._asked_at: float | None = None
+        self._changes: deque[Changes] = deque()
+        self._shared: dict[str, float] = {}
+        self._pins: set[str] = set()
+        self._off = self._stopped = self._recovering = self._is_alone = False
+
+    # What is there.
+
+    @property
+    def busy(self) -> bool:
+        """See `CacheClient.busy`."""
+        if self._device.unreported or self._recovering or self._line.has_news:
+            return True
+        if self._line.is_cut:
+            return bool(self._stores.by_id)
+        if self._hangs:
+            return False
+        waits = any(not each.is_known or not each.state.done for each in self._fetches.values())
+        return bool(waits or self._stores.by_id or self._line.busy)
+
+    @property
+    def disabled(self) -> bool:
+        """See `CacheClient.disabled`."""
+        return self._off
+
+    @property
+    def is_full(self) -> bool:
+        """See `CacheClient.is_full`. What the engines of a node store soon fills a pool."""
+        return True
+
+    @property
+    def under_way(self) -> Collection[int]:
+        """See `CacheClient.under_way`."""
+        return self._device.under_way
+
+    @property
+    def loading_blocks(self) -> int:
+        """See `CacheClient.loading_blocks`."""
+        return self._device.loading_blocks
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """See `CacheClient.lookup`."""
+        return 0 if self._off else self._reader.lookup(keys)
+
+    def presence(self, keys: Sequence[bytes]) -> list[Presence]:
+        """See `CacheClient.presence`. What lower tiers have shows when it is fetched."""
+        if self._off:
+            return [Presence.ABSENT] * len(keys)
+        there = self._reader.present(keys)
+        return [Presence.HOST if each else Presence.ABSENT for each in there]
+
+    def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
+        """See `CacheClient.missing`."""
+        absent = self._reader.missing(keys[start:] if start else keys)
+        return [start + i for i in absent if keys[start + i] not in self._stores.by_key]
+
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
+        """See `CacheClient.query`."""
+        return False
+
+    # Loads and stores.
+
+    def load(self, keys: Sequence[bytes]) -> Transfer | None:
+        """See `CacheClient.load`."""
+        slots = None if self._off else self._reader.lease(keys)
+        if not slots:
+            return None
+        transfer = self._device.begin(Direction.LOAD, keys, _Slots(slots, keys), held=False)
+        if transfer is None:
+            self._reader.release(slots)
+            return None
+        self.counters.loads += 1
+        return transfer
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Collection[int] = (0,),
+        *,
+        held: bool = False,
+    ) -> Transfer | None:
+        """See `CacheClient.store`."""
+        if self._off or self._recovering or self._line.is_cut:
+            return None
+        store = self._stores.plan(keys, positions, prefix_starts)
+        self.counters.refused_blocks += store.refused
+        if not store.keys:
+            return None
+        transfer = self._device.begin(
+            Direction.STORE,
+            store.keys,
+            _Slots(store.slots, store.keys),
+            held=held,
+            keeps_cell=True,
+        )
+        if transfer is None:
+            self._stores.undo(store)
+            self.counters.refused_blocks += len(store.keys)
+            return None
+        self._stores.begin(transfer.id, transfer.cell, store)
+        self.counters.stores += 1
+        return transfer
+
+    def confirm(self, transfer_id: int) -> None:
+        """See `CacheClient.confirm`."""
+        self._device.confirm(transfer_id)
+
+    def cancel(self, transfer_id: int) -> None:
+        """See `CacheClient.cancel`."""
+        copy = self._device.cancel(transfer_id)
+        if copy is None:
+            return
+        if copy.transfer.direction is Direction.LOAD:
+            self._reader.release(copy.blocks.slots)
+        else:
+            self._stores.undo(self._stores.end(transfer_id))
+
+    def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
+        """See `CacheClient.discard`."""
+        store = self._stores.by_id.get(transfer_id)
+        if store is not None and self._device.blocks_of(transfer_id) is not None:
+            store.dropped.update(range(len(store.keys)) if positions is None else positions)
+
+    # Lower tiers.
+
+    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+        """See `CacheClient.fetch`. What tiers have shows within `_ANSWER_SECONDS`."""
+        is_silent = self._line.is_cut or self._hangs
+        if self._off or self._recovering or not self.info.media or is_silent:
+            return None
+        there = self._reader.lookup(keys)
+        if there == len(keys):
+            return None
+        fetch, now = FetchId(self._next_fetch), time.monotonic()
+        self._next_fetch += 1
+        medium = self.info.media[0]
+        self._fetches[fetch] = _ServedFetch(
+            FetchState(
+                now,
+                len(keys),
+                there,
+                there,
+                len(keys),
+                medium,
+                {medium: len(keys) - there},
+                awaited=(AwaitedBlocks(there, len(keys), medium),),
+            )
+        )
+        most = wire.MOST_KEYS
+        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued))
+        for start in range(most, len(keys), most):
+            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
+        self._asked_at = self._asked_at or now
+        return fetch
+
+    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+        """See `CacheClient.extend_fetch`."""
+        if self._off or self._recovering or self.fetch_state(fetch).done:
+            return False
+        for start in range(0, len(keys), wire.MOST_KEYS):
+            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + wire.MOST_KEYS])))
+        return True
+
+    def raise_priority(self, fetch: FetchId) -> None:
+        """See `CacheClient.raise_priority`."""
+        if fetch in self._fetches:
+            self._line.put(wire.RaiseFetch(fetch))
+
+    def fetch_state(self, fetch: FetchId) -> FetchState:
+        """See `CacheClient.fetch_state`."""
+        known = self._fetches.get(fetch)
+        if known is None or self._line.is_cut or self._hangs:
+            return FetchState(time.monotonic())
+        state = known.state
+        if not known.is_known and time.monotonic() - state.begun > _ANSWER_SECONDS:
+            return FetchState(state.begun)
+        return state
+
+    def end_fetch(self, fetch: FetchId) -> FetchState:
+        """See `CacheClient.end_fetch`."""
+        state = self.fetch_state(fetch)
+        if self._fetches.pop(fetch, None) is not None:
+            self._line.put(wire.EndFetch(fetch))
+        return state
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether the service has not answered for too long."""
+        asked = self._asked_at
+        return asked is not None and time.monotonic() - asked > 20 * _ANSWER_SECONDS
+
+    # Uses.
+
+    def record(
+        self,
+        keys: Sequence[bytes],
+        context: RequestContext = UNKNOWN_REQUEST,
+        prompt: Sequence[bytes] | None = None,
+    ) -> None:
+        """See `CacheClient.record`."""
+        whole = list(keys if prompt is None else prompt)
+        found = len(keys)
+        is_prefix = not found or (found <= len(whole) and whole[found - 1] == keys[-1])
+        others = [] if is_prefix else list(keys)
+        most = wire.MOST_KEYS
+        for start in range(0, max(len(whole), 1), most):
+            is_last = start + most >= len(whole) and not others
+            part = whole[start : start + most]
+            self._line.put(wire.RecordUse(part, found, [], context if is_last else None))
+        for start in range(0, len(others), most):
+            is_last = start + most >= len(others)
+            part = others[start : start + most]
+            self._line.put(wire.RecordUse([], found, part, context if is_last else None))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.touch`."""
+        # The first part last: every tier evicts the end of the prefix before its beginning.
+        for start in reversed(range(0, len(keys), wire.MOST_KEYS)):
+            self._line.put(wire.Touch(list(keys[start : start + wire.MOST_KEYS])))
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """See `CacheClient.ended`."""
+        self._line.put(wire.RequestEnded(request_id, output_tokens))
+
+    def pin(
+        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    ) -> None:
+        """See `CacheClient.pin`."""
+        self._pins.add(repr(owner))
+        self._pin(keys, owner, seconds, retain=False)
+
+    def unpin(self, owner: Hashable = None) -> None:
+        """See `CacheClient.unpin`."""
+        self._pins.discard(repr(owner))
+        self._line.put(wire.Unpin(repr(owner), None))
+
+    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
+        """See `CacheClient.retain`."""
+        self._pin(keys, owner, seconds, retain=True)
+
+    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
+        """See `CacheClient.release`."""
+        for start in range(0, len(keys), wire.MOST_KEYS):
+            self._line.put(wire.Unpin(repr(owner), list(keys[start : start + wire.MOST_KEYS])))
+
+    def _pin(
+        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, *, retain: bool
+    ) -> None:
+        for start in range(0, len(keys), wire.MOST_KEYS):
+            part = list(keys[start : start + wire.MOST_KEYS])
+            self._line.put(wire.Pin(part, repr(owner), seconds, retain))
+
+    # Steps.
+
+    def poll(self) -> list[Ended]:
+        """See `CacheClient.poll`. Sends the messages of the step."""
+        if self._recovering:
+            self._recover()
+        for message in self._line.take():
+            self._hear(message)
+        ended = self._device.poll(self._finish)
+        if self._stores.by_id:
+            for store in self._stores.publish():
+                self._device.free_cell(store.cell)
+            self._asked_at = self._asked_at or time.monotonic()
+        self._line.send()
+        if self._line.is_cut and not self._is_alone:
+            self._is_alone = True
+            logger.error(
+                "the service of FlexKV is gone: %s; blocks in host memory are loaded as before, "
+                "nothing is stored or fetched; restart the engine to attach again",
+                self._line.reason,
+            )
+        if ended and not self._stopped and not all(each.done for each in ended):
+            self._check_ranks()
+        return ended
+
+    def _hear(self, message: wire.ToEngine) -> None:
+        self._asked_at = None
+        match message:
+            case wire.Granted():
+                self._stores.grant(message.slots)
+            case wire.Recall():
+                self._stores.recall(message.count)
+            case wire.Published():
+                if message.store in self._stores.by_id:
+                    store = self._stores.end(message.store)
+                    self._stores.granted.difference_update(store.slots)
+                    self._device.free_cell(store.cell)
+            case wire.Fetched():
+                fetch = self._fetches.get(FetchId(message.fetch))
+                if fetch is not None:
+                    fetch.state = message.state or FetchState(fetch.state.begun)
+                    fetch.is_known = True
+            case wire.Changed():
+                self._changes.append(Changes(message.medium, message.removed, message.added))
+            case wire.NodeFigures():
+                self._shared = message.shared
+
+    def _finish(self, copy: DeviceCopy[_Slots]) -> None:
+        count = len(copy.blocks)
+        if copy.transfer.direction is Direction.STORE:
+            self._finish_store(copy, count)
+            return
+        if copy.done:
+            self.counters.loaded_blocks += count
+            self.counters.loaded_bytes += count * self._block_bytes
+        else:
+            self.counters.failed_loads += 1
+            if self.counters.failed_loads == 1:
+                logger.warning("a load of %d blocks failed (logged once)", count)
+        self._reader.release(copy.blocks.slots)
+
+    def _finish_store(self, copy: DeviceCopy[_Slots], count: int) -> None:
+        number = copy.transfer.id
+        if copy.done:
+            self._stores.by_id[number].has_ended = True
+            self.counters.stored_blocks += count
+            self.counters.stored_bytes += count * self._block_bytes
+            return
+        store = self._stores.end(number)
+        self._stores.undo(store)
+        self._device.free_cell(store.cell)
+        self.counters.failed_stores += 1
+        if self.counters.failed_stores == 1:
+            logger.warning("a store of %d blocks failed; not cached (logged once)", count)
+
+    def _check_ranks(self) -> None:
+        stopped = self._device.stopped_ranks
+        if stopped:
+            self.stop()
+            logger.error(
+                "rank %s has ended its copies after an error (see its log); loads and stores are "
+                "disabled; restart the engine to use the cache again",
+                ", ".join(map(str, stopped)),
+            )
+
+    # Resets and the end. They concern this engine alone: others of the pool keep its blocks.
+
+    def suspend(self) -> None:
+        """See `CacheClient.suspend`."""
+        self._off = True
+
+    def clear(self, cause: str = ResetCause.REQUEST) -> None:
+        """See `CacheClient.clear`. Blocks stay for other engines: the caller names its blocks by
+        other keys from now on, as after `renew`."""
+        self.suspend()
+        self._begin_anew()
+        self.counters.count_reset(ResetCause(cause))
+        self._off = self._stopped
+
+    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
+        """See `CacheClient.renew`."""
+        self.clear(cause)
+
+    def pause(self) -> None:
+        """See `CacheClient.pause`."""
+        self._stores.discard_all()
+        self.counters.count_reset(ResetCause.PAUSE)
+
+    def stop(self) -> None:
+        """See `CacheClient.stop`."""
+        self._off = True
+        if not self._stopped:
+            self._begin_anew()
+            self._stopped = True
+
+    def _begin_anew(self) -> None:
+        """Publish no store that is under way, and end all fetches and pins."""
+        self._stores.discard_all()
+        for fetch in list(self._fetches):
+            self.end_fetch(fetch)
+        for owner in self._pins:
+            self._line.put(wire.Unpin(owner, None))
+        self._pins.clear()
+
+    def recover(self) -> None:
+        """See `CacheClient.recover`."""
+        self._recovering = True
+
+    def _recover(self) -> None:
+        """Hold what the loads under way hold, and have the slots that no store has."""
+        loads = self._device.rows_in_use(Direction.LOAD)
+        self._reader.settle([slot for row in loads for slot in row.slots])
+        self._stores.recover(self._device.under_way)
+        self._recovering = False
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        """See `CacheClient.close`."""
+        try:
+            self.poll()
+        except Exception as error:  # noqa: BLE001 - the connection would never be closed
+            logger.error("the last results of copies are lost while the cache closes: %r", error)
+        self._line.close()
+        return True
+
+    # Changes, figures.
+
+    def watch(self) -> None:
+        """See `CacheClient.watch`."""
+        self._line.put(wire.Watch())
+
+    @property
+    def has_changes(self) -> bool:
+        """See `CacheClient.has_changes`."""
+        return bool(self._changes)
+
+    def drain_changes(self) -> list[Changes]:
+        """See `CacheClient.drain_changes`."""
+        changes = list(self._changes)
+        self._changes.clear()
+        return changes
+
+    def figures(self) -> Figures:
+        """See `CacheClient.figures`."""
+        host = HostFigures(
+            self.counters,
+            0,
+            self.info.num_slots,
+            self.info.slot_bytes,
+            0,
+            self._off,
+            self._device.unreported,
+            self.info.policy_name,
+            None,
+        )
+        read = self._meter.read(host, ())
+        return Figures(read.own, self._shared or read.shared, read.counts)

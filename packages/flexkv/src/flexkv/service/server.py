@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service's loop: greets processes of engines, and serves one packet of each in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from flexkv.service import messages as wire
+from flexkv.service.attached import AttachedEngine, Process, RefusalError
+from flexkv.service.pool import MOST_ENGINES, SharedPool
+from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.settings import CacheConfig
+from flexkv.types.errors import FlexKVError
+
+logger = logging.getLogger(__name__)
+
+_BUSY_SECONDS = 0.001
+"""Pause of the loop while a tier works. Not tuned."""
+_IDLE_SECONDS = 0.05
+"""Pause of the loop while nothing happens. Not tuned."""
+
+_GREETING_SECONDS = 5.0
+"""Seconds within which a peer must greet. Peers greet at once. Not tuned."""
+_MOST_GUESTS = 256
+"""Peers that have not greeted yet. Not tuned."""
+
+_WORK = (ValueError, IndexError, OSError, RefusalError, wire.WireError)
+"""What a peer can cause. Its connection is closed then."""
+
+
+class NodeServer:
+    """The service of one user on a node. Single-threaded; `run` returns after `stop`.
+
+    Args:
+        root: path of its runtime directory; created with mode 0700 if missing.
+        config: settings: those of lower tiers, of eviction and of pins.
+        memory_gb: host memory of each pool, in GiB; None for the default of `cpu_cache_gb`.
+
+    Raises:
+        ArenaError: the directory cannot be used, or a service of this user runs there.
+    """
+
+    def __init__(self, root: str, config: CacheConfig, memory_gb: float | None) -> None:
+        self._config = config
+        self._memory_gb = memory_gb
+        self._pools: dict[wire.PoolBlocks, SharedPool] = {}
+        self._engines: dict[tuple[wire.PoolBlocks, int], AttachedEngine] = {}
+        self._guests: dict[socket.socket, float] = {}
+        self._selector = selectors.DefaultSelector()
+        self._stops = False
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._directory = RuntimeDirectory(root, create=True)
+        try:
+            self._listener = self._directory.listen(wire.SOCKET, socket.SOCK_SEQPACKET)
+        except BaseException:
+            self._directory.close()
+            raise
+        self._listener.setblocking(False)
+        self._watch(self._listener, self._accept)
+        self._watch(self._wake, lambda: os.read(self._wake, 1))
+
+    @property
+    def engines(self) -> Sequence[AttachedEngine]:
+        """The engines that are attached, or whose processes have not all ended."""
+        return list(self._engines.values())
+
+    @property
+    def pools(self) -> Sequence[SharedPool]:
+        """All pools."""
+        return list(self._pools.values())
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        while not self._stops:
+            busy = any(pool.cache.busy for pool in self._pools.values())
+            for key, _ in self._selector.select(_BUSY_SECONDS if busy else _IDLE_SECONDS):
+                key.data()
+            self._turn(time.monotonic())
+
+    def stop(self) -> None:
+        """Let `run` return. May be called in a signal handler, or in another thread."""
+        self._stops = True
+        with contextlib.suppress(OSError):
+            os.write(self._woken, b"x")
+
+    def close(self, flush_seconds: float) -> None:
+        """Stop listening, and close the pools; lower tiers may write waiting blocks for
+        `flush_seconds`. Engines keep the memory that they have, and load what is in it."""
+        self._directory.remove(wire.SOCKET)
+        self._listener.close()
+        self._directory.close()
+        for engine in self._engines.values():
+            engine.close()
+        for pool in self._pools.values():
+            pool.close(flush_seconds)
+        for guest in self._guests:
+            guest.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    # Greetings.
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("cannot accept a process: %s", error)
+            return
+        connection.setblocking(False)
+        if len(self._guests) >= _MOST_GUESTS or not wire.is_same_user(connection):
+            logger.warning("refused a process of another user, or one of too many")
+            connection.close()
+            return
+        self._guests[connection] = time.monotonic()
+        self._watch(connection, lambda: self._greet(connection))
+
+    def _greet(self, connection: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            packet, fds = wire.receive(connection)
+            if not packet:
+                self._dismiss(connection)  # another service asks whether this one lives
+                return
+            messages = wire.read_service(packet)
+            if len(messages) != 1 or len(fds) != 1:
+                raise RefusalError("a greeting is one message with one pidfd")
+            self._forget_guest(connection)
+            self._admit(connection, fds.pop(), messages[0])
+        except (*_WORK, FlexKVError) as error:
+            logger.warning("refused a process: %s", error)
+            with contextlib.suppress(OSError):
+                connection.sendall(wire.packets([wire.Refused(str(error))])[0])
+            self._dismiss(connection)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _admit(self, connection: socket.socket, pidfd: int, greeting: wire.ToService) -> None:
+        """Let a process in, by its greeting. Owns `pidfd`."""
+        process = Process(connection, pidfd)
+        made: AttachedEngine | None = None
+        try:
+            if not isinstance(greeting, wire.Open | wire.Join | wire.Schedule):
+                raise RefusalError(f"{type(greeting).__name__} is no greeting")
+            if greeting.protocol != wire.PROTOCOL:
+                raise RefusalError(
+                    f"the engine speaks protocol {greeting.protocol}; allowed: {wire.PROTOCOL}, "
+                    f"the same version of FlexKV as the service"
+                )
+            answer: wire.ToEngine
+            lent: list[int] = []
+            own: list[int] = []
+            if isinstance(greeting, wire.Open):
+                engine = made = self._open(greeting)
+                spec = engine.pool.arena.spec
+                answer = wire.Opened(engine.ticket, spec.num_slots, spec.boards)
+                lent = [engine.pool.arena.fd]
+            else:
+                engine = self._named(greeting.ticket)
+                answer = wire.Joined()
+                if isinstance(greeting, wire.Schedule):
+                    pool = engine.pool
+                    mates = sum(each.pool is pool for each in self._engines.values())
+                    lent = engine.schedule(process, greeting.step_blocks, mates)
+                    own = lent[1:]
+                    answer = wire.Scheduled(pool.cache.info.media, pool.policy)
+            (packet,) = wire.packets([answer])
+            try:
+                socket.send_fds(connection, [packet], lent)
+            finally:
+                for fd in own:
+                    os.close(fd)
+        except BaseException:
+            os.close(pidfd)
+            if made is not None:
+                self._forget(made)
+            raise
+        engine.processes[pidfd] = process
+        self._watch(pidfd, lambda: self._ended(engine, process))
+        self._watch(connection, lambda: self._serve(engine, process))
+
+    def _open(self, greeting: wire.Open) -> AttachedEngine:
+        blocks = greeting.blocks
+        if blocks not in self._pools:
+            self._pools[blocks] = SharedPool(self._config, blocks, self._memory_gb)
+            logger.info(
+                "a pool of %d blocks for the models of fingerprint %s",
+                self._pools[blocks].num_slots,
+                blocks.fingerprint,
+            )
+        used = {number for each, number in self._engines if each == blocks}
+        free = (number for number in range(1, MOST_ENGINES + 1) if number not in used)
+        number = next(free, None)
+        if number is None:
+            raise RefusalError(f"the pool has {MOST_ENGINES} engines; allowed: no more")
+        engine = AttachedEngine(greeting.engine, self._pools[blocks], number)
+        self._engines[blocks, number] = engine
+        self._share(engine.pool)
+        logger.info("engine %r is attached", engine.name)
+        return engine
+
+    def _named(self, ticket: wire.Ticket) -> AttachedEngine:
+        for engine in self._engines.values():
+            if secrets.compare_digest(engine.ticket.token, ticket.token):
+                return engine
+        raise RefusalError(
+            "the ticket is of no engine that is attached; the engine must start again"
+        )
+
+    # Engines.
+
+    def _serve(self, engine: AttachedEngine, process: Process) -> None:
+        try:
+            packet, fds = wire.receive(process.connection)
+            for fd in fds:
+                os.close(fd)
+            if not packet:
+                self._leave(engine, process)
+                return
+            if process is not engine.scheduler:
+                raise RefusalError("only the scheduler of an engine sends messages")
+            for message in wire.read_service(packet):
+                engine.handle(message)
+        except BlockingIOError:
+            return
+        except _WORK as error:
+            logger.warning("engine %r is not served any more: %s", engine.name, error)
+            self._leave(engine, process)
+
+    def _turn(self, now: float) -> None:
+        for pool in self._pools.values():
+            if pool.cache.busy:
+                pool.cache.poll()
+            pool.cache.look_at_holds()
+            changes = pool.cache.drain_changes() if pool.cache.has_changes else ()
+            for change in changes:
+                self._tell_changes(pool, wire.Changed(change.medium, change.removed, change.added))
+        for engine in self._engines.values():
+            scheduler = engine.scheduler
+            if scheduler is None:
+                continue
+            try:
+                engine.serve(now)
+                engine.send()
+            except (OSError, RefusalError) as error:
+                logger.warning("engine %r is not served any more: %s", engine.name, error)
+                self._leave(engine, scheduler)
+        late = [each for each, since in self._guests.items() if now - since > _GREETING_SECONDS]
+        for guest in late:
+            self._dismiss(guest)
+
+    def _tell_changes(self, pool: SharedPool, change: wire.Changed) -> None:
+        keys = wire.MOST_KEYS
+        parts = [
+            wire.Changed(change.medium, change.removed[start : start + keys], [])
+            for start in range(0, len(change.removed), keys)
+        ] + [
+            wire.Changed(change.medium, [], change.added[start : start + keys])
+            for start in range(0, len(change.added), keys)
+        ]
+        for engine in self._engines.values():
+            if engine.pool is pool and engine.watches and not engine.has_ended:
+                for part in parts:
+                    engine.tell(part)
+
+    def _leave(self, engine: AttachedEngine, process: Process) -> None:
+        """A connection has ended. What the process may write to waits for its end."""
+        self._unwatch(process.connection)
+        process.connection.close()
+        engine.leave(process)
+
+    def _ended(self, engine: AttachedEngine, process: Process) -> None:
+        """A process has ended, and its memory is unmapped."""
+        self._unwatch(process.pidfd)
+        if process.connection.fileno() >= 0:
+            self._leave(engine, process)
+        del engine.processes[process.pidfd]
+        process.close()
+        if engine.processes:
+            return
+        self._forget(engine)
+        logger.info("engine %r has ended", engine.name)
+
+    def _forget(self, engine: AttachedEngine) -> None:
+        engine.free()
+        del self._engines[next(key for key, each in self._engines.items() if each is engine)]
+        self._share(engine.pool)
+
+    def _share(self, pool: SharedPool) -> None:
+        mates = [each for each in self._engines.values() if each.pool is pool]
+        for engine in mates:
+            engine.share(None, len(mates))
+
+    # Sockets.
+
+    def _watch(self, file: socket.socket | int, call: Callable[[], object]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, call)
+
+    def _unwatch(self, file: socket.socket | int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(file)
+
+    def _forget_guest(self, connection: socket.socket) -> None:
+        self._unwatch(connection)
+        self._guests.pop(connection, None)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        self._forget_guest(connection)
+        connection.close()

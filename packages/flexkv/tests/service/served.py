@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A service in this process, and schedulers that use it without an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexkv.client import Transfer
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.service.attach import open_pool, schedule_pool
+from flexkv.service.attached import AttachedEngine
+from flexkv.service.pool import SharedPool
+from flexkv.service.served_cache import ServedCache
+from flexkv.service.server import NodeServer
+from flexkv.session.wire import SessionInfo
+from flexkv.settings import CacheConfig
+from flexkv.types.mover import Direction, Status
+from packages.conftest import PATIENCE_SECONDS
+
+FORMAT = BlockFormat(1, (4096,))
+ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
+
+
+def until(condition: Callable[[], object], act: Callable[[], object] = lambda: None) -> None:
+    """Wait for what the service does."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "what is waited for does not happen"
+        act()
+        time.sleep(0.0005)
+
+
+def keys_of(name: str, count: int, start: int = 0) -> list[bytes]:
+    """Keys of a prompt's blocks."""
+    return [f"{name} {number}".encode() for number in range(start, start + count)]
+
+
+class Service:
+    """A service in a thread, with memory for so many blocks.
+
+    Attributes:
+        root: path of its directory.
+        server: the server.
+    """
+
+    def __init__(self, folder: Path, slots: int = 32, **settings: Any) -> None:
+        self.root = str(folder / "service")
+        config = CacheConfig(runtime_dir=str(folder / "runtime"), **settings)
+        self.server = NodeServer(self.root, config, slots * FORMAT.slot_bytes / (1 << 30))
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self._thread.start()
+        self._is_closed = False
+
+    @property
+    def pool(self) -> SharedPool:
+        """The only pool."""
+        (pool,) = self.server.pools
+        return pool
+
+    @property
+    def engine(self) -> AttachedEngine:
+        """The only engine."""
+        (engine,) = self.server.engines
+        return engine
+
+    def stop(self) -> None:
+        """End the loop, as if the service hung."""
+        self.server.stop()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._thread.is_alive():
+            self.stop()
+        self.server.close(0)
+
+    def accounted(self) -> bool:
+        """Whether each slot is free, has a ready block, or is granted."""
+        index = self.pool.cache._index
+        index.look_at_holds()
+        granted = sum(engine.granted for engine in self.server.engines)
+        return index.free_slots + len(index) + granted == index.num_slots
+
+
+class Scheduler:
+    """A scheduler with one rank, whose copies write the key of each block to its slot.
+
+    Attributes:
+        cache: the cache under test.
+    """
+
+    def __init__(self, root: str, *, step_blocks: int = 16, about: SessionInfo = ABOUT) -> None:
+        self._shared = open_pool(root, "toy", about)
+        self.arena = self._shared.arena
+        assert self._shared.info.service is not None
+        self.ticket = self._shared.info.service
+        self.cache = ServedCache(schedule_pool(self.ticket, step_blocks), self.arena)
+        until(lambda: self.cache._stores.free, self.cache.poll)
+
+    def copy(self, transfer: Transfer, status: Status = Status.DONE) -> None:
+        """As the rank: write or check the bytes of each block, and report."""
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+            view = self.arena.slot_view(slot)
+            if transfer.direction is Direction.STORE:
+                view[: len(key)] = key
+            else:
+                assert bytes(view[: len(key)]) == key
+            view.release()
+        self.arena.board.report(transfer.cell, 0, status)
+
+    def store(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Store a prompt, as far as there are slots. Returns the keys of the stored blocks."""
+        transfer = self.cache.store(keys, range(len(keys)))
+        if transfer is None:
+            return []
+        self.copy(transfer)
+        self.settle()
+        return list(transfer.keys)
+
+    def load(self, keys: Sequence[bytes]) -> bool:
+        """Load blocks, and check their bytes."""
+        transfer = self.cache.load(keys)
+        if transfer is None:
+            return False
+        self.copy(transfer)
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Until the service has heard all."""
+        until(lambda: not self.cache.busy, self.cache.poll)
+
+    def close(self) -> None:
+        """Leave the service. Idempotent."""
+        self.cache.close()
+        self.arena.close()
+        self._shared.membership.close()

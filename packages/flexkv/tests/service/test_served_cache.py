@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several schedulers use one cache; nothing that they call waits for the service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from flexkv.client import Transfer
+from flexkv.service import messages as wire
+from flexkv.service import served_cache
+from flexkv.types.changes import Changes, Medium
+from flexkv.types.mover import Status
+from flexkv.types.presence import Presence
+from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
+
+Attach = Callable[..., Scheduler]
+
+
+def ordered(scheduler: Scheduler, keys: list[bytes]) -> Transfer:
+    """A store that no rank has copied yet."""
+    transfer = scheduler.cache.store(keys, range(len(keys)))
+    assert transfer is not None
+    return transfer
+
+
+def test_what_one_stores_another_loads(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    keys = keys_of("a", 6)
+    assert other.cache.lookup(keys) == 0
+    assert one.store(keys) == keys
+    assert other.cache.lookup([*keys, b"x"]) == 6
+    assert other.cache.presence([keys[0], b"x"]) == [Presence.HOST, Presence.ABSENT]
+    assert other.cache.missing([*keys, b"x"]) == [6]
+    assert other.load(keys)
+    assert other.store(keys) == []
+    until(service.accounted)
+
+
+def test_a_block_is_found_once_all_ranks_have_copied_it(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    keys = keys_of("a", 3)
+    transfer = ordered(one, keys)
+    one.cache.poll()
+    assert one.cache.missing(keys) == [], "it would be stored twice"
+    assert one.cache.store(keys, range(3)) is None
+    assert other.cache.lookup(keys) == one.cache.lookup(keys) == 0
+    one.copy(transfer)
+    one.settle()
+    assert other.cache.lookup(keys) == 3
+
+
+def test_a_failed_store_publishes_nothing(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    transfer = ordered(one, keys_of("a", 3))
+    one.copy(transfer, Status.FAILED)
+    (ended,) = one.cache.poll()
+    assert not ended.done
+    one.settle()
+    assert one.cache.lookup(keys_of("a", 3)) == 0
+    assert one.store(keys_of("a", 3)) == keys_of("a", 3)
+    until(service.accounted)
+
+
+def test_blocks_follow_those_that_they_build_on(service: Service, attach: Attach) -> None:
+    """The second store ends first."""
+    one = attach(service)
+    keys = keys_of("a", 6)
+    first = ordered(one, keys[:3])
+    second = one.cache.store(keys, range(3, 6))
+    assert second is not None
+    one.copy(second)
+    for _ in range(20):
+        one.cache.poll()
+        time.sleep(0.001)
+    assert one.cache.lookup(keys[3:]) == 0
+    one.copy(first)
+    one.settle()
+    assert one.cache.lookup(keys) == 6
+
+
+def test_a_block_without_its_predecessor_is_not_stored(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    keys = keys_of("a", 4)
+    transfer = one.cache.store(keys, [2, 3])
+    assert transfer is None
+    assert one.cache.counters.refused_blocks > 0
+
+
+def test_discarded_blocks_are_not_published(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    keys = keys_of("a", 5)
+    transfer = ordered(one, keys)
+    one.cache.discard(transfer.id, [3])
+    one.copy(transfer)
+    one.settle()
+    assert one.cache.lookup(keys) == 3
+    assert one.cache.lookup(keys[4:]) == 0, "it builds on a block that was discarded"
+    until(service.accounted)
+
+
+def test_a_cancelled_transfer_leaves_nothing(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.cache.cancel(ordered(one, keys).id)
+    assert one.store(keys) == keys
+    load = one.cache.load(keys)
+    assert load is not None
+    one.cache.cancel(load.id)
+    assert one.cache._reader.held == 0
+    one.settle()
+    until(service.accounted)
+
+
+def test_held_stores_wait_for_the_word_of_the_engine(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    keys = keys_of("a", 2)
+    transfer = one.cache.store(keys, range(2), held=True)
+    assert transfer is not None
+    one.copy(transfer)
+    for _ in range(20):
+        one.cache.poll()
+    assert one.cache.lookup(keys) == 0
+    one.cache.confirm(transfer.id)
+    one.settle()
+    assert one.cache.lookup(keys) == 2
+
+
+def test_a_long_prompt_takes_several_messages(
+    make_service: Callable[..., Service], attach: Attach
+) -> None:
+    count = 3 * wire.MOST_KEYS
+    service = make_service(8 * count)
+    one = attach(service, step_blocks=2 * count)
+    until(lambda: len(one.cache._stores.free) >= count, one.cache.poll)
+    keys = [key.ljust(96, b"-") for key in keys_of("a", count)]
+    assert one.store(keys) == keys
+    one.cache.record(keys[:7], prompt=keys)
+    one.cache.touch(keys)
+    one.cache.pin(keys, "me", 100.0)
+    one.settle()
+    assert one.cache.lookup(keys) == count
+    until(lambda: service.pool.cache.pinned_blocks == count)
+    one.cache.unpin("me")
+    one.settle()
+    until(lambda: service.pool.cache.pinned_blocks == 0)
+
+
+def test_granted_slots_are_a_share_and_come_back(
+    make_service: Callable[..., Service], attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexkv.service import attached
+
+    monkeypatch.setattr(attached, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(attached, "_IDLE_SLOTS", 2)
+    service = make_service(64)
+    one = attach(service, step_blocks=1000)
+    assert len(one.cache._stores.free) == 16
+    until(lambda: len(one.cache._stores.free) == 2, one.cache.poll)
+    until(service.accounted)
+    assert one.store(keys_of("a", 2)) == keys_of("a", 2)
+    until(lambda: len(one.cache._stores.free) == 16, one.cache.poll)
+
+
+def test_a_reset_of_one_engine_leaves_the_blocks_to_others(
+    service: Service, attach: Attach
+) -> None:
+    one, other = attach(service), attach(service)
+    keys, later = keys_of("a", 3), keys_of("b", 3)
+    one.store(keys)
+    under_way = ordered(one, later)
+    one.cache.clear()
+    one.copy(under_way)
+    one.settle()
+    assert other.cache.lookup(keys) == 3
+    assert other.cache.lookup(later) == 0, "stored before the reset, under the keys of before"
+    until(service.accounted)
+
+
+def test_changes_reach_those_who_watch(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    other.cache.watch()
+    other.settle()
+    keys = keys_of("a", 3)
+    one.store(keys)
+    seen: list[Changes] = []
+    until(lambda: seen, lambda: (other.cache.poll(), seen.extend(other.cache.drain_changes())))
+    assert [(each.medium, each.removed, each.added) for each in seen] == [
+        (Medium.HOST, [], keys),
+    ]
+    assert not one.cache.has_changes
+
+
+def test_figures_are_the_pools_and_the_engines_own(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    one.store(keys_of("a", 3))
+    until(lambda: one.cache._shared, lambda: (one.cache.touch([b"x"]), one.cache.poll()))
+    assert one.cache.figures().counts["stored_blocks"] == 3
+    assert other.cache.figures().counts["stored_blocks"] == 0
+    assert 3.0 in one.cache.figures().shared.values()
+
+
+def test_an_error_loses_no_slot_and_no_hold(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    kept = one.cache.load(keys[:1])
+    assert kept is not None
+    one.cache._reader.lease(keys)  # nobody knows of it
+    lost = one.cache._stores.free.pop()
+    one.cache.recover()
+    one.cache.poll()
+    assert one.cache._reader.held == 1
+    assert lost in one.cache._stores.free
+    one.copy(kept)
+    one.settle()
+    assert one.cache._reader.held == 0
+
+
+class TestAServiceThatIsGone:
+    def test_blocks_in_host_memory_are_loaded_as_before(
+        self, service: Service, attach: Attach
+    ) -> None:
+        one = attach(service)
+        keys = keys_of("a", 4)
+        one.store(keys)
+        service.close()
+        under_way = ordered(one, keys_of("b", 2))
+        one.copy(under_way)
+        until(lambda: not one.cache.busy, one.cache.poll)
+        assert one.cache.lookup(keys) == 4
+        assert one.load(keys)
+        assert one.cache.store(keys_of("c", 2), range(2)) is None
+        assert one.cache.fetch(keys_of("d", 2)) is None
+
+    def test_a_service_that_hangs_costs_stores_only(
+        self, make_service: Callable[..., Service], attach: Attach, tmp_path
+    ) -> None:
+        service = make_service(64, ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "disk"),))
+        one = attach(service)
+        keys = keys_of("a", 4)
+        one.store(keys)
+        service.stop()
+        fetch = one.cache.fetch(keys_of("d", 2))
+        assert fetch is not None
+        assert not one.cache.fetch_state(fetch).done
+        until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
+        for number in range(100):
+            transfer = one.cache.store(keys_of(f"s{number}", 1), [0])
+            if transfer is not None:
+                one.copy(transfer)
+            one.cache.poll()
+        assert one.cache.store(keys_of("t", 1), [0]) is None, "all granted slots are used"
+        assert one.load(keys) or one.cache.lookup(keys) == 4
+        until(lambda: one.cache._hangs)
+        assert one.cache.fetch(keys_of("e", 2)) is None
+
+
+def test_blocks_of_a_disk_are_fetched(
+    make_service: Callable[..., Service], attach: Attach, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_cache, "_ANSWER_SECONDS", 60.0)
+    service = make_service(
+        16, ssd_cache_gb=0.01, ssd_cache_dir=(str(tmp_path / "disk"),), ssd_timeout_seconds=60.0
+    )
+    one, other = attach(service, step_blocks=4), attach(service, step_blocks=4)
+    keys = keys_of("a", 4)
+    one.store(keys)
+    until(lambda: not service.pool.cache.busy)
+    number = 0
+    while one.cache.lookup(keys):
+        one.store(keys_of(f"filler {number}", 1))
+        number += 1
+    fetch = other.cache.fetch(keys)
+    assert fetch is not None
+    until(lambda: other.cache.fetch_state(fetch).arrived == 4, other.cache.poll)
+    assert other.load(keys), "what was fetched stays until the fetch ends"
+    assert other.cache.end_fetch(fetch).gave[Medium.DISK][0] == 4
+    other.settle()
+    until(lambda: not service.pool.cache._below.fetcher._fetches)
+    nothing = other.cache.fetch(keys_of("nowhere", 3))
+    assert nothing is not None
+    until(lambda: other.cache.fetch_state(nothing).done, other.cache.poll)

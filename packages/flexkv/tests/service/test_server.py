@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What peers send the service, by fault or by intent: it costs the others nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flexkv.eviction import RequestContext
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.service import messages as wire
+from flexkv.service.attach import join_pool, open_pool, schedule_pool
+from flexkv.service.server import NodeServer
+from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.session.wire import ServiceTicket, SessionInfo
+from flexkv.settings import CacheConfig
+from flexkv.types.errors import ArenaError
+from packages.flexkv.tests.service.served import ABOUT, FORMAT, Scheduler, Service, keys_of, until
+
+Attach = Callable[..., Scheduler]
+
+
+def connection_to(service: Service) -> socket.socket:
+    with RuntimeDirectory(service.root) as directory:
+        return directory.connect(wire.SOCKET, 60.0, socket.SOCK_SEQPACKET)
+
+
+def greet(service: Service, packet: bytes, fds: int = 1) -> wire.ToEngine | None:
+    """What the service answers; None if it closes the connection."""
+    with connection_to(service) as connection:
+        own = [wire.own_process() for _ in range(fds)]
+        socket.send_fds(connection, [packet], own)
+        for fd in own:
+            os.close(fd)
+        answer, came = wire.receive(connection)
+        for fd in came:
+            os.close(fd)
+        return wire.read_engine(answer)[0] if answer else None
+
+
+def packet(*messages: wire.ToService) -> bytes:
+    (made,) = wire.packets(messages)
+    return made
+
+
+TICKET = wire.Ticket(1, b"guess")
+
+
+@pytest.mark.parametrize(
+    ("sent", "fds", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 1, "18 bytes are no messages of an engine"),
+        (b"\xdd\xff\xff\xff\xff", 1, "no messages of an engine"),
+        (packet(wire.Watch()), 1, "Watch is no greeting"),
+        (packet(wire.Join(wire.PROTOCOL, TICKET)), 0, "one message with one pidfd"),
+        (packet(wire.Join(wire.PROTOCOL, TICKET)), 2, "one message with one pidfd"),
+        (packet(wire.Join(wire.PROTOCOL, TICKET)), 1, "the ticket is of no engine"),
+        (packet(wire.Schedule(wire.PROTOCOL, TICKET, 1)), 1, "the ticket is of no engine"),
+        (packet(wire.Join(2, TICKET)), 1, "speaks protocol 2; allowed: 1"),
+    ],
+)
+def test_a_wrong_greeting_gets_one_sentence(
+    service: Service, sent: bytes, fds: int, reason: str
+) -> None:
+    answer = greet(service, sent, fds)
+    assert isinstance(answer, wire.Refused)
+    assert reason in answer.reason
+    assert not service.server.engines
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Return([0]),
+        wire.Return([-1]),
+        wire.Publish(1, 0, [b"a"], [0], [0], [0], True),
+        wire.Publish(1, -1, [b"a"], [0], [0], [], True),
+        wire.Publish(1, 1 << 40, [b"a"], [0], [0], [], True),
+        wire.Publish(1, 0, [b"a"], [7], [], [], True),
+        wire.Fetch(1, [b"a" * 4000], False),
+        wire.Open(wire.PROTOCOL, "again", wire.PoolBlocks("x", 1, (4096,), 1, ())),
+    ],
+)
+def test_a_message_against_the_rules_ends_that_engine_alone(
+    service: Service, attach: Attach, message: wire.ToService
+) -> None:
+    good, bad = attach(service), attach(service)
+    keys = keys_of("a", 3)
+    bad.store(keys)
+    bad.cache._line.put(message)
+    if isinstance(message, wire.Fetch):
+        bad.cache._line.put(message)  # one of this number is open
+    bad.cache.poll()
+    until(lambda: any(each.has_ended for each in service.server.engines))
+    assert good.load(keys)
+    assert good.store(keys_of("b", 3)) == keys_of("b", 3)
+    until(service.accounted)
+
+
+def test_a_store_that_no_rank_has_copied_is_not_published(service: Service, attach: Attach) -> None:
+    """The service believes the board, and not the message."""
+    one = attach(service)
+    transfer = one.cache.store(keys_of("a", 2), range(2))
+    assert transfer is not None
+    one.cache._line.put(
+        wire.Publish(1, transfer.cell, keys_of("a", 2), [0, 1], [0], list(transfer.slots), True)
+    )
+    one.cache.poll()
+    until(lambda: service.engine.has_ended)
+    assert service.pool.cache.ready_blocks == 0
+
+
+def test_random_packets_harm_nobody(make_service: Callable[..., Service], attach: Attach) -> None:
+    service = make_service(4096)
+    rng = random.Random(7)
+    good = attach(service)
+    keys = keys_of("a", 3)
+    good.store(keys)
+    samples = [
+        packet(wire.Touch(keys), wire.Unpin("x", None), wire.RequestEnded("r", 1)),
+        packet(wire.RecordUse(keys, 2, [], RequestContext(9, 3, "r", "s"))),
+        packet(wire.Pin(keys, "x", 5.0, False), wire.Fetch(1, keys, True), wire.EndFetch(1)),
+    ]
+    # Those who send them are this process, which lives: each keeps its board.
+    for number in range(50):
+        bad = Scheduler(service.root)
+        sent = bytearray(rng.choice(samples))
+        for _ in range(rng.randint(0, 4)):
+            sent[rng.randrange(len(sent))] = rng.randrange(256)
+        if number % 3 == 0:
+            sent = bytearray(rng.randbytes(rng.randint(1, 300)))
+        bad.cache._line._packets.append(bytes(sent))
+        bad.cache._line.send()
+        bad.cache.poll()
+        bad.close()
+        assert good.load(keys)
+    until(lambda: sum(each.has_ended for each in service.server.engines) == 50)
+    assert good.load(keys)
+    until(service.accounted)
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts Python programs that end with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        root = Path(__file__).parents[4]
+        started.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(root)},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+WORKER = """
+import sys
+from flexkv.service.attach import join_pool
+from flexkv.session.wire import ServiceTicket
+connection = join_pool(ServiceTicket(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+ENGINE = """
+import sys
+from packages.flexkv.tests.service.served import Scheduler, keys_of
+one = Scheduler(sys.argv[1])
+one.store(keys_of("a", 3))
+held = one.cache.load(keys_of("a", 3))
+transfer = one.cache.store(keys_of("b", 3), range(3))
+print(one.ticket.client, one.ticket.token, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_slots_of_a_scheduler_that_was_killed_wait_for_its_workers(
+    service: Service,
+    attach: Attach,
+    other_process: Callable[..., subprocess.Popen[str]],
+) -> None:
+    engine = other_process(ENGINE, service.root)
+    assert engine.stdout is not None
+    client, token = engine.stdout.readline().split()
+    worker = other_process(WORKER, service.root, client, token)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    until(lambda: len(service.engine.processes) == 3)
+    granted = service.engine.granted
+    assert granted > 0
+    engine.kill()
+    engine.wait()
+    until(lambda: len(service.engine.processes) == 1)
+    assert service.engine.has_ended
+    assert service.engine.granted == granted, "a worker may still write to them"
+    good = attach(service)
+    assert good.load(keys_of("a", 3)), "what was published stays"
+    assert good.cache.lookup(keys_of("b", 1)) == 0
+    worker.kill()
+    worker.wait()
+    until(lambda: len(service.server.engines) == 1)
+    until(service.accounted)
+    index = service.pool.cache._index
+    assert index.free_slots + len(index) == index.num_slots - service.server.engines[0].granted
+
+
+def test_an_engine_has_one_scheduler(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    with pytest.raises(ArenaError, match="has had a scheduler"):
+        schedule_pool(one.ticket, 1)
+    one.cache.close()
+    until(lambda: service.engine.has_ended)
+    with pytest.raises(ArenaError, match="has had a scheduler"):
+        schedule_pool(one.ticket, 1)
+    join_pool(one.ticket).close()
+
+
+def test_models_do_not_share_a_pool(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    other = attach(service, about=SessionInfo("other", ArenaSpec(FORMAT, 0)))
+    larger = attach(service, about=SessionInfo("same", ArenaSpec(BlockFormat(1, (8192,)), 0)))
+    keys = keys_of("a", 3)
+    one.store(keys)
+    assert other.cache.lookup(keys) == larger.cache.lookup(keys) == 0
+    assert len(service.server.pools) == 3
+
+
+def test_no_service_is_one_clear_error(tmp_path: Path) -> None:
+    for root in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ArenaError, match="no service of FlexKV answers in"):
+            open_pool(str(root), "engine", ABOUT)
+    with pytest.raises(ArenaError, match="no service of FlexKV answers in"):
+        join_pool(ServiceTicket(str(tmp_path), 1, "00"))
+
+
+def test_a_directory_has_one_service(service: Service) -> None:
+    with pytest.raises(ArenaError, match="owned by the living process"):
+        NodeServer(service.root, CacheConfig(), 0.001)
+
+
+def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    root = tmp_path / "service"
+    environ = os.environ | {
+        "FLEXKV_CPU_CACHE_GB": "0.001",
+        "FLEXKV_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    command = [sys.executable, "-m", "flexkv", "serve"]
+    with subprocess.Popen(
+        [*command, str(root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"the service of FlexKV listens in {root}\n"
+            assert root.stat().st_mode & 0o777 == 0o700
+            one = Scheduler(str(root))
+            assert one.store(keys_of("a", 3)) == keys_of("a", 3)
+            second = subprocess.run(
+                [*command, str(root)], capture_output=True, text=True, env=environ, check=False
+            )
+            assert second.returncode == 2
+            assert "owned by the living process" in second.stderr
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+            assert one.load(keys_of("a", 3)), "the engine has the memory"
+            one.close()
+        finally:
+            process.kill()
+    without = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    assert without.returncode == 2
+    assert "serve needs DIR, or the setting service" in without.stderr
