@@ -196,6 +196,20 @@ PyObject* take_slots(PyObject* self, PyObject* most) {
   });
 }
 
+PyObject* is_taken(PyObject* self, PyObject* object) {
+  return guarded([&] {
+    const long slot = PyLong_AsLong(object);
+    if (PyErr_Occurred() != nullptr) {
+      throw PythonError{};
+    }
+    if (slot < 0 || static_cast<std::size_t>(slot) >= of(self).slots()) {
+      PyErr_Format(PyExc_ValueError, "slot %ld is none of %zu", slot, of(self).slots());
+      throw PythonError{};
+    }
+    return share(of(self).is_taken(static_cast<Slot>(slot)) ? Py_True : Py_False);
+  });
+}
+
 PyObject* place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 4);
@@ -408,6 +422,7 @@ PyMethodDef methods[] = {
     {"reserve", erased(reserve), METH_FASTCALL, nullptr},
     {"reserve_all", erased(reserve_all), METH_FASTCALL, nullptr},
     {"take_slots", take_slots, METH_O, nullptr},
+    {"is_taken", is_taken, METH_O, nullptr},
     {"place", erased(place), METH_FASTCALL, nullptr},
     {"give_back", give_back, METH_O, nullptr},
     {"add_reader", add_reader, METH_O, nullptr},

@@ -195,8 +195,12 @@ def test_writers_of_other_processes_fill_slots(shared: Shared) -> None:
     # What is there already, or builds on nothing, keeps its slot.
     assert len(index.place(KEYS[:2], [1], (), slots[3:])) == 0
     assert len(index.place(KEYS[10:12], [1], (), slots[3:])) == 0
+    assert [index.is_taken(slot) for slot in slots] == [False, False, False, True]
     index.give_back(slots[3:])
     assert index.free_slots == SLOTS - 4
+    assert not index.is_taken(slots[3])
+    with pytest.raises(ValueError, match="slot 8 is none of 8"):
+        index.is_taken(SLOTS)
     for call in (index.give_back, lambda each: index.place(KEYS[5:6], [0], (0,), each)):
         for wrong in (slots[:1], slots[3:], [-1], [SLOTS]):
             with pytest.raises(ValueError, match="was not taken"):

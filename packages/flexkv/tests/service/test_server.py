@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from flexkv.eviction import RequestContext
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.service import messages as wire
+from flexkv.service import pool
 from flexkv.service.attach import join_pool, open_pool, schedule_pool
 from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
@@ -27,6 +29,7 @@ from flexkv.types.errors import ArenaError
 from packages.flexkv.tests.service.served import ABOUT, FORMAT, Scheduler, Service, keys_of, until
 
 Attach = Callable[..., Scheduler]
+OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
 
 
 def connection_to(service: Service) -> socket.socket:
@@ -237,12 +240,91 @@ def test_an_engine_has_one_scheduler(service: Service, attach: Attach) -> None:
 
 def test_models_do_not_share_a_pool(service: Service, attach: Attach) -> None:
     one = attach(service)
-    other = attach(service, about=SessionInfo("other", ArenaSpec(FORMAT, 0)))
+    other = attach(service, about=OTHER)
     larger = attach(service, about=SessionInfo("same", ArenaSpec(BlockFormat(1, (8192,)), 0)))
     keys = keys_of("a", 3)
     one.store(keys)
     assert other.cache.lookup(keys) == larger.cache.lookup(keys) == 0
     assert len(service.server.pools) == 3
+
+
+def test_an_error_of_the_policy_costs_one_engine(
+    make_service: Callable[..., Service], attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of a store whose publication fails come back with the end of its engine."""
+    service = make_service(64)
+    one, other = attach(service), attach(service)
+    keys = keys_of("a", 3)
+    other.store(keys)
+    cache = service.pool.cache
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flexkv.service.pool.publish", fail)
+        transfer = one.cache.store(keys_of("b", 3), range(3))
+        assert transfer is not None
+        one.copy(transfer)
+        one.cache.poll()
+        until(lambda: service.server.engines[0].has_ended)
+    until(lambda: not cache.busy)
+    assert other.load(keys)
+    assert other.store(keys_of("c", 3)) == keys_of("c", 3)
+    assert other.cache.lookup(keys_of("b", 1)) == 0
+    until(service.accounted)
+    service.stop()
+    gone, _ = service.server.engines
+    gone.free()
+    assert service.accounted()
+
+
+def test_a_pool_that_cannot_be_polled_stops_nothing(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    failures = []
+
+    def fail() -> None:
+        failures.append(1)
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.pool.cache, "look_at_holds", fail)
+        until(lambda: len(failures) > 3)
+        assert one.load(keys)
+    assert one.store(keys_of("b", 3)) == keys_of("b", 3)
+
+
+def test_pools_without_engines_make_room_for_others(
+    make_service: Callable[..., Service],
+    other_process: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is memory for one pool only."""
+    service = make_service(32)
+    plan = pool.plan_arena
+
+    def plan_one(*arguments: Any, **options: Any) -> ArenaSpec:
+        if service.server.pools:
+            raise ArenaError("no memory is left")
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(pool, "plan_arena", plan_one)
+    engine = other_process(ENGINE, service.root)
+    assert engine.stdout is not None
+    engine.stdout.readline()
+    with pytest.raises(ArenaError, match="no memory is left"):
+        Scheduler(service.root, about=OTHER)
+    assert len(service.server.engines) == 1
+    engine.kill()
+    until(lambda: not service.server.engines)
+    other = Scheduler(service.root, about=OTHER)
+    assert other.store(keys_of("a", 2)) == keys_of("a", 2)
+    assert [each.fingerprint for each in service.server._pools] == ["other"]
+    other.close()
 
 
 def test_no_service_is_one_clear_error(tmp_path: Path) -> None:

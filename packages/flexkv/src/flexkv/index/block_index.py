@@ -227,6 +227,14 @@ class BlockIndex(Protocol):
         have no block until `place` or `give_back`."""
         ...
 
+    def is_taken(self, slot: int, /) -> bool:
+        """Whether `take_slots` took this slot, and it has no block.
+
+        Raises:
+            ValueError: it is no slot of the index.
+        """
+        ...
+
     def place(
         self,
         keys: Sequence[bytes],

@@ -222,10 +222,15 @@ class AttachedEngine:
             raise RefusalError(f"{len(message.slots)} slots for {len(message.positions)} blocks")
         if self._board.status(message.cell) is not Status.DONE:
             raise RefusalError(f"not all ranks have reported the store of cell {message.cell}")
-        self._granted.difference_update(message.slots)
         self._stored_at = time.monotonic()
         self._is_recalled = False
-        self.pool.cache.adopt(message.keys, message.positions, message.starts, message.slots)
+        self._granted.difference_update(message.slots)
+        try:
+            self.pool.cache.adopt(message.keys, message.positions, message.starts, message.slots)
+        except BaseException:
+            # Others have blocks, or are free: they may be granted to another engine at once.
+            self._granted.update(filter(self.pool.cache.is_granted, message.slots))
+            raise
         if message.last:
             self.tell(wire.Published(message.store))
 

@@ -42,6 +42,10 @@ class SharedCache(KVCache):
         """Up to `most` slots for stores of an engine."""
         return self._index.take_slots(most)
 
+    def is_granted(self, slot: int) -> bool:
+        """Whether a slot is granted, and has no block."""
+        return self._index.is_taken(slot)
+
     def give_back(self, slots: Sequence[int]) -> None:
         """Nobody writes any more to slots that were granted."""
         self._index.give_back(slots)
@@ -65,8 +69,12 @@ class SharedCache(KVCache):
         Raises:
             ValueError, IndexError: the arguments do not fit each other, or a slot was not granted.
         """
-        placed = self._index.place(keys, positions, prefix_starts, slots)
-        publish(self._index, placed)
+        try:
+            placed = self._index.place(keys, positions, prefix_starts, slots)
+            publish(self._index, placed)
+        except BaseException:
+            self.recover()
+            raise
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes
         used = set(placed.slots)

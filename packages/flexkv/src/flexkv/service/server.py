@@ -17,7 +17,7 @@ from flexkv.service.attached import AttachedEngine, Process, RefusalError
 from flexkv.service.pool import MOST_ENGINES, SharedPool
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
-from flexkv.types.errors import FlexKVError
+from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ _GREETING_SECONDS = 5.0
 _MOST_GUESTS = 256
 """Peers that have not greeted yet. Not tuned."""
 
-_WORK = (ValueError, IndexError, OSError, RefusalError, wire.WireError)
-"""What a peer can cause. Its connection is closed then."""
+_LOGGED_SECONDS = 60.0
+"""Seconds between two lines about errors of one kind. Not tuned."""
 
 
 class NodeServer:
@@ -55,6 +55,7 @@ class NodeServer:
         self._guests: dict[socket.socket, float] = {}
         self._selector = selectors.DefaultSelector()
         self._stops = False
+        self._logged_at = -_LOGGED_SECONDS
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._directory = RuntimeDirectory(root, create=True)
         try:
@@ -134,8 +135,8 @@ class NodeServer:
                 raise RefusalError("a greeting is one message with one pidfd")
             self._forget_guest(connection)
             self._admit(connection, fds.pop(), messages[0])
-        except (*_WORK, FlexKVError) as error:
-            logger.warning("refused a process: %s", error)
+        except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
+            logger.warning("refused a process: %s", error or type(error).__name__)
             with contextlib.suppress(OSError):
                 connection.sendall(wire.packets([wire.Refused(str(error))])[0])
             self._dismiss(connection)
@@ -190,7 +191,7 @@ class NodeServer:
     def _open(self, greeting: wire.Open) -> AttachedEngine:
         blocks = greeting.blocks
         if blocks not in self._pools:
-            self._pools[blocks] = SharedPool(self._config, blocks, self._memory_gb)
+            self._pools[blocks] = self._make_pool(blocks)
             logger.info(
                 "a pool of %d blocks for the models of fingerprint %s",
                 self._pools[blocks].num_slots,
@@ -206,6 +207,19 @@ class NodeServer:
         self._share(engine.pool)
         logger.info("engine %r is attached", engine.name)
         return engine
+
+    def _make_pool(self, blocks: wire.PoolBlocks) -> SharedPool:
+        """A new pool. If memory is missing, pools without engines end, one after the other."""
+        while True:
+            try:
+                return SharedPool(self._config, blocks, self._memory_gb)
+            except ArenaError:
+                used = {each for each, _ in self._engines}
+                idle = next((each for each in self._pools if each not in used), None)
+                if idle is None:
+                    raise
+                logger.info("the pool of fingerprint %s ends for another", idle.fingerprint)
+                self._pools.pop(idle).close(0.0)
 
     def _named(self, ticket: wire.Ticket) -> AttachedEngine:
         for engine in self._engines.values():
@@ -231,18 +245,15 @@ class NodeServer:
                 engine.handle(message)
         except BlockingIOError:
             return
-        except _WORK as error:
-            logger.warning("engine %r is not served any more: %s", engine.name, error)
-            self._leave(engine, process)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(engine, process, error)
 
     def _turn(self, now: float) -> None:
         for pool in self._pools.values():
-            if pool.cache.busy:
-                pool.cache.poll()
-            pool.cache.look_at_holds()
-            changes = pool.cache.drain_changes() if pool.cache.has_changes else ()
-            for change in changes:
-                self._tell_changes(pool, wire.Changed(change.medium, change.removed, change.added))
+            try:
+                self._poll(pool)
+            except Exception as error:  # noqa: BLE001 - the cache recovers, and others go on
+                self._log_error("a pool could not be polled; its cache recovers", error, now)
         for engine in self._engines.values():
             scheduler = engine.scheduler
             if scheduler is None:
@@ -250,12 +261,35 @@ class NodeServer:
             try:
                 engine.serve(now)
                 engine.send()
-            except (OSError, RefusalError) as error:
-                logger.warning("engine %r is not served any more: %s", engine.name, error)
-                self._leave(engine, scheduler)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(engine, scheduler, error)
         late = [each for each, since in self._guests.items() if now - since > _GREETING_SECONDS]
         for guest in late:
             self._dismiss(guest)
+
+    def _poll(self, pool: SharedPool) -> None:
+        """See what has ended in a pool, and tell its engines what has changed."""
+        if pool.cache.busy:
+            pool.cache.poll()
+        pool.cache.look_at_holds()
+        for change in pool.cache.drain_changes() if pool.cache.has_changes else ():
+            self._tell_changes(pool, wire.Changed(change.medium, change.removed, change.added))
+
+    def _log_error(self, what: str, error: Exception, now: float) -> None:
+        """Log an error that may come again and again."""
+        if now - self._logged_at > _LOGGED_SECONDS:
+            self._logged_at = now
+            logger.error("%s: %r", what, error, exc_info=error)
+
+    def _give_up(self, engine: AttachedEngine, process: Process, error: Exception) -> None:
+        """What an engine has sent is against the rules, or made a call of the cache fail."""
+        logger.warning(
+            "engine %r is not served any more: %s", engine.name, error or type(error).__name__
+        )
+        try:
+            self._leave(engine, process)
+        except Exception as another:  # noqa: BLE001 - as above
+            logger.error("engine %r has left something in its pool: %r", engine.name, another)
 
     def _tell_changes(self, pool: SharedPool, change: wire.Changed) -> None:
         keys = wire.MOST_KEYS
