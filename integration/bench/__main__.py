@@ -29,6 +29,7 @@ from integration.bench.questions import question_rows
 from integration.bench.rows import Row, table
 from integration.bench.saturated import saturated_rows
 from integration.bench.scripts import script_rows
+from integration.bench.service import service_rows
 from integration.bench.setup import Bench
 from integration.bench.sglang import sglang_rows
 from integration.bench.slow_disk import slow_disk_rows
@@ -54,6 +55,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "slow-disk": slow_disk_rows,
     "saturated": saturated_rows,
     "cluster": _cluster_rows,
+    "service": lambda bench, say: service_rows(say),
     "questions": lambda bench, say: question_rows(say),
     "policies": lambda bench, say: policy_rows(bench.traces, say),
     "sglang": sglang_rows,

@@ -89,6 +89,28 @@ def test_a_block_without_its_predecessor_is_not_stored(service: Service, attach:
     assert one.cache.counters.refused_blocks > 0
 
 
+def test_blocks_of_several_prefixes_are_stored_at_once(service: Service, attach: Attach) -> None:
+    """Some go on from blocks that are there, some from a store under way, some from nothing; one is
+    named twice."""
+    one, other = attach(service), attach(service)
+    known, new, lone = keys_of("known", 2), keys_of("new", 3), keys_of("lone", 3)
+    under_way = keys_of("under way", 2)
+    one.store(known[:1])
+    first = ordered(one, under_way[:1])
+    keys = [*known, *new, *lone, *under_way, new[0]]
+    transfer = one.cache.store(keys, [1, 2, 3, 4, 6, 7, 9, 10], [0, 2, 10])
+    assert transfer is not None
+    assert list(transfer.keys) == [known[1], *new, under_way[1]]
+    one.copy(transfer)
+    one.copy(first)
+    one.settle()
+    for prompt in (known, new, under_way):
+        assert other.cache.lookup(prompt) == len(prompt)
+        assert other.load(prompt)
+    assert other.cache.lookup(lone[1:]) == 0
+    until(service.accounted)
+
+
 def test_discarded_blocks_are_not_published(service: Service, attach: Attach) -> None:
     one = attach(service)
     keys = keys_of("a", 5)

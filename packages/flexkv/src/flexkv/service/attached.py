@@ -28,8 +28,9 @@ _IDLE_SECONDS = 2.0
 tuned."""
 _IDLE_SLOTS = 64
 
-_MOST_WAITING = 16 << 20
-"""Bytes that wait for an engine that does not read. With more, the service leaves it. Not tuned."""
+_MOST_WAITING = 1024
+"""Packets that wait for an engine that does not read. With more, the service leaves it. Not
+tuned."""
 
 _FIGURE_SECONDS = 0.25
 """Seconds between two messages of figures. Not tuned."""
@@ -103,8 +104,8 @@ class AttachedEngine:
         self._requests: set[str] = set()
         self._pins: set[str] = set()
         self.watches = False
+        self._messages: list[wire.ToEngine] = []
         self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = 0
         self._figures_at = 0.0
         self._has_news = False
         self._step_blocks = 1
@@ -218,15 +219,15 @@ class AttachedEngine:
         if not 0 <= message.cell < CELLS:
             raise RefusalError(f"cell {message.cell} is none of the board")
         self._check(message.slots)
-        if len(message.slots) != len(message.positions):
-            raise RefusalError(f"{len(message.slots)} slots for {len(message.positions)} blocks")
+        if not len(message.slots) == len(message.keys) == len(message.before):
+            raise RefusalError(f"{len(message.slots)} slots for {len(message.keys)} blocks")
         if self._board.status(message.cell) is not Status.DONE:
             raise RefusalError(f"not all ranks have reported the store of cell {message.cell}")
         self._stored_at = time.monotonic()
         self._is_recalled = False
         self._granted.difference_update(message.slots)
         try:
-            self.pool.cache.adopt(message.keys, message.positions, message.starts, message.slots)
+            self.pool.cache.adopt(*_prefixes(message), message.slots)
         except BaseException:
             # Others have blocks, or are free: they may be granted to another engine at once.
             self._granted.update(filter(self.pool.cache.is_granted, message.slots))
@@ -267,9 +268,7 @@ class AttachedEngine:
 
     def tell(self, message: wire.ToEngine) -> None:
         """Send a message with the next `send`."""
-        (packet,) = wire.packets([message])
-        self._waiting.append(packet)
-        self._waiting_bytes += len(packet)
+        self._messages.append(message)
 
     def serve(self, now: float) -> None:
         """Grant slots, and tell what is new."""
@@ -311,15 +310,18 @@ class AttachedEngine:
             RefusalError: too much waits.
         """
         process = self._scheduler
+        if self._messages:
+            self._waiting += wire.packets(self._messages)
+            self._messages.clear()
         while self._waiting and process is not None:
             try:
                 process.connection.send(self._waiting[0])
             except BlockingIOError:
                 break
             self._bell[0] = (self._bell[0] + 1) % (1 << 32)
-            self._waiting_bytes -= len(self._waiting.popleft())
-        if self._waiting_bytes > _MOST_WAITING:
-            raise RefusalError(f"engine {self.name!r} does not read {self._waiting_bytes} bytes")
+            self._waiting.popleft()
+        if len(self._waiting) > _MOST_WAITING:
+            raise RefusalError(f"it does not read {len(self._waiting)} packets")
 
     # Its end.
 
@@ -331,6 +333,7 @@ class AttachedEngine:
         self._scheduler = None
         self.has_ended = True
         self._waiting.clear()
+        self._messages.clear()
         cache = self.pool.cache
         if self._reader is not None:
             cache.remove_reader(self._reader)
@@ -359,3 +362,21 @@ class AttachedEngine:
 
 _MOST_PROMPT = 1 << 20
 """Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
+
+
+def _prefixes(message: wire.Publish) -> tuple[list[bytes], list[int], list[int]]:
+    """Keys, positions of the blocks and of the beginnings of prefixes, as `SharedCache.adopt` takes
+    them."""
+    keys: list[bytes] = []
+    positions: list[int] = []
+    starts: list[int] = []
+    for key, before in zip(message.keys, message.before, strict=True):
+        if before is None:
+            starts.append(len(keys))
+        elif before:
+            keys.append(before)
+        elif not keys:
+            raise RefusalError("the first block has none before it")
+        positions.append(len(keys))
+        keys.append(key)
+    return keys, positions, starts

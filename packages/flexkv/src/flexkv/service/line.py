@@ -11,8 +11,9 @@ from collections import deque
 from flexkv.service import messages as wire
 
 BELL_BYTES = 64
-"""Bytes at the end of an engine's holds, of which the first four are its bell: a number that the
-service changes after each packet. So a step in which nothing has come makes no system call."""
+"""Bytes at the end of an engine's holds, of which the first four are its bell: the number of
+packets that the service has sent, modulo 2^32. So a step in which nothing has come makes no system
+call."""
 
 _MOST_WAITING = 20_000
 """Messages that wait to be sent. Beyond it only those are kept that slots depend on. Not tuned."""
@@ -65,18 +66,18 @@ class Line:
         come: list[wire.ToEngine] = []
         if self.is_cut or self._bell[0] == self._heard:
             return come
-        self._heard = self._bell[0]
         try:
-            while True:
+            while self._heard != self._bell[0]:
                 packet, fds = wire.receive(self._connection)
                 for fd in fds:
                     os.close(fd)
                 if not packet:
                     self._cut("it has ended or closed the connection")
                     break
+                self._heard = (self._heard + 1) % (1 << 32)
                 come += wire.read_engine(packet)
         except BlockingIOError:
-            pass
+            self._heard = self._bell[0]
         except (OSError, wire.WireError) as error:
             self._cut(str(error))
         return come

@@ -104,18 +104,17 @@ class Publish(Message, frozen=True, tag="publish"):
     Attributes:
         store: number of the store.
         cell: its cell of the board.
-        keys: keys of blocks, each of which builds on the one before.
-        positions: positions in `keys` of the stored blocks.
-        starts: positions of blocks that begin a prefix.
-        slots: for each of `positions` its slot.
+        keys: keys of the blocks.
+        before: for each of them the key of the block before it; empty if that is the one before it
+            in `keys`, None for the first of a prefix.
+        slots: for each of them its slot.
         last: whether these are the last blocks of the store.
     """
 
     store: int
     cell: int
     keys: list[bytes]
-    positions: list[int]
-    starts: list[int]
+    before: list[bytes | None]
     slots: list[int]
     last: bool
 

@@ -15,13 +15,22 @@ _PART = wire.MOST_KEYS // 2
 """Blocks that one message publishes: each may bring the key of the block before it."""
 
 
+def _without_repetitions(keys: Sequence[bytes], places: Sequence[int]) -> list[int]:
+    """The places without those of keys that came before."""
+    first: dict[bytes, int] = {}
+    for place in places:
+        first.setdefault(keys[place], place)
+    return list(first.values())
+
+
 @dataclass(slots=True, eq=False)
 class PlannedStore:
     """A store.
 
     Attributes:
         keys: keys of its blocks.
-        before: for each block the key of the one before it; None for the first of a prefix.
+        before: for each block the key of the one before it; empty if that is the one before it in
+            `keys`, None for the first of a prefix.
         builds_on: the stores that have blocks before these.
         refused: how many further blocks have no place.
         slots: for each block its granted slot.
@@ -43,25 +52,32 @@ class PlannedStore:
 
     def parts(self, number: int) -> list[wire.Publish]:
         """The messages that publish its blocks, as the store of this number."""
-        kept = [place for place in range(len(self.keys)) if place not in self.dropped]
+        places = self._kept() if self.dropped else range(len(self.keys))
         made = []
-        for start in range(0, len(kept), _PART):
-            part = kept[start : start + _PART]
-            keys: list[bytes] = []
-            positions: list[int] = []
-            starts: list[int] = []
-            for place in part:
-                parent = self.before[place]
-                if parent is None:
-                    starts.append(len(keys))
-                elif not keys or keys[-1] != parent:
-                    keys.append(parent)
-                positions.append(len(keys))
-                keys.append(self.keys[place])
-            slots = [self.slots[place] for place in part]
-            last = start + _PART >= len(kept)
-            made.append(wire.Publish(number, self.cell, keys, positions, starts, slots, last))
+        for start in range(0, len(places), _PART):
+            part = places[start : start + _PART]
+            before = [self.before[place] for place in part]
+            if start and before[0] == b"":
+                before[0] = self.keys[part[0] - 1]
+            made.append(
+                wire.Publish(
+                    number,
+                    self.cell,
+                    [self.keys[place] for place in part],
+                    before,
+                    [self.slots[place] for place in part],
+                    start + _PART >= len(places),
+                )
+            )
         return made
+
+    def _kept(self) -> list[int]:
+        """The positions of the blocks to publish: without a dropped block, none is found that
+        builds on it."""
+        for place in range(1, len(self.keys)):
+            if self.before[place] == b"" and place - 1 in self.dropped:
+                self.dropped.add(place)
+        return [place for place in range(len(self.keys)) if place not in self.dropped]
 
 
 class ServedStores:
@@ -107,25 +123,34 @@ class ServedStores:
         """A store of the blocks at `positions` that have no slot and can be found by a prefix, as
         far as there are slots, which it has taken. `begin` or `undo` follows."""
         absent, starts = set(self._reader.missing(keys)), set(prefix_starts)
-        made, known = PlannedStore(), set[bytes]()
-        for position in positions:
-            key = keys[position]
-            if position not in absent or key in self.by_key or key in known:
-                continue
-            parent = None if position in starts else keys[position - 1]
-            if len(made.keys) == len(self.free):
-                made.refused += 1
-                continue
-            if parent is not None and position - 1 in absent and parent not in known:
-                store = self.by_key.get(parent)
-                if store is None:
-                    made.refused += 1
-                    continue
-                made.builds_on.add(store)
-            made.keys.append(key)
-            made.before.append(parent)
-            known.add(key)
-        made.slots = [self.free.pop() for _ in made.keys]
+        new = [place for place in positions if place in absent and keys[place] not in self.by_key]
+        made = PlannedStore()
+        known = {keys[place] for place in new}
+        if len(known) < len(new):
+            new = _without_repetitions(keys, new)
+
+        def alone() -> list[int]:
+            """Those whose predecessors are neither in the index nor in this store: mostly none."""
+            return [
+                place
+                for place in new
+                if place not in starts and place - 1 in absent and keys[place - 1] not in known
+            ]
+
+        before = (self.by_key.get(keys[place - 1]) for place in alone())
+        made.builds_on = {store for store in before if store is not None}
+        while lost := [place for place in alone() if keys[place - 1] not in self.by_key]:
+            made.refused += len(lost)
+            known.difference_update(keys[place] for place in lost)
+            new = [place for place in new if keys[place] in known]
+        made.refused += max(0, len(new) - len(self.free))
+        del new[len(self.free) :]
+        made.keys = [keys[place] for place in new]
+        made.before = [
+            None if place in starts else b"" if place - 1 == last else keys[place - 1]
+            for place, last in zip(new, [-2, *new], strict=False)
+        ]
+        made.slots = [self.free.pop() for _ in new]
         return made
 
     def begin(self, number: int, cell: int, store: PlannedStore) -> None:

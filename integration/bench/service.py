@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls of a cache cost the scheduler's thread: a cache of its own beside the service's.
+
+The service runs in a process of its own. No engine runs: the calls are those that one makes, and
+the bytes of blocks are not copied. All arenas are full.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flexkv.cache import KVCache
+from flexkv.client import CacheClient, Transfer
+from flexkv.eviction import POLICIES
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.types.mover import Status
+from integration.bench.rows import Goal, Row
+from packages.flexkv.tests.service.served import FORMAT, Scheduler, until
+
+BLOCKS = 1312
+"""Of a prompt of 20,992 tokens."""
+SLOTS = 16 * BLOCKS
+REQUESTS = 64
+"""That decode: a block of each fills in the step that is measured."""
+ENGINES = 8
+_REPEATS = 200
+_STORES = 80
+
+Say = Callable[[str], None]
+
+
+class _Side:
+    """A cache, and the board on which the copies of its only rank are reported."""
+
+    def __init__(self, cache: CacheClient, arena: Arena) -> None:
+        self.cache = cache
+        self._arena = arena
+
+    def end(self, transfer: Transfer | None) -> None:
+        assert transfer is not None
+        self._arena.board.report(transfer.cell, 0, Status.DONE)
+
+    def rest(self) -> float:
+        """Until nothing is under way. Returns seconds of this thread's CPU."""
+        spent = 0.0
+        while self.cache.busy:
+            begun = time.thread_time()
+            self.cache.poll()
+            spent += time.thread_time() - begun
+            time.sleep(0.001)
+        return spent
+
+    def fill(self) -> None:
+        """Until each slot has a block, and then those of `keys`."""
+        for _ in range(2 * SLOTS // BLOCKS):
+            self.store(_keys(BLOCKS), (0,))
+
+    def store(self, keys: Sequence[bytes], starts: Sequence[int]) -> float:
+        """Store blocks. Returns seconds of this thread's CPU."""
+        begun = time.thread_time()
+        transfer = self.cache.store(keys, range(len(keys)), starts)
+        spent = time.thread_time() - begun
+        self.end(transfer)
+        return spent + self.rest()
+
+    def load(self, keys: Sequence[bytes]) -> None:
+        self.end(self.cache.load(keys))
+        self.cache.poll()
+
+
+def service_rows(say: Say) -> list[Row]:
+    """CPU of the scheduler's thread by the service, over that by a cache of the engine's own."""
+    with _embedded() as own, _served(1) as (served,):
+        rows = _compare(own, served, say)
+    with _embedded() as own, _served(ENGINES) as many:
+        keys = _stored(own)
+        _stored(many[0], keys)
+
+        def all_look_up() -> None:
+            for each in many:
+                each.cache.lookup(keys)
+
+        rows.append(
+            _row(
+                f"service: lookup of 1,312 blocks, {ENGINES} engines",
+                Goal("<=", 1.0),
+                *_in_turns(lambda: own.cache.lookup(keys), all_look_up),
+                share=ENGINES,
+            )
+        )
+    return rows
+
+
+def _compare(own: _Side, served: _Side, say: Say) -> list[Row]:
+    say("service: one engine")
+    keys = _stored(own)
+    _stored(served, keys)
+    rows = [
+        _row(
+            "service: lookup of 1,312 blocks, one engine",
+            Goal("<=", 1.0),
+            *_in_turns(lambda: own.cache.lookup(keys), lambda: served.cache.lookup(keys)),
+        ),
+        _row(
+            "service: lease and release of 1,312 blocks",
+            Goal("<=", 1.1),
+            *_in_turns(lambda: own.load(keys), lambda: served.load(keys)),
+        ),
+    ]
+    idle = [_seconds(lambda: served.cache.busy) for _ in range(_REPEATS)]
+    rows.append(
+        Row(
+            "service: a step with nothing to do",
+            statistics.median(idle) * 1e6,
+            "us",
+            Goal("<=", 20),
+            "CacheClient.busy, which makes no system call",
+            {"served": idle},
+        )
+    )
+    stores: tuple[list[float], list[float]] = [], []
+    for _ in range(_STORES):
+        new = _keys(REQUESTS)
+        for side, taken in zip((own, served), stores, strict=True):
+            taken.append(side.store(new, range(REQUESTS)))
+    rows.append(_row("service: a decoding step stores 64 blocks", Goal("<=", 1.0), *stores))
+    return rows
+
+
+def _stored(side: _Side, keys: Sequence[bytes] | None = None) -> list[bytes]:
+    made = list(keys or _keys(BLOCKS))
+    side.store(made, (0,))
+    assert side.cache.lookup(made) == BLOCKS
+    return made
+
+
+def _keys(count: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(count)]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    call()
+    return time.thread_time() - begun
+
+
+def _in_turns(
+    ours: Callable[[], object], theirs: Callable[[], object]
+) -> tuple[list[float], list[float]]:
+    taken: tuple[list[float], list[float]] = [], []
+    for _ in range(_REPEATS):
+        taken[0].append(_seconds(ours))
+        taken[1].append(_seconds(theirs))
+    return taken
+
+
+def _row(
+    what: str, goal: Goal, own: Sequence[float], served: Sequence[float], share: int = 1
+) -> Row:
+    mine, theirs = (statistics.median(each) * 1e6 for each in (own, served))
+    theirs /= share
+    return Row(
+        what,
+        theirs / mine,
+        "x",
+        goal,
+        f"CPU of the scheduler's thread: {theirs:.0f} us by the service, {mine:.0f} us without",
+        {"own": list(own), "served": list(served)},
+    )
+
+
+@contextmanager
+def _embedded() -> Iterator[_Side]:
+    arena = Arena.create(ArenaSpec(FORMAT, SLOTS))
+    cache = KVCache(arena, POLICIES["hazard"](SLOTS))
+    side = _Side(cache, arena)
+    side.fill()
+    yield side
+    cache.close()
+    arena.close()
+
+
+@contextmanager
+def _served(engines: int) -> Iterator[list[_Side]]:
+    """So many engines of one service."""
+    with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
+        root = Path(folder, "service")
+        environ = os.environ | {
+            "FLEXKV_CPU_CACHE_GB": str(SLOTS * FORMAT.slot_bytes / (1 << 30)),
+            "FLEXKV_RUNTIME_DIR": str(Path(folder, "runtime")),
+        }
+        command = [sys.executable, "-m", "flexkv", "serve", str(root)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
+        ) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                made = [Scheduler(str(root), step_blocks=2 * BLOCKS)]
+                until(lambda: len(made[0].cache._stores.free) >= BLOCKS, made[0].cache.poll)
+                sides = [_Side(made[0].cache, made[0].arena)]
+                sides[0].fill()
+                made += [Scheduler(str(root), step_blocks=1) for _ in range(engines - 1)]
+                sides += [_Side(each.cache, each.arena) for each in made[1:]]
+                yield sides
+                for each in made:
+                    each.close()
+            finally:
+                process.kill()
