@@ -13,7 +13,7 @@ import pytest
 from disk_world import PROMPT_BLOCKS, hits, prompts
 from engine_world import MakeWorld
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
-from patience import wait_until
+from patience import PATIENCE_SECONDS, wait_until
 from served_world import ServedWorld, Service
 from traffic import Traffic, loaded, make_stems
 
@@ -75,3 +75,94 @@ def test_engines_that_evict_each_others_blocks_see_right_bytes(
         assert loaded(world) > 0
     service.assert_no_slot_is_lost()
     assert service.pool.cache.counters.evicted_blocks > 0
+
+
+def test_an_engine_whose_keys_mean_nothing_elsewhere_keeps_its_blocks_to_itself(
+    make_service: MakeService, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    (text,) = prompts(1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("flexkv_vllm.start_scheduler.shares_blocks", lambda _: False)
+        one = served(make_world, service)
+    other = served(make_world, service)
+    for world, stranger in ((one, other), (other, one)):
+        world.generate(text)
+        world.settle()
+        world.forget()
+        assert hits(world, text) == PROMPT_BLOCKS
+        world.forget()
+        if world is one:
+            assert hits(stranger, text) == 0
+            stranger.settle()
+            stranger.forget()
+        world.check_outputs()
+    service.assert_no_slot_is_lost()
+
+
+@pytest.mark.parametrize("changes", ["a reset", "other weights"])
+def test_a_change_of_one_engine_leaves_the_others_alone(
+    make_service: MakeService, make_world: MakeWorld, changes: str
+) -> None:
+    service = make_service()
+    one, other = served(make_world, service), served(make_world, service)
+    (text,) = prompts(2, 1)
+    one.generate(text)
+    one.settle()
+    one.forget()
+    if changes == "a reset":
+        assert one.side.reset()
+    else:
+        one.side.weights_changed(sure=True)
+    assert hits(one, text) == 0
+    assert hits(other, text) == PROMPT_BLOCKS
+    one.settle()
+    one.forget()
+    assert hits(one, text) == PROMPT_BLOCKS, "of its own, under its new keys"
+    one.check_outputs()
+    other.check_outputs()
+    service.assert_no_slot_is_lost()
+
+
+def test_traffic_goes_on_when_the_service_ends(
+    make_service: MakeService, make_world: MakeWorld
+) -> None:
+    service = make_service(40)
+    worlds = [served(make_world, service) for _ in range(2)]
+    rng = random.Random(5)
+    stems = make_stems(rng, 5)
+    for world in worlds:
+        Traffic(world, rng, stems, clear_rate=0.0).run(10, [])
+    service.close()
+    before = [loaded(world) for world in worlds]
+    for world in worlds:
+        Traffic(world, rng, stems, clear_rate=0.0).run(20, [])
+    assert [loaded(world) for world in worlds] > before
+    assert all(world.cache._line.is_cut for world in worlds)
+
+
+def test_what_left_host_memory_comes_back_from_the_services_disk(
+    make_service: MakeService,
+    make_world: MakeWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flexkv.service.served_cache._ANSWER_SECONDS", PATIENCE_SECONDS)
+    service = make_service(
+        16,
+        ssd_cache_gb=0.01,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=2 * PATIENCE_SECONDS,
+    )
+    one, other = served(make_world, service), served(make_world, service)
+    texts = prompts(3, 8)
+    for text in texts:
+        one.generate(text)
+        one.settle()
+        wait_until(lambda: not service.pool.cache.busy, lambda: None)
+    found = [hits(other, text) for text in texts]
+    assert found == [PROMPT_BLOCKS] * len(texts) or sum(found) > 16, found
+    other.check_outputs()
+    fetched = service.pool.cache.counters.fetched_blocks
+    assert fetched > 0
+    service.assert_no_slot_is_lost()

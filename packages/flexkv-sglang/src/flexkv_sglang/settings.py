@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from flexkv import CacheConfig, load_config
+from flexkv.engine.open_rank import not_served
 from flexkv.settings import CONFIG_PATH_VARIABLE
 from flexkv.types.errors import ConfigError
 
@@ -31,7 +32,10 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{_FILE} is {path!r} ({_SOURCE}); allowed: the path of a file")
         environ[CONFIG_PATH_VARIABLE] = path
-    return load_config(values, _SOURCE, environ)
+    config = load_config(values, _SOURCE, environ)
+    if config.service is not None:
+        raise not_served(config.service)
+    return config
 
 
 def linker_config(path: str | None) -> dict[str, Any]:

@@ -35,3 +35,8 @@ def test_an_unknown_key_is_named_with_its_source() -> None:
         ConfigError, match=r"'ssd_cach_gb'.*storage-backend-extra-config.*ssd_cache_gb"
     ):
         read_settings(OF_SGLANG | {"ssd_cach_gb": 2}, {})
+
+
+def test_a_service_is_refused() -> None:
+    with pytest.raises(ConfigError, match="service is '/s', and only vLLM's"):
+        read_settings(OF_SGLANG, {"FLEXKV_SERVICE": "/s"})

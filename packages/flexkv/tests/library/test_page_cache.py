@@ -218,6 +218,7 @@ def test_no_page_is_filled_twice(pages: Pages) -> None:
         ({"enable": False}, ConfigError, "enable is false (ENABLE_FLEXKV)"),
         (settings(disk=Path("/x")), ConfigError, "identity is empty and ssd_cache_gb, "),
         (settings(slots=0), ConfigError, "is not a valid cpu_cache_gb"),
+        (settings() | {"service": "/s"}, ConfigError, "service is '/s', and only vLLM's"),
     ],
 )
 def test_settings_that_make_no_cache_are_refused(

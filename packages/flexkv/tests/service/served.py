@@ -54,7 +54,6 @@ class Service:
         self.server = NodeServer(self.root, config, slots * FORMAT.slot_bytes / (1 << 30))
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
-        self._is_closed = False
 
     @property
     def pool(self) -> SharedPool:
@@ -75,9 +74,6 @@ class Service:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         if self._thread.is_alive():
             self.stop()
         self.server.close(0)

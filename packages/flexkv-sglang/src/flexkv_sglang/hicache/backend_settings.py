@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flexkv.engine.open_rank import not_served
 from flexkv.settings import CacheConfig, load_config
 from flexkv.types.errors import ConfigError
 
@@ -30,4 +31,7 @@ def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None
             f"passes where its pages are"
         )
     values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
-    return load_config(values, _SOURCE, environ)
+    config = load_config(values, _SOURCE, environ)
+    if config.service is not None:
+        raise not_served(config.service)
+    return config

@@ -54,7 +54,7 @@ class NodeServer:
         self._engines: dict[tuple[wire.PoolBlocks, int], AttachedEngine] = {}
         self._guests: dict[socket.socket, float] = {}
         self._selector = selectors.DefaultSelector()
-        self._stops = False
+        self._stops = self._is_closed = False
         self._logged_at = -_LOGGED_SECONDS
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._directory = RuntimeDirectory(root, create=True)
@@ -93,7 +93,11 @@ class NodeServer:
 
     def close(self, flush_seconds: float) -> None:
         """Stop listening, and close the pools; lower tiers may write waiting blocks for
-        `flush_seconds`. Engines keep the memory that they have, and load what is in it."""
+        `flush_seconds`. Engines keep the memory that they have, and load what is in it.
+        Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._directory.remove(wire.SOCKET)
         self._listener.close()
         self._directory.close()
