@@ -109,6 +109,31 @@ def test_a_message_against_the_rules_ends_that_engine_alone(
     until(service.accounted)
 
 
+def test_an_engine_that_is_not_served_any_more_reads_right_bytes(
+    service: Service, attach: Attach
+) -> None:
+    """It goes on to load what is in host memory, while the service evicts for others."""
+    good, bad = attach(service), attach(service)
+    keys = keys_of("a", 3)
+    bad.store(keys)
+    under_way = bad.cache.load(keys)
+    assert under_way is not None
+    bad.cache._line.put(wire.Return([-1]))
+    bad.cache.poll()
+    until(lambda: any(each.has_ended for each in service.server.engines))
+    for number in range(40):
+        good.store(keys_of(f"b {number}", 1))
+    held = service.pool.cache.look_at_holds
+    until(lambda: held() > 0)  # the last block: the others cannot leave before it
+    bad.copy(under_way)
+    until(lambda: not bad.cache.busy, bad.cache.poll)
+    until(lambda: held() == 0)
+    for number in range(40):
+        good.store(keys_of(f"c {number}", 1))
+    assert bad.cache.lookup(keys) == 0
+    assert good.cache.lookup(keys_of("c 39", 1)) == 1
+
+
 def test_a_store_that_no_rank_has_copied_is_not_published(service: Service, attach: Attach) -> None:
     """The service believes the board, and not the message."""
     one = attach(service)

@@ -92,6 +92,7 @@ class AttachedEngine:
         self.has_ended = False
         self._board: CompletionBoard = pool.arena.board_of(number)
         self._scheduler: Process | None = None
+        self._reading: Process | None = None  # who holds slots, connected or not
         self._bell = memoryview(bytearray(4)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
@@ -138,7 +139,7 @@ class AttachedEngine:
             )
         fd, holds, self._bell = self.pool.make_holds()
         self._reader = self.pool.cache.add_reader(holds)
-        self._scheduler = process
+        self._scheduler = self._reading = process
         self.share(step_blocks, engines)
         return [self.pool.index_fd, fd]
 
@@ -326,8 +327,8 @@ class AttachedEngine:
     # Its end.
 
     def leave(self, process: Process) -> None:
-        """A process does not answer any more. If it was the scheduler, nothing more is published;
-        what it held may leave, since no token can come of it."""
+        """A process is not connected any more. If it was the scheduler, nothing more is published.
+        What it holds stays: it may live, and goes on to load what is in host memory."""
         if process is not self._scheduler:
             return
         self._scheduler = None
@@ -335,9 +336,6 @@ class AttachedEngine:
         self._waiting.clear()
         self._messages.clear()
         cache = self.pool.cache
-        if self._reader is not None:
-            cache.remove_reader(self._reader)
-            self._reader = None
         for fetch in self._fetches.values():
             if fetch.id is not None:
                 cache.end_fetch(fetch.id)
@@ -346,6 +344,13 @@ class AttachedEngine:
             cache.unpin(owner)
         for request in self._requests:
             cache.ended(request, 0)
+
+    def ended(self, process: Process) -> None:
+        """A process has ended. What the scheduler held may leave: no token can come of it."""
+        del self.processes[process.pidfd]
+        if process is self._reading and self._reader is not None:
+            self.pool.cache.remove_reader(self._reader)
+            self._reader = None
 
     def free(self) -> None:
         """All processes have ended: nobody writes to its slots any more."""

@@ -320,7 +320,7 @@ class NodeServer:
         self._unwatch(process.pidfd)
         if process.connection.fileno() >= 0:
             self._leave(engine, process)
-        del engine.processes[process.pidfd]
+        engine.ended(process)
         process.close()
         if engine.processes:
             return
