@@ -11,6 +11,7 @@ import pytest
 from flexkv.client import Transfer
 from flexkv.service import messages as wire
 from flexkv.service import served_cache
+from flexkv.service.line import MOST_WAITING
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
@@ -277,6 +278,26 @@ class TestAServiceThatIsGone:
         assert one.load(keys) or one.cache.lookup(keys) == 4
         until(lambda: one.cache._hangs)
         assert one.cache.fetch(keys_of("e", 2)) is None
+
+    def test_what_waits_for_a_service_that_hangs_is_bounded(
+        self, service: Service, attach: Attach
+    ) -> None:
+        one = attach(service)
+        keys = keys_of("a", 2)
+        one.store(keys)
+        service.stop()
+        prompt = [key.ljust(96, b"-") for key in keys_of("b", wire.MOST_KEYS)]
+        for _ in range(3 * MOST_WAITING):
+            one.cache.touch(prompt)
+            one.cache.poll()
+        line = one.cache._line
+        assert len(line._messages) <= MOST_WAITING
+        assert len(line._packets) <= 1
+        transfer = ordered(one, keys_of("c", 1))
+        one.copy(transfer)
+        one.cache.poll()
+        assert isinstance(line._messages[-1], wire.Publish), "slots depend on it"
+        assert one.load(keys) or one.cache.lookup(keys) == 2
 
 
 def test_blocks_of_a_disk_are_fetched(

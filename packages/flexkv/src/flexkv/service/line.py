@@ -15,8 +15,9 @@ BELL_BYTES = 64
 packets that the service has sent, modulo 2^32. So a step in which nothing has come makes no system
 call."""
 
-_MOST_WAITING = 20_000
-"""Messages that wait to be sent. Beyond it only those are kept that slots depend on. Not tuned."""
+MOST_WAITING = 1000
+"""Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
+depend on, and of these there are no more than granted slots and fetches. Not tuned."""
 
 _STATE = (wire.Publish, wire.Return, wire.EndFetch)
 
@@ -58,7 +59,7 @@ class Line:
         """Send a message with the next `send`."""
         if self.is_cut:
             return
-        if len(self._messages) < _MOST_WAITING or isinstance(message, _STATE):
+        if len(self._messages) < MOST_WAITING or isinstance(message, _STATE):
             self._messages.append(message)
 
     def take(self) -> list[wire.ToEngine]:
@@ -84,12 +85,11 @@ class Line:
 
     def send(self) -> None:
         """Send what waits, as far as the service reads."""
-        if self._messages:
-            messages = list(self._messages)
-            self._messages.clear()
-            self._packets += wire.packets(messages)
         try:
-            while self._packets:
+            while self._packets or self._messages:
+                if not self._packets:
+                    self._packets += wire.packets(list(self._messages))
+                    self._messages.clear()
                 self._connection.send(self._packets[0])
                 self._packets.popleft()
         except BlockingIOError:
