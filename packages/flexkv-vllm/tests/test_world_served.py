@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, hits, prompts
-from engine_world import MakeWorld
+from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from patience import PATIENCE_SECONDS, wait_until
 from served_world import ServedWorld, Service
@@ -57,6 +57,35 @@ def test_an_engine_loads_what_another_has_stored(
     other.check_outputs()
     assert one.cache.counters.stored_blocks > 0 == other.cache.counters.stored_blocks
     service.assert_no_slot_is_lost()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_of_many_steps_is_stored_whole(
+    make_service: MakeService, make_world: MakeWorld, ahead: bool
+) -> None:
+    """Also where the next step is scheduled before the stores of the last one begin. The service
+    answers between two steps."""
+    service = make_service(512)
+    options: dict[str, Any] = {"num_blocks": 128, "max_requests": 1}
+    one = served(make_world, service, lag=random.Random(1) if ahead else None, **options)
+    other = served(make_world, service, **options)
+    stores, engine = one.cache._stores, service.engines[0]
+
+    def is_served() -> bool:
+        told = any(store.is_told for store in stores.by_id.values())
+        return not told and 4 * len(stores.granted) > 3 * engine._target
+
+    rng = random.Random(2)
+    for _ in range(3):
+        text = random_prompt(rng, 60 * BLOCK_TOKENS + 5)
+        one.add(text)
+        while not one.is_idle():
+            one.step()
+            wait_until(is_served, one.poll)
+        one.settle()
+        assert hits(other, text) == 60
+    assert one.cache.counters.refused_blocks == 0
+    other.check_outputs()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

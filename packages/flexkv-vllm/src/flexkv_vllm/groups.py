@@ -159,7 +159,7 @@ def check_groups_behind_shim(
 
 
 def step_blocks(vllm_config: VllmConfig, groups: Groups) -> int:
-    """How many blocks one step of the engine can fill."""
+    """How many blocks one step of the engine can fill. See `steps_behind` for how many steps."""
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
     requests = vllm_config.scheduler_config.max_num_seqs
     return sum(tokens // group.block_tokens + requests for group in groups.members)

@@ -70,7 +70,7 @@ def make_request_side(
             session,
             keeps_blocks=keeps,
             follows_requests=len(groups.members) == 1,  # the policy sees the prompts of one
-            step_blocks=step_blocks(vllm_config, groups),
+            step_blocks=(2 + steps_behind(vllm_config)) * step_blocks(vllm_config, groups),
         )
         undo.callback(cache.close)
         mode = load_mode_of(config, vllm_config, groups, store_time)

@@ -89,7 +89,7 @@ def make_cache(
 
     Args:
         config, session, keeps_blocks, follows_requests: see `make_own_cache`.
-        step_blocks: how many blocks one step of the engine can fill.
+        step_blocks: how many blocks the engine can fill before its first stores are published.
 
     Raises:
         ArenaError: the service does not answer, or refuses the engine.

@@ -89,7 +89,7 @@ def schedule_pool(ticket: ServiceTicket, step_blocks: int) -> Attached:
 
     Args:
         ticket: what rank 0 has got.
-        step_blocks: how many blocks one step of the engine can fill.
+        step_blocks: see `messages.Schedule`.
 
     Raises:
         ArenaError: the service does not answer, or refuses the engine.

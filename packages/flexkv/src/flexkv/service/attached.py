@@ -24,9 +24,12 @@ _SHARE = 4
 """Of a pool's slots, engines together are granted at most one of so many ahead. Not tuned."""
 
 _IDLE_SECONDS = 2.0
-"""An engine that has stored nothing for so long returns its slots, but for `_IDLE_SLOTS`. Not
-tuned."""
+"""An engine that has stored nothing for so long returns its slots, but for those that its next
+prompt begins with: what has no slot then is not cached, nor is all that builds on it. Not tuned."""
 _IDLE_SLOTS = 64
+_IDLE_SHARE = 64
+"""Engines at rest together keep one of so many slots of a pool, or `_IDLE_SLOTS` each if that is
+more. Not tuned."""
 
 _MOST_WAITING = 1024
 """Packets that wait for an engine that does not read. With more, the service leaves it. Not
@@ -96,7 +99,7 @@ class AttachedEngine:
         self._bell = memoryview(bytearray(4)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
-        self._target = 0
+        self._target = self._idle_slots = 0
         self._stored_at = time.monotonic()
         self._is_recalled = False
         self._fetches: dict[int, _OpenFetch] = {}
@@ -144,11 +147,13 @@ class AttachedEngine:
         return [self.pool.index_fd, fd]
 
     def share(self, step_blocks: int | None, engines: int) -> None:
-        """Set how many slots are granted ahead, for so many engines."""
+        """Set how many slots are granted ahead, for so many engines; those of stores under way are
+        among them."""
         most = max(1, self.pool.num_slots // (_SHARE * max(1, engines)))
         if step_blocks is not None:
             self._step_blocks = max(1, step_blocks)
         self._target = min(self._step_blocks, most)
+        self._idle_slots = max(_IDLE_SLOTS, self.pool.num_slots // (_IDLE_SHARE * max(1, engines)))
 
     # Messages.
 
@@ -289,13 +294,13 @@ class AttachedEngine:
 
     def _grant(self, now: float) -> None:
         if now - self._stored_at > _IDLE_SECONDS:
-            spare = len(self._granted) - min(_IDLE_SLOTS, self._target)
+            spare = len(self._granted) - min(self._idle_slots, self._target)
             if spare > 0 and not self._is_recalled:
                 self._is_recalled = True
                 self.tell(wire.Recall(spare))
             if self._is_recalled:
                 return
-        if 2 * len(self._granted) > self._target:
+        if 4 * len(self._granted) > 3 * self._target:
             return
         slots = self.pool.cache.grant(self._target - len(self._granted))
         if slots:

@@ -90,7 +90,7 @@ class Schedule(Message, frozen=True, tag="schedule"):
     """The scheduler of the engine begins. Its packet has a pidfd of the process.
 
     Attributes:
-        step_blocks: how many blocks one step of the engine can fill.
+        step_blocks: how many blocks the engine can fill before its first stores are published.
     """
 
     protocol: int
