@@ -12,12 +12,11 @@ Only this user's engines are served. Exits with 1 if another service runs in DIR
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
-import sys
 
 from flexkv.cli.common import read_settings
 from flexkv.service.server import NodeServer
+from flexkv.settings import configure_logging
 from flexkv.types.errors import ConfigError
 
 NAME = "serve"
@@ -45,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     root = args.directory or config.service
     if not root:
         raise ConfigError("serve needs DIR, or the setting service; allowed: a directory")
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    configure_logging(config)
     server = NodeServer(root, config, config.cpu_cache_gb)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
-    print(f"the service of FlexKV listens in {root}", flush=True)
-    server.run()
-    server.close(_FLUSH_SECONDS)
+    try:
+        print(f"the service of FlexKV listens in {root}", flush=True)
+        server.run()
+    finally:
+        server.close(_FLUSH_SECONDS)
     return 0

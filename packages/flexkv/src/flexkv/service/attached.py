@@ -10,11 +10,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
+from flexkv.service.line import READ, SENT
 from flexkv.service.pool import SharedPool
 from flexkv.types.mover import Status
 
@@ -27,16 +28,24 @@ _IDLE_SECONDS = 2.0
 """An engine that has stored nothing for so long returns its slots, but for those that its next
 prompt begins with: what has no slot then is not cached, nor is all that builds on it. Not tuned."""
 _IDLE_SLOTS = 64
-_IDLE_SHARE = 64
+_IDLE_SHARE = 16
 """Engines at rest together keep one of so many slots of a pool, or `_IDLE_SLOTS` each if that is
 more. Not tuned."""
 
-_MOST_WAITING = 1024
-"""Packets that wait for an engine that does not read. With more, the service leaves it. Not
+_MOST_WAITING = 2048
+"""Messages that wait for an engine that does not read, nearly all of them changes of blocks. With
+more, the service leaves it. Not tuned."""
+
+_MOST_RANGES = 512
+"""Ranges of awaited blocks that the state of a fetch names to an engine, which counts them. Not
 tuned."""
 
 _FIGURE_SECONDS = 0.25
 """Seconds between two messages of figures. Not tuned."""
+
+
+_MOST_PROMPT = 1 << 20
+"""Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
 
 
 class RefusalError(Exception):
@@ -96,7 +105,7 @@ class AttachedEngine:
         self._board: CompletionBoard = pool.arena.board_of(number)
         self._scheduler: Process | None = None
         self._reading: Process | None = None  # who holds slots, connected or not
-        self._bell = memoryview(bytearray(4)).cast("I")
+        self._bell = memoryview(bytearray(8)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
         self._target = self._idle_slots = 0
@@ -143,6 +152,7 @@ class AttachedEngine:
         fd, holds, self._bell = self.pool.make_holds()
         self._reader = self.pool.cache.add_reader(holds)
         self._scheduler = self._reading = process
+        self._stored_at = time.monotonic()  # the model may have been read for minutes
         self.share(step_blocks, engines)
         return [self.pool.index_fd, fd]
 
@@ -264,10 +274,8 @@ class AttachedEngine:
         if context.request_id:
             request = self._own(context.request_id)
             self._requests.add(request)
-        session = self._own(context.session) if context.session else ""
-        named = type(context)(
-            context.prompt_tokens, context.hit_tokens, request, session, context.returns
-        )
+        # A conversation has its name on whichever engine it goes on.
+        named = replace(context, request_id=request)
         self.pool.cache.record(others or prompt[: message.found], named, prompt)
 
     # What it is told.
@@ -277,17 +285,21 @@ class AttachedEngine:
         self._messages.append(message)
 
     def serve(self, now: float) -> None:
-        """Grant slots, and tell what is new."""
+        """Grant slots, and tell what is new. A state is told once the engine has read all before:
+        a slow engine gets the latest, not each."""
         if self.has_ended or self._scheduler is None:
             return
         self._grant(now)
+        if not self._has_read:
+            return
         for number, fetch in self._fetches.items():
             state = None if fetch.id is None else self.pool.cache.fetch_state(fetch.id)
             if not fetch.is_told or state != fetch.told:
                 fetch.is_told, fetch.told = True, state
-                self.tell(wire.Fetched(number, state))
-        # An engine at rest gets none.
-        if self._has_news and now - self._figures_at > _FIGURE_SECONDS:
+                self.tell(wire.Fetched(number, _shortened(state)))
+        # An engine at rest gets none. One that waits for a fetch sees by them that the service
+        # lives, however long a read takes.
+        if (self._has_news or self._fetches) and now - self._figures_at > _FIGURE_SECONDS:
             self._figures_at, self._has_news = now, False
             shared = self.pool.cache.figures().shared
             self.tell(wire.NodeFigures({name: float(value) for name, value in shared.items()}))
@@ -316,7 +328,7 @@ class AttachedEngine:
             RefusalError: too much waits.
         """
         process = self._scheduler
-        if self._messages:
+        if self._messages and not self._waiting and self._has_read:
             self._waiting += wire.packets(self._messages)
             self._messages.clear()
         while self._waiting and process is not None:
@@ -324,10 +336,15 @@ class AttachedEngine:
                 process.connection.send(self._waiting[0])
             except BlockingIOError:
                 break
-            self._bell[0] = (self._bell[0] + 1) % (1 << 32)
+            self._bell[SENT] = (self._bell[SENT] + 1) % (1 << 32)
             self._waiting.popleft()
-        if len(self._waiting) > _MOST_WAITING:
-            raise RefusalError(f"it does not read {len(self._waiting)} packets")
+        if len(self._messages) > _MOST_WAITING:
+            raise RefusalError(f"it does not read, and {len(self._messages)} messages wait")
+
+    @property
+    def _has_read(self) -> bool:
+        """Whether the engine has read all that was sent."""
+        return self._bell[READ] == self._bell[SENT]
 
     # Its end.
 
@@ -370,8 +387,11 @@ class AttachedEngine:
             process.close()
 
 
-_MOST_PROMPT = 1 << 20
-"""Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
+def _shortened(state: FetchState | None) -> FetchState | None:
+    """A state that fits into a packet, whatever gaps lower tiers have."""
+    if state is None or len(state.awaited) <= _MOST_RANGES:
+        return state
+    return replace(state, awaited=state.awaited[:_MOST_RANGES])
 
 
 def _prefixes(message: wire.Publish) -> tuple[list[bytes], list[int], list[int]]:

@@ -11,9 +11,12 @@ from collections import deque
 from flexkv.service import messages as wire
 
 BELL_BYTES = 64
-"""Bytes at the end of an engine's holds, of which the first four are its bell: the number of
-packets that the service has sent, modulo 2^32. So a step in which nothing has come makes no system
-call."""
+"""Bytes at the end of an engine's holds, of which the first eight are two numbers of packets,
+modulo 2^32: those that the service has sent, and those that the engine has read. So a step in which
+nothing has come makes no system call, and the service sends nothing new to an engine that is
+behind."""
+
+SENT, READ = 0, 1
 
 MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
@@ -32,11 +35,13 @@ class Line:
     Attributes:
         is_cut: whether the service has ended or closed the connection.
         reason: why it is cut, for the log.
+        come: messages that `listen` has read; the caller removes each once it has handled it.
     """
 
     def __init__(self, connection: socket.socket, page: memoryview) -> None:
         self.is_cut = False
         self.reason = ""
+        self.come: deque[wire.ToEngine] = deque()
         self._connection = connection
         self._bell = page[len(page) - BELL_BYTES :].cast("I")
         self._heard = 0
@@ -46,42 +51,42 @@ class Line:
     @property
     def has_news(self) -> bool:
         """Whether anything has come. Makes no system call."""
-        return not self.is_cut and self._bell[0] != self._heard
+        return bool(self.come) or (not self.is_cut and self._bell[SENT] != self._heard)
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits to be sent, or has come. Makes no system call."""
+        """Whether anything waits to be sent. Makes no system call."""
+        return bool(self._messages or self._packets)
+
+    def put(self, *messages: wire.ToService) -> bool:
+        """Send messages of one kind with the next `send`, all or none. Returns whether that may
+        succeed."""
         if self.is_cut:
             return False
-        return bool(self._messages or self._packets or self._bell[0] != self._heard)
+        if len(self._messages) < MOST_WAITING or isinstance(messages[0], _STATE):
+            self._messages.extend(messages)
+        return True
 
-    def put(self, message: wire.ToService) -> None:
-        """Send a message with the next `send`."""
-        if self.is_cut:
+    def listen(self) -> None:
+        """Read what has come."""
+        if self.is_cut or self._bell[SENT] == self._heard:
             return
-        if len(self._messages) < MOST_WAITING or isinstance(message, _STATE):
-            self._messages.append(message)
-
-    def take(self) -> list[wire.ToEngine]:
-        """What has come."""
-        come: list[wire.ToEngine] = []
-        if self.is_cut or self._bell[0] == self._heard:
-            return come
         try:
-            while self._heard != self._bell[0]:
+            while self._heard != self._bell[SENT]:
                 packet, fds = wire.receive(self._connection)
                 for fd in fds:
                     os.close(fd)
                 if not packet:
                     self._cut("it has ended or closed the connection")
-                    break
+                    return
                 self._heard = (self._heard + 1) % (1 << 32)
-                come += wire.read_engine(packet)
+                self.come += wire.read_engine(packet)
         except BlockingIOError:
-            self._heard = self._bell[0]
+            self._heard = self._bell[SENT]
         except (OSError, wire.WireError) as error:
             self._cut(str(error))
-        return come
+            return
+        self._bell[READ] = self._heard
 
     def send(self) -> None:
         """Send what waits, as far as the service reads."""

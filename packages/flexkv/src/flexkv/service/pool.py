@@ -72,14 +72,14 @@ class SharedCache(KVCache):
         try:
             placed = self._index.place(keys, positions, prefix_starts, slots)
             publish(self._index, placed)
+            used = set(placed.slots)
+            self._index.give_back([slot for slot in slots if slot not in used])
+            self._below.stored(placed.keys, True)
         except BaseException:
             self.recover()
             raise
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes
-        used = set(placed.slots)
-        self._index.give_back([slot for slot in slots if slot not in used])
-        self._below.stored(placed.keys, True)
 
     def add_reader(self, holds: Buffer) -> int:
         """See `BlockIndex.add_reader`."""

@@ -101,8 +101,7 @@ class ServedCache:
             return bool(self._stores.by_id)
         if self._hangs:
             return False
-        waits = any(not each.is_known or not each.state.done for each in self._fetches.values())
-        return bool(waits or self._stores.by_id or self._line.busy)
+        return bool(self._stores.by_id or self._line.busy or self._awaits_answer)
 
     @property
     def disabled(self) -> bool:
@@ -234,10 +233,11 @@ class ServedCache:
             )
         )
         most = wire.MOST_KEYS
+        if self._asked_at is None:
+            self._asked_at = now
         self._line.put(wire.Fetch(fetch, list(keys[:most]), queued))
         for start in range(most, len(keys), most):
             self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
-        self._asked_at = self._asked_at or now
         return fetch
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
@@ -269,6 +269,14 @@ class ServedCache:
         if self._fetches.pop(fetch, None) is not None:
             self._line.put(wire.EndFetch(fetch))
         return state
+
+    @property
+    def _awaits_answer(self) -> bool:
+        """Whether the service is to send something: the word that a store is published, or, several
+        times a second, how far a fetch is."""
+        return any(not each.is_known or not each.state.done for each in self._fetches.values()) or (
+            any(store.is_told for store in self._stores.by_id.values())
+        )
 
     @property
     def _hangs(self) -> bool:
@@ -343,13 +351,16 @@ class ServedCache:
         """See `CacheClient.poll`. Sends the messages of the step."""
         if self._recovering:
             self._recover()
-        for message in self._line.take():
-            self._hear(message)
+        self._line.listen()
+        while self._line.come:  # an error loses none of them
+            self._hear(self._line.come[0])
+            self._line.come.popleft()
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
             for store in self._stores.publish():
                 self._device.free_cell(store.cell)
-            self._asked_at = self._asked_at or time.monotonic()
+        if self._asked_at is None and self._awaits_answer:
+            self._asked_at = time.monotonic()
         self._line.send()
         if self._line.is_cut and not self._is_alone:
             self._is_alone = True

@@ -185,12 +185,11 @@ class ServedStores:
             before = (self.by_id.get(each) for each in store.builds_on)
             if any(each is not None and not each.is_told for each in before):
                 continue
-            store.is_told = True
             parts = store.parts(number)
-            for part in parts:
-                self._line.put(part)
+            # In one statement: no error can come between the messages and the note of them.
+            store.is_told = bool(parts) and self._line.put(*parts)
             self.give_back([store.slots[place] for place in store.dropped])
-            if self._line.is_cut or not parts:
+            if not store.is_told:
                 over.append(self.end(number))
         return over
 

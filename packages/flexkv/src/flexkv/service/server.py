@@ -81,9 +81,14 @@ class NodeServer:
         """Serve until `stop`."""
         while not self._stops:
             busy = any(pool.cache.busy for pool in self._pools.values())
-            for key, _ in self._selector.select(_BUSY_SECONDS if busy else _IDLE_SECONDS):
-                key.data()
-            self._turn(time.monotonic())
+            ready = self._selector.select(_BUSY_SECONDS if busy else _IDLE_SECONDS)
+            now = time.monotonic()
+            for key, _ in ready:
+                try:
+                    key.data()
+                except Exception as error:  # noqa: BLE001 - the other engines are served on
+                    self._log_error("a peer could not be served", error, now)
+            self._turn(now)
 
     def stop(self) -> None:
         """Let `run` return. May be called in a signal handler, or in another thread."""

@@ -121,8 +121,13 @@ def lead(
         if share is None:
             info, arena = _make_arena(root, shards, plan, threads)
         else:
-            info, arena, membership = share(name, _describe(shards, ArenaSpec(_format(shards), 0)))
-            arena.populate(threads)
+            about = _describe(shards, ArenaSpec(_format(shards), 0))
+            info, arena, membership = share(name, about)
+            with contextlib.ExitStack() as undo:
+                undo.callback(membership.close)
+                undo.callback(arena.close)
+                arena.populate(threads)
+                undo.pop_all()
     except BaseException as error:
         server.refuse(str(error) or type(error).__name__)
         server.close()
