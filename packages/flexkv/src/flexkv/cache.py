@@ -24,7 +24,7 @@ from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
 from flexkv.index.pins import Pins
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
-from flexkv.transfer.copies import DeviceCopy, DeviceLink
+from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction
@@ -477,11 +477,7 @@ class KVCache:
         if not stopped:
             return
         self.stop()
-        logger.error(
-            "rank %s has ended its copies after an error (see its log); loads and stores are "
-            "disabled; restart the engine to use the cache again",
-            ", ".join(map(str, stopped)),
-        )
+        log_stopped(stopped)
 
     def _finish(self, copy: DeviceCopy[BlockRow]) -> None:
         stored = copy.transfer.direction is Direction.STORE

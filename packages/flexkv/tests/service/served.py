@@ -48,10 +48,12 @@ class Service:
         server: the server.
     """
 
-    def __init__(self, folder: Path, slots: int = 32, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, slots: int = 32, slot_bytes: int = FORMAT.slot_bytes, **settings: Any
+    ) -> None:
         self.root = str(folder / "service")
         config = CacheConfig(runtime_dir=str(folder / "runtime"), **settings)
-        self.server = NodeServer(self.root, config, slots * FORMAT.slot_bytes / (1 << 30))
+        self.server = NodeServer(self.root, config, slots * slot_bytes / (1 << 30))
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
 

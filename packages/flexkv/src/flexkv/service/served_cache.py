@@ -25,7 +25,7 @@ from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
 from flexkv.service.line import Line
 from flexkv.service.served_stores import ServedStores
-from flexkv.transfer.copies import DeviceCopy, DeviceLink
+from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence
@@ -427,11 +427,7 @@ class ServedCache:
         stopped = self._device.stopped_ranks
         if stopped:
             self.stop()
-            logger.error(
-                "rank %s has ended its copies after an error (see its log); loads and stores are "
-                "disabled; restart the engine to use the cache again",
-                ", ".join(map(str, stopped)),
-            )
+            log_stopped(stopped)
 
     # Resets and the end. They concern this engine alone: others of the pool keep its blocks.
 

@@ -6,6 +6,7 @@ The engine's workers copy. This module keeps the ordered transfers and reads the
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,8 +19,19 @@ from flexkv.figures.meter import Meter
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.types.mover import Direction, Status
 
+logger = logging.getLogger(__name__)
+
 LOAD_RESERVE = CELLS // 4
 """Cells that only loads may take, so that a flood of stores never turns a load into a miss."""
+
+
+def log_stopped(ranks: Sequence[int]) -> None:
+    """Log that ranks have ended their copies, so that the cache does nothing more."""
+    logger.error(
+        "rank %s has ended its copies after an error (see its log); loads and stores are "
+        "disabled; restart the engine to use the cache again",
+        ", ".join(map(str, ranks)),
+    )
 
 
 class TransferRow(Protocol):
