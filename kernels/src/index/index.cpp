@@ -38,26 +38,6 @@ std::vector<Block*> Index::blocks() {
   return there;
 }
 
-Py_ssize_t Index::lookup(const Keys& keys) const {
-  Py_ssize_t count = 0;
-  reading().look_each(keys, [&](Py_ssize_t, bool, bool ready) {
-    count += ready;
-    return ready;
-  });
-  return count;
-}
-
-std::vector<Py_ssize_t> Index::missing(const Keys& keys) const {
-  std::vector<Py_ssize_t> places;
-  reading().look_each(keys, [&](Py_ssize_t i, bool has, bool) {
-    if (!has) {
-      places.push_back(i);
-    }
-    return true;
-  });
-  return places;
-}
-
 std::vector<Block*> Index::lease(const Keys& keys) {
   const auto count = static_cast<std::size_t>(keys.size());
   std::vector<Block*> found;

@@ -38,19 +38,6 @@ class Index {
 
   // Those that are ready or being written, by slot.
   std::vector<Block*> blocks();
-  Py_ssize_t lookup(const Keys& keys) const;
-
-  // Calls `function` with the place of each key, and whether it is ready.
-  template <typename Function>
-  void present(const Keys& keys, Function function) const {
-    reading().look_each(keys, [&](Py_ssize_t i, bool, bool ready) {
-      function(i, ready);
-      return true;
-    });
-  }
-
-  // The places of the keys that have no slot.
-  std::vector<Py_ssize_t> missing(const Keys& keys) const;
 
   // The table, as readers of it have it.
   const Reading& reading() const noexcept { return table_.reading(); }

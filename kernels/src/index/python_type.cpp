@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../python/buffer.hpp"
-#include "../python/calls.hpp"
+#include "calls.hpp"
 #include "flexkv/block_index.h"
 #include "handle.hpp"
 #include "index.hpp"
@@ -20,6 +20,8 @@ using flexkv::index::kNoSlot;
 using flexkv::index::KeyView;
 using flexkv::index::Index;
 using flexkv::index::Keys;
+using flexkv::index::list_of;
+using flexkv::index::numbers_of;
 using flexkv::index::Reading;
 using flexkv::index::Slot;
 using flexkv::index::State;
@@ -27,7 +29,6 @@ using flexkv::python::Buffer;
 using flexkv::python::erased;
 using flexkv::python::guarded;
 using flexkv::python::Holder;
-using flexkv::python::Items;
 using flexkv::python::need_arguments;
 using flexkv::python::none;
 using flexkv::python::number;
@@ -40,6 +41,8 @@ using Self = Holder<Index>;
 
 Index& of(PyObject* self) { return Self::of(self); }
 
+const Reading& reading_of(PyObject* self) { return of(self).reading(); }
+
 Reference block_or_none(PyObject* self, Block* block) {
   return block == nullptr ? none() : flexkv::index::handle_of(of(self).store(), block);
 }
@@ -50,26 +53,6 @@ Reference blocks_in(PyObject* self, const std::vector<Block*>& blocks) {
 
 std::vector<Block*> blocks_of(PyObject* self, PyObject* object) {
   return flexkv::index::blocks_of(of(self).store(), object);
-}
-
-std::vector<Py_ssize_t> numbers_of(PyObject* object) {
-  const Items items(object);
-  std::vector<Py_ssize_t> numbers(static_cast<std::size_t>(items.size()));
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    numbers[static_cast<std::size_t>(i)] = PyLong_AsSsize_t(items[i]);
-  }
-  if (PyErr_Occurred() != nullptr) {
-    throw PythonError{};
-  }
-  return numbers;
-}
-
-Reference list_of(const std::vector<Slot>& slots) {
-  Reference list = own(PyList_New(static_cast<Py_ssize_t>(slots.size())));
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number(slots[i]).release());
-  }
-  return list;
 }
 
 // A slot that `take_slots` took and that has no block yet.
@@ -86,32 +69,6 @@ PyObject* watch(PyObject* self, PyObject*) {
   return guarded([&] {
     of(self).watch();
     return none();
-  });
-}
-
-PyObject* lookup(PyObject* self, PyObject* keys) {
-  return guarded([&] { return number(of(self).lookup(Keys(keys))); });
-}
-
-PyObject* present(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    const Keys all(keys);
-    Reference list = own(PyList_New(all.size()));
-    of(self).present(all, [&](Py_ssize_t i, bool has) {
-      PyList_SetItem(list.get(), i, share(has ? Py_True : Py_False).release());
-    });
-    return list;
-  });
-}
-
-PyObject* missing(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    const std::vector<Py_ssize_t> places = of(self).missing(Keys(keys));
-    Reference list = own(PyList_New(static_cast<Py_ssize_t>(places.size())));
-    for (std::size_t i = 0; i < places.size(); ++i) {
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number(places[i]).release());
-    }
-    return list;
   });
 }
 
@@ -412,9 +369,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 
 PyMethodDef methods[] = {
     {"watch", watch, METH_NOARGS, nullptr},
-    {"lookup", lookup, METH_O, nullptr},
-    {"present", present, METH_O, nullptr},
-    {"missing", missing, METH_O, nullptr},
+    {"lookup", flexkv::index::lookup<reading_of>, METH_O, nullptr},
+    {"present", flexkv::index::present<reading_of>, METH_O, nullptr},
+    {"missing", flexkv::index::missing<reading_of>, METH_O, nullptr},
     {"collect", collect, METH_O, nullptr},
     {"lease", lease, METH_O, nullptr},
     {"release", with_blocks<&Index::release>, METH_O, nullptr},

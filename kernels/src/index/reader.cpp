@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../python/buffer.hpp"
-#include "../python/calls.hpp"
+#include "calls.hpp"
 #include "flexkv/block_index.h"
 #include "holds.hpp"
 
@@ -18,7 +18,9 @@ using flexkv::index::Epoch;
 using flexkv::index::Header;
 using flexkv::index::Hold;
 using flexkv::index::Keys;
+using flexkv::index::list_of;
 using flexkv::index::load_word;
+using flexkv::index::numbers_of;
 using flexkv::index::Places;
 using flexkv::index::Reading;
 using flexkv::index::Slot;
@@ -26,13 +28,11 @@ using flexkv::index::store_word;
 using flexkv::python::Buffer;
 using flexkv::python::guarded;
 using flexkv::python::Holder;
-using flexkv::python::Items;
 using flexkv::python::none;
 using flexkv::python::number;
 using flexkv::python::own;
 using flexkv::python::PythonError;
 using flexkv::python::Reference;
-using flexkv::python::share;
 
 class Reader {
  public:
@@ -72,23 +72,23 @@ class Reader {
   }
 
   // Ends a hold of each slot. Throws PythonError if one is not held.
-  void release(const std::vector<Slot>& slots) {
-    for (const Slot slot : slots) {
-      if (slot < 0 || static_cast<std::size_t>(slot) >= reading_.slots() || holds_[slot] == 0) {
-        PyErr_Format(PyExc_ValueError, "slot %d is not held", slot);
+  void release(const std::vector<Py_ssize_t>& slots) {
+    for (const Py_ssize_t slot : slots) {
+      if (!has(slot) || holds_[slot] == 0) {
+        PyErr_Format(PyExc_ValueError, "slot %zd is not held", slot);
         throw PythonError{};
       }
-      count(slot, -1);
+      count(static_cast<Slot>(slot), -1);
     }
   }
 
   // Holds these and nothing else. What is held before and after is held all the time. Throws PythonError
   // if one is no slot.
-  void settle(const std::vector<Slot>& slots) {
+  void settle(const std::vector<Py_ssize_t>& slots) {
     std::vector<Hold> wanted(reading_.slots());
-    for (const Slot slot : slots) {
-      if (slot < 0 || static_cast<std::size_t>(slot) >= reading_.slots()) {
-        PyErr_Format(PyExc_ValueError, "slot %d is none of %zu", slot, reading_.slots());
+    for (const Py_ssize_t slot : slots) {
+      if (!has(slot)) {
+        PyErr_Format(PyExc_ValueError, "slot %zd is none of %zu", slot, reading_.slots());
         throw PythonError{};
       }
       ++wanted[static_cast<std::size_t>(slot)];
@@ -124,12 +124,12 @@ class Reader {
       Reading::Said said[Reading::kAtOnce];
       for (Py_ssize_t i = 0; i < size; ++i) {
         said[i] = reading_.first(hashes[i]);
-        if (is_in_range(said[i])) {
+        if (has(said[i].slot)) {
           reading_.prefetch_key(said[i].slot);
         }
       }
       for (Py_ssize_t i = 0; i < size; ++i) {
-        if (!is_in_range(said[i]) || said[i].epoch != epoch || !said[i].ready) {
+        if (!has(said[i].slot) || said[i].epoch != epoch || !said[i].ready) {
           return false;
         }
         const Slot slot = said[i].slot;
@@ -144,8 +144,8 @@ class Reader {
     return seen;
   }
 
-  bool is_in_range(const Reading::Said& said) const noexcept {
-    return said.slot >= 0 && static_cast<std::size_t>(said.slot) < reading_.slots();
+  bool has(Py_ssize_t slot) const noexcept {
+    return slot >= 0 && static_cast<std::size_t>(slot) < reading_.slots();
   }
 
   // Whether the slot has this key now, which may change at once.
@@ -174,41 +174,7 @@ using Self = Holder<Reader>;
 
 Reader& of(PyObject* self) { return Self::of(self); }
 
-PyObject* lookup(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    Py_ssize_t count = 0;
-    of(self).reading().look_each(Keys(keys), [&](Py_ssize_t, bool, bool ready) {
-      count += ready;
-      return ready;
-    });
-    return number(count);
-  });
-}
-
-PyObject* present(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    const Keys all(keys);
-    Reference list = own(PyList_New(all.size()));
-    of(self).reading().look_each(all, [&](Py_ssize_t i, bool, bool ready) {
-      PyList_SetItem(list.get(), i, share(ready ? Py_True : Py_False).release());
-      return true;
-    });
-    return list;
-  });
-}
-
-PyObject* missing(PyObject* self, PyObject* keys) {
-  return guarded([&] {
-    Reference list = own(PyList_New(0));
-    of(self).reading().look_each(Keys(keys), [&](Py_ssize_t i, bool has, bool) {
-      if (!has && PyList_Append(list.get(), number(i).get()) != 0) {
-        throw PythonError{};
-      }
-      return true;
-    });
-    return list;
-  });
-}
+const Reading& reading_of(PyObject* self) { return of(self).reading(); }
 
 PyObject* lease(PyObject* self, PyObject* keys) {
   return guarded([&] {
@@ -217,27 +183,14 @@ PyObject* lease(PyObject* self, PyObject* keys) {
     if (slots.empty() && all.size() != 0) {
       return none();
     }
-    Reference list = own(PyList_New(static_cast<Py_ssize_t>(slots.size())));
-    for (std::size_t i = 0; i < slots.size(); ++i) {
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number(slots[i]).release());
-    }
-    return list;
+    return list_of(slots);
   });
 }
 
-template <void (Reader::*method)(const std::vector<Slot>&)>
+template <void (Reader::*method)(const std::vector<Py_ssize_t>&)>
 PyObject* with_slots(PyObject* self, PyObject* slots) {
   return guarded([&] {
-    const Items items(slots);
-    std::vector<Slot> all;
-    all.reserve(static_cast<std::size_t>(items.size()));
-    for (Py_ssize_t i = 0; i < items.size(); ++i) {
-      all.push_back(static_cast<Slot>(PyLong_AsLong(items[i])));
-    }
-    if (PyErr_Occurred() != nullptr) {
-      throw PythonError{};
-    }
-    (of(self).*method)(all);
+    (of(self).*method)(numbers_of(slots));
     return none();
   });
 }
@@ -276,9 +229,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 PyMethodDef methods[] = {
-    {"lookup", lookup, METH_O, nullptr},
-    {"present", present, METH_O, nullptr},
-    {"missing", missing, METH_O, nullptr},
+    {"lookup", flexkv::index::lookup<reading_of>, METH_O, nullptr},
+    {"present", flexkv::index::present<reading_of>, METH_O, nullptr},
+    {"missing", flexkv::index::missing<reading_of>, METH_O, nullptr},
     {"lease", lease, METH_O, nullptr},
     {"release", with_slots<&Reader::release>, METH_O, nullptr},
     {"settle", with_slots<&Reader::settle>, METH_O, nullptr},
