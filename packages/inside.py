@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from flexkv.cache import KVCache
 from flexkv.client import FetchId
 from flexkv.figures.definitions import TierReading
-from flexkv.host.board import CompletionBoard
-from flexkv.index.block_index import BlockIndex
+from flexkv.host.board import CELLS, CompletionBoard
+from flexkv.index.block_index import BlockIndex, IndexReader
+from flexkv.service.line import Line
+from flexkv.service.served_cache import ServedCache
+from flexkv.service.served_stores import ServedStores
 from flexkv.tiers.link import Link
 from flexkv.transfer.copies import DeviceCopy
 from flexkv.transfer.tier_stack import TierStack
@@ -45,7 +49,8 @@ def demoting(demoter: Any) -> Collection[bytes]:
 
 def described(events: Any) -> set[bytes]:
     """Keys of the blocks in host memory whose fields KV events have."""
-    return set(events._described) - events._lost.keys()
+    keys: set[bytes] = set(events._described) - events._lost.keys()
+    return keys
 
 
 def leaving_of(cache: KVCache) -> Any:
@@ -58,7 +63,7 @@ def board_of(cache: KVCache) -> CompletionBoard:
     return cache._device._board
 
 
-def copies_of(cache: KVCache) -> Sequence[DeviceCopy]:
+def copies_of(cache: KVCache) -> Sequence[DeviceCopy[Any]]:
     """The loads and stores under way, in the order of their ids."""
     return list(cache._device._pending.values())
 
@@ -134,10 +139,16 @@ def assert_no_read(cache: KVCache) -> None:
     assert not fetcher._waiting
 
 
+def open_fetches(cache: KVCache) -> Collection[FetchId]:
+    """The requests that wait for lower tiers."""
+    return cache._below.fetcher._fetches.keys()
+
+
 def assert_no_fetch(cache: KVCache) -> None:
     """No request waits for a lower tier."""
     fetcher = cache._below.fetcher
-    assert fetcher._fetches == fetcher._waiting == {}
+    assert not fetcher._fetches
+    assert not fetcher._waiting
 
 
 def assert_no_write(cache: KVCache) -> None:
@@ -152,3 +163,42 @@ def assert_no_lease(cache: KVCache) -> None:
     """No block is leased or being written."""
     assert not writing_blocks(cache._index)
     assert [b.key for b in ready_blocks(cache._index).values() if b.leases] == []
+
+
+def stores_of(cache: ServedCache) -> ServedStores:
+    """The stores of an engine that uses the node's service, and its granted slots."""
+    return cache._stores
+
+
+def line_of(cache: ServedCache) -> Line:
+    """The line of an engine to the node's service."""
+    return cache._line
+
+
+def reader_of(cache: ServedCache) -> IndexReader:
+    """What reads the index of the node's service, and holds its blocks."""
+    return cache._reader
+
+
+def waiting_messages(line: Line) -> Sequence[Any]:
+    """Messages that wait to be sent and are in no packet yet."""
+    return line._messages
+
+
+def waiting_packets(line: Line) -> deque[bytes]:
+    """Packets that wait to be sent: tests add others."""
+    return line._packets
+
+
+def bell_of(line: Line) -> memoryview:
+    """How many packets the service has sent, and how many the engine has read."""
+    return line._bell
+
+
+def assert_served_rest(cache: ServedCache) -> None:
+    """An engine that uses the node's service moves no block, and has each granted slot free."""
+    assert sorted(free_cells(cache._device._board)) == list(range(CELLS))
+    assert reader_of(cache).held == 0
+    stores = stores_of(cache)
+    assert not any((stores.by_id, stores.by_key, cache._fetches))
+    assert sorted(stores.free) == sorted(stores.granted)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from engine_world import World
 
-from flexkv.host.board import CELLS
-from packages.inside import free_cells
+from packages.inside import assert_served_rest
 
 
 class ServedWorld(World):
@@ -18,11 +17,5 @@ class ServedWorld(World):
         if not self.is_on:
             return
         self.settle()
-        cache = self.cache
-        assert sorted(free_cells(cache._device._board)) == list(range(CELLS))
-        assert cache._reader.held == 0
-        assert not cache._stores.by_id
-        assert not cache._stores.by_key
-        assert not cache._fetches
-        assert sorted(cache._stores.free) == sorted(cache._stores.granted)
+        assert_served_rest(self.cache)
         self.assert_untracked()

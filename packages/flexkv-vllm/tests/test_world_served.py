@@ -18,6 +18,7 @@ from served_world import ServedWorld
 from traffic import Traffic, loaded, make_stems
 
 from packages.flexkv.tests.service.served import Service
+from packages.inside import index_of, line_of, stores_of
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 SLOT_BYTES = 4096 * -(-BLOCK_TOKENS * HEAD_BYTES * HEADS * LAYERS // 4096)
@@ -43,7 +44,7 @@ def make_service(tmp_path: Path) -> Iterator[MakeService]:
 def assert_nothing_is_lost(service: Service) -> None:
     """Once engines are at rest: each slot is free, has a block, or is granted."""
     wait_until(service.accounted, lambda: None)
-    index = service.pool.cache._index
+    index = index_of(service.pool.cache)
     assert not writing_blocks(index)
     assert [block.key for block in ready_blocks(index).values() if block.leases] == []
 
@@ -51,7 +52,7 @@ def assert_nothing_is_lost(service: Service) -> None:
 def served(make_world: MakeWorld, service: Service, **options: Any) -> ServedWorld:
     settings = {"service": service.root, "always_load": True} | options.pop("settings", {})
     world = make_world(ServedWorld, settings=settings, **options)
-    wait_until(lambda: bool(world.cache._stores.free), world.poll)
+    wait_until(lambda: bool(stores_of(world.cache).free), world.poll)
     return world
 
 
@@ -73,17 +74,18 @@ def test_an_engine_loads_what_another_has_stored(
 def test_a_prompt_of_many_steps_is_stored_whole(
     make_service: MakeService, make_world: MakeWorld, ahead: bool
 ) -> None:
-    """Also where the next step is scheduled before the stores of the last one begin. The service
-    answers between two steps."""
+    """Also where the next step is scheduled before the stores of the last one begin. Between two
+    steps the service answers, and the copies of all steps but one end."""
     service = make_service(512)
     options: dict[str, Any] = {"num_blocks": 128, "max_requests": 1}
     one = served(make_world, service, lag=random.Random(1) if ahead else None, **options)
     other = served(make_world, service, **options)
-    stores, engine = one.cache._stores, service.server.engines[0]
+    stores, engine = stores_of(one.cache), service.server.engines[0]
 
     def is_served() -> bool:
         told = any(store.is_told for store in stores.by_id.values())
-        return not told and 4 * len(stores.granted) > 3 * engine._target
+        is_granted = 4 * len(stores.granted) > 3 * engine._target
+        return is_granted and not told and len(stores.by_id) <= 1
 
     rng = random.Random(2)
     for _ in range(3):
@@ -177,7 +179,7 @@ def test_traffic_goes_on_when_the_service_ends(
     for world in worlds:
         Traffic(world, rng, stems, clear_rate=0.0).run(20, [])
     assert [loaded(world) for world in worlds] > before
-    assert all(world.cache._line.is_cut for world in worlds)
+    assert all(line_of(world.cache).is_cut for world in worlds)
 
 
 def test_what_left_host_memory_comes_back_from_the_services_disk(
@@ -196,7 +198,7 @@ def test_what_left_host_memory_comes_back_from_the_services_disk(
     one, other = served(make_world, service), served(make_world, service)
     texts = prompts(3, 16)
     for text in texts:
-        wait_until(lambda: len(one.cache._stores.free) >= PROMPT_BLOCKS, one.poll)
+        wait_until(lambda: len(stores_of(one.cache).free) >= PROMPT_BLOCKS, one.poll)
         one.generate(text)
         one.settle()
         wait_until(lambda: not service.pool.cache.busy, lambda: None)

@@ -21,6 +21,7 @@ from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status
 from packages.conftest import PATIENCE_SECONDS
+from packages.inside import index_of, stores_of
 
 FORMAT = BlockFormat(1, (4096,))
 ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
@@ -82,7 +83,7 @@ class Service:
 
     def accounted(self) -> bool:
         """Whether each slot is free, has a ready block, or is granted."""
-        index = self.pool.cache._index
+        index = index_of(self.pool.cache)
         index.look_at_holds()
         granted = sum(engine.granted for engine in self.server.engines)
         return index.free_slots + len(index) + granted == index.num_slots
@@ -101,7 +102,7 @@ class Scheduler:
         assert self._shared.info.service is not None
         self.ticket = self._shared.info.service
         self.cache = ServedCache(schedule_pool(self.ticket, step_blocks), self.arena)
-        until(lambda: self.cache._stores.free, self.cache.poll)
+        until(lambda: stores_of(self.cache).free, self.cache.poll)
 
     def copy(self, transfer: Transfer, status: Status = Status.DONE) -> None:
         """As the rank: write or check the bytes of each block, and report."""

@@ -17,6 +17,15 @@ from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
+from packages.inside import (
+    bell_of,
+    line_of,
+    open_fetches,
+    reader_of,
+    stores_of,
+    waiting_messages,
+    waiting_packets,
+)
 
 Attach = Callable[..., Scheduler]
 
@@ -133,7 +142,7 @@ def test_a_cancelled_transfer_leaves_nothing(service: Service, attach: Attach) -
     load = one.cache.load(keys)
     assert load is not None
     one.cache.cancel(load.id)
-    assert one.cache._reader.held == 0
+    assert reader_of(one.cache).held == 0
     one.settle()
     until(service.accounted)
 
@@ -158,7 +167,7 @@ def test_a_long_prompt_takes_several_messages(
     count = 3 * wire.MOST_KEYS
     service = make_service(8 * count)
     one = attach(service, step_blocks=2 * count)
-    until(lambda: len(one.cache._stores.free) >= count, one.cache.poll)
+    until(lambda: len(stores_of(one.cache).free) >= count, one.cache.poll)
     keys = [key.ljust(96, b"-") for key in keys_of("a", count)]
     assert one.store(keys) == keys
     one.cache.record(keys[:7], prompt=keys)
@@ -182,11 +191,11 @@ def test_granted_slots_are_a_share_and_come_back(
     monkeypatch.setattr(attached, "_IDLE_SHARE", 64)
     service = make_service(64)
     one = attach(service, step_blocks=1000)
-    assert len(one.cache._stores.free) == 16
-    until(lambda: len(one.cache._stores.free) == 2, one.cache.poll)
+    assert len(stores_of(one.cache).free) == 16
+    until(lambda: len(stores_of(one.cache).free) == 2, one.cache.poll)
     until(service.accounted)
     assert one.store(keys_of("a", 2)) == keys_of("a", 2)
-    until(lambda: len(one.cache._stores.free) == 16, one.cache.poll)
+    until(lambda: len(stores_of(one.cache).free) == 16, one.cache.poll)
 
 
 def test_a_reset_of_one_engine_leaves_the_blocks_to_others(
@@ -221,10 +230,12 @@ def test_changes_reach_those_who_watch(service: Service, attach: Attach) -> None
 def test_figures_are_the_pools_and_the_engines_own(service: Service, attach: Attach) -> None:
     one, other = attach(service), attach(service)
     one.store(keys_of("a", 3))
-    until(lambda: one.cache._shared, lambda: (one.cache.touch([b"x"]), one.cache.poll()))
+    until(
+        lambda: 3.0 in one.cache.figures().shared.values(),
+        lambda: (one.cache.touch([b"x"]), one.cache.poll()),
+    )
     assert one.cache.figures().counts["stored_blocks"] == 3
     assert other.cache.figures().counts["stored_blocks"] == 0
-    assert 3.0 in one.cache.figures().shared.values()
 
 
 def test_an_error_loses_no_slot_and_no_hold(service: Service, attach: Attach) -> None:
@@ -233,15 +244,15 @@ def test_an_error_loses_no_slot_and_no_hold(service: Service, attach: Attach) ->
     one.store(keys)
     kept = one.cache.load(keys[:1])
     assert kept is not None
-    one.cache._reader.lease(keys)  # nobody knows of it
-    lost = one.cache._stores.free.pop()
+    reader_of(one.cache).lease(keys)  # nobody knows of it
+    lost = stores_of(one.cache).free.pop()
     one.cache.recover()
     one.cache.poll()
-    assert one.cache._reader.held == 1
-    assert lost in one.cache._stores.free
+    assert reader_of(one.cache).held == 1
+    assert lost in stores_of(one.cache).free
     one.copy(kept)
     one.settle()
-    assert one.cache._reader.held == 0
+    assert reader_of(one.cache).held == 0
 
 
 def test_an_error_loses_no_message(
@@ -252,7 +263,7 @@ def test_an_error_loses_no_message(
     transfer = ordered(one, keys)
     one.copy(transfer)
     one.cache.poll()
-    until(lambda: one.cache._line.has_news)
+    until(lambda: line_of(one.cache).has_news)
     with monkeypatch.context() as patch:
         patch.setattr(one.cache, "_hear", _raising)
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -260,9 +271,9 @@ def test_an_error_loses_no_message(
     assert one.cache.busy
     one.cache.recover()
     one.settle()
-    assert not one.cache._stores.by_id
+    assert not stores_of(one.cache).by_id
     until(service.accounted)
-    assert sorted(one.cache._stores.free) == sorted(one.cache._stores.granted)
+    assert sorted(stores_of(one.cache).free) == sorted(stores_of(one.cache).granted)
 
 
 def _raising(*_: object) -> None:
@@ -280,7 +291,7 @@ def test_an_engine_that_reads_seldom_is_served_on(
     for number in range(300):
         other.store(keys_of(f"b {number}", 1))
     assert not any(engine.has_ended for engine in service.server.engines)
-    bell = slow.cache._line._bell
+    bell = bell_of(line_of(slow.cache))
     assert (bell[SENT] - bell[READ]) % (1 << 32) <= 2, "all else waits until it has read"
     added: list[bytes] = []
 
@@ -309,7 +320,7 @@ def test_a_fetch_ends_when_the_service_hangs_in_the_middle(
     fetch = one.cache.fetch(keys_of("a", 4))
     assert fetch is not None
     until(lambda: one.cache.fetch_state(fetch).arrived == 1, one.cache.poll)
-    heard, bell = 0, one.cache._line._bell
+    heard, bell = 0, bell_of(line_of(one.cache))
     while heard < 6:  # figures come four times a second, and the limit is a second
         before = bell[READ]
         until(lambda before=before: bell[READ] != before, one.cache.poll)
@@ -354,8 +365,7 @@ class TestAServiceThatIsGone:
             one.cache.poll()
         assert one.cache.store(keys_of("t", 1), [0]) is None, "all granted slots are used"
         assert one.load(keys)
-        until(lambda: one.cache._hangs)
-        assert one.cache.fetch(keys_of("e", 2)) is None
+        until(lambda: one.cache.fetch(keys_of("e", 2)) is None)
 
     def test_what_waits_for_a_service_that_hangs_is_bounded(
         self, service: Service, attach: Attach
@@ -368,13 +378,13 @@ class TestAServiceThatIsGone:
         for _ in range(3 * MOST_WAITING):
             one.cache.touch(prompt)
             one.cache.poll()
-        line = one.cache._line
-        assert len(line._messages) <= MOST_WAITING
-        assert len(line._packets) <= 1
+        line = line_of(one.cache)
+        assert len(waiting_messages(line)) <= MOST_WAITING
+        assert len(waiting_packets(line)) <= 1
         transfer = ordered(one, keys_of("c", 1))
         one.copy(transfer)
         one.cache.poll()
-        assert isinstance(line._messages[-1], wire.Publish), "slots depend on it"
+        assert isinstance(waiting_messages(line)[-1], wire.Publish), "slots depend on it"
         assert one.load(keys)
 
 
@@ -402,7 +412,7 @@ def test_blocks_of_a_disk_are_fetched(
     assert other.load(keys), "what was fetched stays until the fetch ends"
     assert other.cache.end_fetch(fetch).gave[Medium.DISK][0] == 4
     other.settle()
-    until(lambda: not service.pool.cache._below.fetcher._fetches)
+    until(lambda: not open_fetches(service.pool.cache))
     nothing = other.cache.fetch(keys_of("nowhere", 3))
     assert nothing is not None
     until(lambda: other.cache.fetch_state(nothing).done, other.cache.poll)

@@ -27,6 +27,7 @@ from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ArenaError
 from packages.flexkv.tests.service.served import ABOUT, FORMAT, Scheduler, Service, keys_of, until
+from packages.inside import index_of, line_of, waiting_packets
 
 Attach = Callable[..., Scheduler]
 OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
@@ -99,9 +100,9 @@ def test_a_message_against_the_rules_ends_that_engine_alone(
     good, bad = attach(service), attach(service)
     keys = keys_of("a", 3)
     bad.store(keys)
-    bad.cache._line.put(message)
+    line_of(bad.cache).put(message)
     if isinstance(message, wire.Fetch):
-        bad.cache._line.put(message)  # one of this number is open
+        line_of(bad.cache).put(message)  # one of this number is open
     bad.cache.poll()
     until(lambda: any(each.has_ended for each in service.server.engines))
     assert good.load(keys)
@@ -118,7 +119,7 @@ def test_an_engine_that_is_not_served_any_more_reads_right_bytes(
     bad.store(keys)
     under_way = bad.cache.load(keys)
     assert under_way is not None
-    bad.cache._line.put(wire.Return([-1]))
+    line_of(bad.cache).put(wire.Return([-1]))
     bad.cache.poll()
     until(lambda: any(each.has_ended for each in service.server.engines))
     for number in range(40):
@@ -139,7 +140,7 @@ def test_a_store_that_no_rank_has_copied_is_not_published(service: Service, atta
     one = attach(service)
     transfer = one.cache.store(keys_of("a", 2), range(2))
     assert transfer is not None
-    one.cache._line.put(
+    line_of(one.cache).put(
         wire.Publish(1, transfer.cell, keys_of("a", 2), [None, b""], list(transfer.slots), True)
     )
     one.cache.poll()
@@ -166,8 +167,8 @@ def test_random_packets_harm_nobody(make_service: Callable[..., Service], attach
             sent[rng.randrange(len(sent))] = rng.randrange(256)
         if number % 3 == 0:
             sent = bytearray(rng.randbytes(rng.randint(1, 300)))
-        bad.cache._line._packets.append(bytes(sent))
-        bad.cache._line.send()
+        waiting_packets(line_of(bad.cache)).append(bytes(sent))
+        line_of(bad.cache).send()
         bad.cache.poll()
         bad.close()
         assert good.load(keys)
@@ -248,7 +249,7 @@ def test_slots_of_a_scheduler_that_was_killed_wait_for_its_workers(
     worker.wait()
     until(lambda: len(service.server.engines) == 1)
     until(service.accounted)
-    index = service.pool.cache._index
+    index = index_of(service.pool.cache)
     assert index.free_slots + len(index) == index.num_slots - service.server.engines[0].granted
 
 
