@@ -17,18 +17,25 @@ from flexkv_kernels._library import LIBRARY
 
 class _MakeBlockIndex(Protocol):
     def __call__(
-        self, num_slots: int, policy: EvictionPolicy | None, memory: Buffer | None, /
+        self,
+        num_slots: int,
+        policy: EvictionPolicy | None,
+        memory: Buffer | None,
+        begun: bool,
+        /,
     ) -> BlockIndex:
         """Make an index.
 
         Args:
             num_slots: number of slots of the tier.
             policy: chooses the blocks to evict; kept alive. None evicts the least recently used.
-            memory: shared memory of `index_bytes(num_slots)` bytes, all zero, in which others read
-                the index; kept. None if nobody else reads it.
+            memory: shared memory of `index_bytes(num_slots)` bytes, in which others read the index;
+                kept. None if nobody else reads it.
+            begun: whether the memory is that of an index whose owner has ended; if not, it is zero.
 
         Raises:
-            ValueError: the number of slots, or the size of the memory, is not allowed.
+            ValueError: the number of slots, or the size of the memory, is not allowed, or it is no
+                index of this layout.
         """
         ...
 

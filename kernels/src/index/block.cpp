@@ -44,8 +44,15 @@ Block* BlockStore::begin_life(Slot slot, KeyView key, Py_hash_t hash, const Bloc
   set_leasable(block, false);
   std::atomic_thread_fence(std::memory_order_release);  // readers notice before the key changes
   StoredKey& stored = keys_[slot];
+  stored.parent = parent == nullptr ? kNoSlot : slot_of(parent);
+  stored.parent_hash = parent == nullptr ? 0 : parent->hash;
   stored.size = static_cast<std::uint8_t>(key.size());
   std::copy(key.begin(), key.end(), stored.bytes);
+  return resume_life(slot, hash, parent);
+}
+
+Block* BlockStore::resume_life(Slot slot, Py_hash_t hash, const Block* parent) noexcept {
+  Block* const block = &(*this)[slot];
   const std::uint32_t life = block->life + 1;
   *block = {};
   block->life = life;

@@ -93,6 +93,9 @@ class BlockStore {
   // Begins a life of a slot that is in no table, in state writing. Throws PythonError.
   Block* begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent);
 
+  // The same for a block whose key an owner of the memory before this one has written.
+  Block* resume_life(Slot slot, Py_hash_t hash, const Block* parent) noexcept;
+
   // Puts the block into the list of the block that it builds on, or takes it out.
   void link(Block* block) noexcept;
   void unlink(Block* block) noexcept;

@@ -23,6 +23,13 @@ inline std::vector<Py_ssize_t> numbers_of(PyObject* object) {
   return numbers;
 }
 
+// Throws PythonError: `is_index` is false.
+[[noreturn]] inline void refuse_memory() {
+  PyErr_Format(PyExc_ValueError, "the memory is no index of layout %u; allowed: one of this version",
+               kLayout);
+  throw PythonError{};
+}
+
 // A list of whole numbers. Throws PythonError.
 template <typename Number>
 Reference list_of(const std::vector<Number>& numbers) {

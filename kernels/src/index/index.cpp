@@ -5,14 +5,18 @@
 
 namespace flexkv::index {
 
-Index::Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared)
+Index::Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared, bool begun)
     : shared_(std::move(shared)),
-      memory_(slots, shared_ == nullptr ? nullptr : shared_->start()),
+      memory_(slots, shared_ == nullptr ? nullptr : shared_->start(), begun),
       store_(memory_),
       table_(memory_, store_),
       taken_(slots),
       policy_(policy == Py_None ? make_lru(store_) : make_policy(policy, store_, table_)) {
   free_.reserve(slots);
+  if (begun) {
+    resume();
+    return;
+  }
   for (std::size_t slot = slots; slot > 0; --slot) {
     free_.push_back(static_cast<Slot>(slot - 1));
   }
@@ -384,6 +388,16 @@ std::vector<Slot> Index::take_slots(std::size_t most) {
     }
     taken_[static_cast<std::size_t>(slot)] = true;
     slots.push_back(slot);
+  }
+  return slots;
+}
+
+std::vector<Slot> Index::taken() const {
+  std::vector<Slot> slots;
+  for (std::size_t slot = 0; slot < taken_.size(); ++slot) {
+    if (taken_[slot]) {
+      slots.push_back(static_cast<Slot>(slot));
+    }
   }
   return slots;
 }

@@ -18,8 +18,9 @@ namespace flexkv::index {
 class Index {
  public:
   // `policy` is None for the least recently used first. The index lies in `shared` if that is not null,
-  // and has the size for it. Throws PythonError if the policy has blocks already.
-  Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared);
+  // and has the size for it. If `begun`, its owner has ended: see `resume`. Throws PythonError if the
+  // policy has blocks already.
+  Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared, bool begun);
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
 
@@ -74,6 +75,7 @@ class Index {
   // `give_back`. Evicts blocks for them.
   std::vector<Slot> take_slots(std::size_t most);
   bool is_taken(Slot slot) const noexcept { return taken_[static_cast<std::size_t>(slot)]; }
+  std::vector<Slot> taken() const;
   void give_back(Slot slot);
 
   // Readers of the shared memory, which hold slots.
@@ -93,6 +95,8 @@ class Index {
   static bool is_ready(const Block* block) noexcept {
     return block != nullptr && block->state == State::ready;
   }
+  void resume();
+  bool enter(Slot slot);
   void count_uses(const std::vector<Block*>& leased, const std::vector<Block*>& pinned);
   void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);

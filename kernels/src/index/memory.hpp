@@ -48,11 +48,14 @@ struct alignas(16) Entry {
   std::uint64_t word;
 };
 
-// The key of the block in a slot. Its version is even while that block can be leased.
+// The key of the block in a slot. Its version is even while that block can be leased. The block that it
+// builds on, or none, is named for a next owner of the memory.
 struct alignas(64) StoredKey {
   std::uint32_t version;
+  Slot parent;
+  Py_hash_t parent_hash;
   std::uint8_t size;
-  char bytes[123];
+  char bytes[111];
 
   KeyView view() const noexcept { return {bytes, size}; }
 };
@@ -63,7 +66,7 @@ inline constexpr std::size_t kMostKeyBytes = 96;
 static_assert(kMostKeyBytes <= sizeof(StoredKey::bytes));
 
 inline constexpr std::uint64_t kMagic = 0x5845444e49564b46;  // FKVINDEX
-inline constexpr std::uint32_t kLayout = 1;
+inline constexpr std::uint32_t kLayout = 2;
 inline constexpr std::size_t kHeaderBytes = 4096;
 
 // The places of the parts for a number of slots. The table is at most half full.
@@ -78,16 +81,25 @@ struct Places {
   std::size_t bytes() const noexcept { return keys_start() + slots * sizeof(StoredKey); }
 };
 
+// Whether memory of this size is that of an index of this layout.
+inline bool is_index(const char* start, std::size_t size) noexcept {
+  const auto* const header = reinterpret_cast<const Header*>(start);
+  return size >= kHeaderBytes && load_word(header->magic) == kMagic && header->layout == kLayout &&
+         size == Places(header->slots).bytes();
+}
+
 // The memory as the one process has it that writes it.
 class Memory {
  public:
   // In `shared`, which has `Places::bytes` bytes and outlives this; or of this process alone, if that is
-  // null. Throws std::bad_alloc.
-  Memory(std::size_t slots, char* shared)
+  // null. If `begun`, the memory is that of an index whose owner has ended. Throws std::bad_alloc.
+  Memory(std::size_t slots, char* shared, bool begun)
       : places_(slots),
         own_(shared == nullptr ? places_.bytes() : 0),
         start_(shared == nullptr ? &own_[0] : shared) {
-    begin();
+    if (!begun) {
+      begin();
+    }
   }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -125,6 +137,7 @@ class Reading {
         mask_(places.entries - 1) {}
 
   std::size_t slots() const noexcept { return slots_; }
+  std::size_t places() const noexcept { return mask_ + 1; }
   Epoch epoch() const noexcept { return load_word(header_->epoch); }
   Py_hash_t hash(KeyView key) const noexcept { return hash_of(key, header_->seed); }
   const StoredKey& key(Slot slot) const noexcept { return keys_[slot]; }

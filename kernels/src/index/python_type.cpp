@@ -167,6 +167,10 @@ PyObject* is_taken(PyObject* self, PyObject* object) {
   });
 }
 
+PyObject* taken_slots(PyObject* self, PyObject*) {
+  return guarded([&] { return list_of(of(self).taken()); });
+}
+
 PyObject* place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 4);
@@ -340,12 +344,13 @@ int contains(PyObject* self, PyObject* key) {
 
 constexpr long long kMostSlots = (1LL << 31) - 1;
 
-// BlockIndex(slots, policy, memory)
+// BlockIndex(slots, policy, memory, begun)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   long long slots = 0;
   PyObject* policy = nullptr;
   PyObject* memory = nullptr;
-  if (PyArg_ParseTuple(args, "LOO", &slots, &policy, &memory) == 0) {
+  int begun = 0;
+  if (PyArg_ParseTuple(args, "LOOp", &slots, &policy, &memory, &begun) == 0) {
     return nullptr;
   }
   if (slots < 0 || slots > kMostSlots) {
@@ -363,7 +368,11 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
         throw PythonError{};
       }
     }
-    return Self::make(type, count, policy, std::move(shared));
+    if (begun != 0 &&
+        (shared == nullptr || !flexkv::index::is_index(shared->start(), shared->size()))) {
+      flexkv::index::refuse_memory();
+    }
+    return Self::make(type, count, policy, std::move(shared), begun != 0);
   });
 }
 
@@ -380,6 +389,7 @@ PyMethodDef methods[] = {
     {"reserve_all", erased(reserve_all), METH_FASTCALL, nullptr},
     {"take_slots", take_slots, METH_O, nullptr},
     {"is_taken", is_taken, METH_O, nullptr},
+    {"taken_slots", taken_slots, METH_NOARGS, nullptr},
     {"place", erased(place), METH_FASTCALL, nullptr},
     {"give_back", give_back, METH_O, nullptr},
     {"add_reader", add_reader, METH_O, nullptr},

@@ -209,16 +209,10 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&] {
     auto index = std::make_unique<Buffer>(memory, PyBUF_SIMPLE);
     auto counters = std::make_unique<Buffer>(holds, PyBUF_WRITABLE);
-    const auto* const header = reinterpret_cast<const Header*>(index->start());
-    const bool is_index = index->size() >= flexkv::index::kHeaderBytes &&
-                          load_word(header->magic) == flexkv::index::kMagic;
-    if (!is_index || header->layout != flexkv::index::kLayout ||
-        index->size() != Places(header->slots).bytes()) {
-      PyErr_Format(PyExc_ValueError, "the memory has layout %u of an index; allowed: %u",
-                   is_index ? header->layout : 0, flexkv::index::kLayout);
-      throw PythonError{};
+    if (!flexkv::index::is_index(index->start(), index->size())) {
+      flexkv::index::refuse_memory();
     }
-    const std::size_t slots = header->slots;
+    const std::size_t slots = reinterpret_cast<const Header*>(index->start())->slots;
     if (counters->size() != slots * sizeof(Hold)) {
       PyErr_Format(PyExc_ValueError, "%zu bytes for holds; allowed: %zu", counters->size(),
                    slots * sizeof(Hold));

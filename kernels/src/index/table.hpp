@@ -53,6 +53,13 @@ class BlockTable {
     });
   }
 
+  // Readers find nothing from now on.
+  void empty() noexcept {
+    for (std::size_t place = 0; place < reading_.places(); ++place) {
+      put(place, {});
+    }
+  }
+
   // Adds a block whose key it does not have; there is room.
   void add(const Block* block) noexcept {
     std::size_t place = reading_.home(block->hash);

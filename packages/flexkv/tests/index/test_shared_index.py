@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import struct
 import time
 from collections import Counter
@@ -225,8 +226,10 @@ def test_memory_that_is_no_index_is_refused() -> None:
         block_index(SLOTS, LRUPolicy(), bytearray(size - 1))
     memory, holds = bytearray(size), bytearray(2 * SLOTS)
     for wrong in (memory, bytearray(64)):
-        with pytest.raises(ValueError, match="layout 0 of an index; allowed: 1"):
+        with pytest.raises(ValueError, match="no index of layout 2"):
             index_reader(wrong, holds)
+    with pytest.raises(ValueError, match="no index of layout 2"):
+        block_index(SLOTS, LRUPolicy(), memory, begun=True)
     index = block_index(SLOTS, LRUPolicy(), memory)
     assert index_reader(memory, holds).lookup(KEYS) == 0
     for shorter in (holds[2:], bytearray(2 * SLOTS + 2)):
@@ -234,11 +237,54 @@ def test_memory_that_is_no_index_is_refused() -> None:
             index_reader(memory, shorter)
         with pytest.raises(ValueError, match="bytes for holds; allowed: 16"):
             index.add_reader(shorter)
-    with pytest.raises(ValueError, match="layout 1 of an index"):
+    with pytest.raises(ValueError, match="no index of layout 2"):
         index_reader(memory[:-1], holds)
-    memory[8] = 2
-    with pytest.raises(ValueError, match="layout 2 of an index; allowed: 1"):
+    memory[8] = 1
+    with pytest.raises(ValueError, match="no index of layout 2"):
         index_reader(memory, holds)
+    with pytest.raises(ValueError, match="no index of layout 2"):
+        block_index(SLOTS, LRUPolicy(), memory, begun=True)
+
+
+def test_an_index_goes_on_in_the_memory_of_one_that_ended(shared: Shared) -> None:
+    index, reader = shared.index, shared.reader
+    publish(index, index.reserve_all(KEYS[:3], range(3), (0,)))
+    index.reserve(KEYS[3], KEYS[2])
+    (granted,) = index.take_slots(1)
+    put(index, KEYS[5])
+    index.drop(index.lease(KEYS[5:6]) or [])
+    held = reader.lease(KEYS[:1]) or []
+    slots = {block.key: block.slot for block in index.blocks if block.key != KEYS[3]}
+    other = block_index(SLOTS, LRUPolicy(), shared.memory, begun=True)
+    other.add_reader(shared.holds)
+    assert {block.key: block.slot for block in other.blocks} == slots
+    assert [block.parent_key for block in other.blocks] == [None, *KEYS[:2]]
+    assert reader.lookup(KEYS) == other.lookup(KEYS) == 3
+    assert reader.lease(KEYS[3:4]) is reader.lease(KEYS[5:6]) is None
+    taken = other.taken_slots()
+    assert granted in taken
+    assert taken == sorted(set(range(SLOTS)) - set(slots.values()))
+    other.give_back(taken)
+    put(other, *KEYS[10 : 10 + SLOTS])
+    assert other.lookup(KEYS[:1]) == 1, "what is held was evicted"
+    assert other.lookup(KEYS[1:2]) == 0
+    reader.release(held)
+
+
+def test_a_block_without_the_one_before_it_is_not_kept(shared: Shared) -> None:
+    index = shared.index
+    publish(index, index.reserve_all(KEYS[:3], range(3), (0,)))
+    first, second, third = index.lease(KEYS[:3]) or []
+    start = index_bytes(SLOTS) - 128 * SLOTS
+    version = struct.unpack_from("I", shared.memory, start + 128 * second.slot)[0]
+    struct.pack_into("I", shared.memory, start + 128 * second.slot, version + 1)
+    other = block_index(SLOTS, LRUPolicy(), shared.memory, begun=True)
+    assert [block.slot for block in other.blocks] == [first.slot]
+    assert third.slot in other.taken_slots()
+    assert shared.reader.lease(KEYS[2:3]) is None
+    # Of a ring of blocks none is kept, and the search for their beginning ends.
+    struct.pack_into("i", shared.memory, start + 128 * first.slot + 4, first.slot)
+    assert len(block_index(SLOTS, LRUPolicy(), shared.memory, begun=True)) == 0
 
 
 class Histories(RuleBasedStateMachine):
@@ -318,6 +364,23 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.index.settle([], [], [])
+
+    @rule(policy=st.sampled_from(["lru", "hazard"]))
+    def succeed(self, policy: str) -> None:
+        """Another owner goes on in the memory. All writers tell it what they have."""
+        there = {block.key: block.slot for block in self.index.blocks}
+        made: Any = POLICIES[policy]
+        self.index = block_index(
+            SLOTS,
+            LRUPolicy() if policy == "lru" else made(SLOTS),
+            self.shared.memory,
+            begun=True,
+        )
+        self.index.add_reader(self.shared.holds)
+        assert {block.key: block.slot for block in self.index.blocks} == there
+        taken = self.index.taken_slots()
+        assert sorted([*taken, *there.values()]) == list(range(SLOTS))
+        self.index.give_back(sorted(set(taken) - set(self.taken)))
 
     @rule()
     def save_a_victim(self) -> None:
@@ -423,3 +486,62 @@ def test_readers_of_other_processes_see_right_bytes(
     assert totals["wrong"] == totals["held"] == 0
     assert totals["leases"] > 0
     assert index.evictions > 0
+
+
+def _own(fds: tuple[int, int], holds: list[int], seed: int, begun: bool) -> BlockIndex:
+    """Write and evict blocks until this process is killed."""
+    memory, arena = (mmap.mmap(fd, os.fstat(fd).st_size) for fd in fds)
+    index = block_index(RACE_SLOTS, LRUPolicy(), memory, begun=begun)
+    for fd in holds:
+        index.add_reader(mmap.mmap(fd, 2 * RACE_SLOTS))
+    if begun:
+        index.give_back(index.taken_slots())
+    keys, state = _race_keys(), seed
+    while True:
+        state = (state * 2862933555777941757 + 3037000493) % (1 << 64)
+        key, after = keys[(state >> 33) % RACE_KEYS], keys[(state >> 43) % RACE_KEYS]
+        block = index.reserve(key, None if state % 2 else after)
+        if block is not None:
+            start = block.slot * 8 * WORDS
+            arena[start : start + 8 * WORDS] = key[:8] * WORDS
+            index.publish([block])
+        index.look_at_holds()
+
+
+def test_readers_see_right_bytes_while_owners_are_killed(
+    files: tuple[int, int, list[int]],
+) -> None:
+    """One owner after the other is killed at a random moment, and the next goes on."""
+    index_fd, arena_fd, hold_fds = files
+    block_index(RACE_SLOTS, LRUPolicy(), mmap.mmap(index_fd, os.fstat(index_fd).st_size))
+    context, readers = get_context("fork"), []
+    for number, fd in enumerate(hold_fds):
+        mine, other = context.Pipe()
+        process = context.Process(
+            target=_read, args=((index_fd, arena_fd, fd), other, number + 7), daemon=True
+        )
+        process.start()
+        readers.append((process, mine))
+    for _, pipe in readers:
+        assert pipe.recv() == "ready"
+    rng = random.Random(5)
+    for number in range(40):
+        owner = context.Process(
+            target=_own, args=((index_fd, arena_fd), hold_fds, number, number > 0), daemon=True
+        )
+        owner.start()
+        time.sleep(rng.uniform(0.02, 0.05))
+        owner.kill()
+        owner.join()
+    for process, pipe in readers:
+        pipe.send("stop")
+        leases, wrong, held = pipe.recv()
+        process.join()
+        assert leases > 0
+        assert wrong == held == 0
+    memory, arena = (mmap.mmap(fd, os.fstat(fd).st_size) for fd in (index_fd, arena_fd))
+    index = block_index(RACE_SLOTS, LRUPolicy(), memory, begun=True)
+    for block in index.blocks:
+        start = block.slot * 8 * WORDS
+        assert arena[start : start + 8 * WORDS] == block.key[:8] * WORDS
+    assert len(index) + len(index.taken_slots()) == RACE_SLOTS

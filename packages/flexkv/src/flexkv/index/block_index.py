@@ -235,6 +235,10 @@ class BlockIndex(Protocol):
         """
         ...
 
+    def taken_slots(self) -> list[int]:
+        """All slots that are taken, in order."""
+        ...
+
     def place(
         self,
         keys: Sequence[bytes],
@@ -430,21 +434,26 @@ class IndexReader(Protocol):
         ...
 
 
-def block_index(num_slots: int, policy: AnyPolicy, memory: Buffer | None = None) -> BlockIndex:
+def block_index(
+    num_slots: int, policy: AnyPolicy, memory: Buffer | None = None, *, begun: bool = False
+) -> BlockIndex:
     """An index of `num_slots` slots, whose victims `policy` picks.
 
     Args:
         num_slots: slots of the tier.
         policy: picks the victims.
-        memory: shared memory of `index_bytes(num_slots)` bytes, all zero, in which other processes
-            read the index; kept. None if none does.
+        memory: shared memory of `index_bytes(num_slots)` bytes, in which other processes read the
+            index; kept. None if none does.
+        begun: whether `memory` is that of an index whose owner has ended; if not, it is zero. The
+            index then has the blocks that were ready, and nothing of their uses. All other slots
+            are taken, since writers of other processes may have them. Readers may go on meanwhile.
 
     Raises:
         ConfigError: the kernels are not installed.
-        ValueError: the memory has another size.
+        ValueError: the memory has another size, or is no index of this layout.
     """
     asked = None if isinstance(policy, LRUPolicy) else policy
-    index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked, memory)
+    index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked, memory, begun)
     return index
 
 
