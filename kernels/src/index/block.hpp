@@ -113,6 +113,10 @@ class BlockStore {
     }
   }
 
+  // The writer to whom a slot was given. It has no block then.
+  Writer writer_of(Slot slot) const noexcept { return keys_[slot].writer; }
+  void set_writer(Slot slot, Writer writer) noexcept { store_word(keys_[slot].writer, writer); }
+
   // Whether it entered before the last reset.
   bool is_of_reset(const Block* block) const noexcept { return block->epoch != epoch(); }
 

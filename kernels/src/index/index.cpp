@@ -10,7 +10,6 @@ Index::Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer
       memory_(slots, shared_ == nullptr ? nullptr : shared_->start(), begun),
       store_(memory_),
       table_(memory_, store_),
-      taken_(slots),
       policy_(policy == Py_None ? make_lru(store_) : make_policy(policy, store_, table_)) {
   free_.reserve(slots);
   if (begun) {
@@ -104,7 +103,7 @@ Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* 
     slot = given == kNoSlot ? take_slot() : given;
     if (slot != kNoSlot) {
       block = store_.begin_life(slot, key, hash, parent);
-      taken_[static_cast<std::size_t>(slot)] = false;
+      store_.set_writer(slot, kNoWriter);
     }
   } catch (...) {
     PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
@@ -379,31 +378,31 @@ std::size_t Index::look_at_holds() {
   return held_.size() + held_slots_.size();
 }
 
-std::vector<Slot> Index::take_slots(std::size_t most) {
+std::vector<Slot> Index::take_slots(std::size_t most, Writer writer) {
   std::vector<Slot> slots;
   while (slots.size() < most) {
     const Slot slot = take_slot();
     if (slot == kNoSlot) {
       break;
     }
-    taken_[static_cast<std::size_t>(slot)] = true;
+    store_.set_writer(slot, writer);
     slots.push_back(slot);
   }
   return slots;
 }
 
-std::vector<Slot> Index::taken() const {
-  std::vector<Slot> slots;
-  for (std::size_t slot = 0; slot < taken_.size(); ++slot) {
-    if (taken_[slot]) {
-      slots.push_back(static_cast<Slot>(slot));
+std::vector<Slot> Index::taken_by(Writer writer) const {
+  std::vector<Slot> taken;
+  for (Slot slot = 0; static_cast<std::size_t>(slot) < slots(); ++slot) {
+    if (store_.writer_of(slot) == writer) {
+      taken.push_back(slot);
     }
   }
-  return slots;
+  return taken;
 }
 
 void Index::give_back(Slot slot) {
-  taken_[static_cast<std::size_t>(slot)] = false;
+  store_.set_writer(slot, kNoWriter);
   free_.push_back(slot);
 }
 

@@ -71,11 +71,11 @@ class Index {
   void settle(const std::vector<Block*>& leased, const std::vector<Block*>& writing,
               const std::vector<Block*>& pinned);
 
-  // Up to `most` slots without a block, which stay so until `reserve` gives a block one of them, or
+  // Up to `most` slots for a writer, which have no block until `reserve` gives a block one of them, or
   // `give_back`. Evicts blocks for them.
-  std::vector<Slot> take_slots(std::size_t most);
-  bool is_taken(Slot slot) const noexcept { return taken_[static_cast<std::size_t>(slot)]; }
-  std::vector<Slot> taken() const;
+  std::vector<Slot> take_slots(std::size_t most, Writer writer);
+  bool is_taken(Slot slot) const noexcept { return store_.writer_of(slot) != kNoWriter; }
+  std::vector<Slot> taken_by(Writer writer) const;
   void give_back(Slot slot);
 
   // Readers of the shared memory, which hold slots.
@@ -129,7 +129,6 @@ class Index {
   BlockStore store_;
   BlockTable table_;
   std::vector<Slot> free_;
-  std::vector<bool> taken_;        // whether `take_slots` took a slot
   Holds holds_;
   std::vector<Block*> held_;       // have a lease, because readers hold them
   std::vector<Slot> held_slots_;   // free, but for their readers

@@ -48,14 +48,19 @@ struct alignas(16) Entry {
   std::uint64_t word;
 };
 
+// The process that writes to a slot, if it is another than the owner of the index.
+using Writer = std::uint8_t;
+inline constexpr Writer kNoWriter = 0;
+
 // The key of the block in a slot. Its version is even while that block can be leased. The block that it
-// builds on, or none, is named for a next owner of the memory.
+// builds on, or none, and the slot's writer are named for a next owner of the memory.
 struct alignas(64) StoredKey {
   std::uint32_t version;
   Slot parent;
   Py_hash_t parent_hash;
+  Writer writer;
   std::uint8_t size;
-  char bytes[111];
+  char bytes[110];
 
   KeyView view() const noexcept { return {bytes, size}; }
 };

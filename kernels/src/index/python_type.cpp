@@ -3,6 +3,7 @@
 // The type `BlockIndex` for CPython, by the stable ABI. A call takes many blocks where it can: the
 // step of an engine waits for it.
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -143,13 +144,27 @@ PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-PyObject* take_slots(PyObject* self, PyObject* most) {
+// A number of a writer.
+flexkv::index::Writer writer_in(PyObject* object) {
+  constexpr long kMost = std::numeric_limits<flexkv::index::Writer>::max();
+  const long writer = PyLong_AsLong(object);
+  if (PyErr_Occurred() == nullptr && (writer < 1 || writer > kMost)) {
+    PyErr_Format(PyExc_ValueError, "writer %ld; allowed: 1 to %ld", writer, kMost);
+  }
+  if (PyErr_Occurred() != nullptr) {
+    throw PythonError{};
+  }
+  return static_cast<flexkv::index::Writer>(writer);
+}
+
+PyObject* take_slots(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    const std::size_t count = PyLong_AsSize_t(most);
+    need_arguments(count, 2);
+    const std::size_t most = PyLong_AsSize_t(args[0]);
     if (PyErr_Occurred() != nullptr) {
       throw PythonError{};
     }
-    return list_of(of(self).take_slots(count));
+    return list_of(of(self).take_slots(most, writer_in(args[1])));
   });
 }
 
@@ -167,8 +182,8 @@ PyObject* is_taken(PyObject* self, PyObject* object) {
   });
 }
 
-PyObject* taken_slots(PyObject* self, PyObject*) {
-  return guarded([&] { return list_of(of(self).taken()); });
+PyObject* taken_by(PyObject* self, PyObject* writer) {
+  return guarded([&] { return list_of(of(self).taken_by(writer_in(writer))); });
 }
 
 PyObject* place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -387,9 +402,9 @@ PyMethodDef methods[] = {
     {"release_unused", with_blocks<&Index::release_unused>, METH_O, nullptr},
     {"reserve", erased(reserve), METH_FASTCALL, nullptr},
     {"reserve_all", erased(reserve_all), METH_FASTCALL, nullptr},
-    {"take_slots", take_slots, METH_O, nullptr},
+    {"take_slots", erased(take_slots), METH_FASTCALL, nullptr},
     {"is_taken", is_taken, METH_O, nullptr},
-    {"taken_slots", taken_slots, METH_NOARGS, nullptr},
+    {"taken_by", taken_by, METH_O, nullptr},
     {"place", erased(place), METH_FASTCALL, nullptr},
     {"give_back", give_back, METH_O, nullptr},
     {"add_reader", add_reader, METH_O, nullptr},

@@ -27,7 +27,10 @@ void Index::settle(const std::vector<Block*>& leased, const std::vector<Block*>&
   count_uses(leased, pinned);
   free_.clear();
   held_slots_.clear();
-  std::vector<bool> used = taken_;
+  std::vector<bool> used(slots());
+  for (Slot slot = 0; static_cast<std::size_t>(slot) < slots(); ++slot) {
+    used[static_cast<std::size_t>(slot)] = is_taken(slot);
+  }
   const auto keep = [&](const Block* block) {
     used[static_cast<std::size_t>(store_.slot_of(block))] = true;
   };

@@ -8,8 +8,8 @@
 
 namespace flexkv::index {
 
-// The blocks that readers could lease stay, with all that they build on; nothing else is known of their
-// uses. Every other slot is as one of `take_slots`: somebody may write to it. Readers may lease meanwhile.
+// The blocks that readers could lease stay, with all that they build on; nothing is known of their uses.
+// Slots that were given to a writer stay its. Readers may lease meanwhile.
 void Index::resume() {
   const Reading& reading = table_.reading();
   std::vector<Slot> ready;
@@ -28,7 +28,6 @@ void Index::resume() {
   std::sort(ready.begin(), ready.end());
   ready.erase(std::unique(ready.begin(), ready.end()), ready.end());
   table_.empty();
-  std::fill(taken_.begin(), taken_.end(), true);
   std::vector<bool> left(slots());  // those of `ready` that were not looked at
   for (const Slot slot : ready) {
     left[static_cast<std::size_t>(slot)] = true;
@@ -46,9 +45,12 @@ void Index::resume() {
     }
     prefix.clear();
   }
-  for (std::size_t slot = 0; slot < slots(); ++slot) {
-    if (Block* const block = &store_[static_cast<Slot>(slot)]; !block->tabled) {
+  for (Slot slot = static_cast<Slot>(slots()) - 1; slot >= 0; --slot) {
+    if (Block* const block = &store_[slot]; !block->tabled) {
       store_.set_leasable(block, false);
+      if (!is_taken(slot)) {
+        free_.push_back(slot);
+      }
     }
   }
   fence();
@@ -77,7 +79,7 @@ bool Index::enter(Slot slot) {
   table_.add(block);
   block->tabled = true;
   ++tabled_;
-  taken_[static_cast<std::size_t>(slot)] = false;
+  store_.set_writer(slot, kNoWriter);
   policy_->inserted(block);
   block->state = State::ready;
   table_.set_ready(block);

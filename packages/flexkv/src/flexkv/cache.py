@@ -85,7 +85,7 @@ class KVCache:
         tiers: lower tiers, the fastest first; owned.
         policy_name: name of the policy, for the metrics; empty for none.
         pin_seconds: how long a pin lasts if `pin` is not given a time.
-        memory: memory in which other processes read the index; see `block_index`.
+        memory, begun: memory in which other processes read the index; see `block_index`.
 
     Attributes:
         info: what does not change.
@@ -100,10 +100,11 @@ class KVCache:
         policy_name: str = "",
         pin_seconds: float = 3600.0,
         memory: Buffer | None = None,
+        begun: bool = False,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._policy = policy
-        self._index = block_index(arena.spec.num_slots, policy, memory)
+        self._index = block_index(arena.spec.num_slots, policy, memory, begun=begun)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         retained = arena.spec.num_slots // _RETAINED_SHARE

@@ -121,12 +121,12 @@ def test_the_slot_of_a_block_that_left_waits_for_its_readers(shared: Shared) -> 
     index.clear()
     assert reader.lookup(KEYS) == 0
     assert reader.lease(KEYS[:1]) is None
-    taken = index.take_slots(SLOTS)
+    taken = index.take_slots(SLOTS, 1)
     assert len(taken) == SLOTS - 2
     assert not set(taken) & set(held)
     reader.release(held[:1])
     assert index.look_at_holds() == 1
-    assert index.take_slots(SLOTS) == held[:1]
+    assert index.take_slots(SLOTS, 1) == held[:1]
 
 
 def test_a_block_that_was_replaced_is_not_leased_by_its_old_entry(shared: Shared) -> None:
@@ -145,10 +145,10 @@ def test_a_reader_that_ended_holds_nothing(shared: Shared) -> None:
     index = shared.index
     put(index, *KEYS[:SLOTS])
     assert shared.reader.lease(KEYS[:SLOTS])
-    assert index.take_slots(1) == []
+    assert index.take_slots(1, 1) == []
     index.remove_reader(shared.number)
     index.look_at_holds()
-    assert len(index.take_slots(SLOTS)) == SLOTS
+    assert len(index.take_slots(SLOTS, 1)) == SLOTS
     with pytest.raises(ValueError, match="no reader"):
         index.remove_reader(shared.number)
 
@@ -173,7 +173,7 @@ def test_a_recovery_holds_what_is_known(shared: Shared) -> None:
     reader.settle([kept, twice, twice])
     assert reader.held == 3
     index.clear()
-    assert set(index.take_slots(SLOTS)) == set(range(SLOTS)) - {kept, twice}
+    assert set(index.take_slots(SLOTS, 1)) == set(range(SLOTS)) - {kept, twice}
     assert lost not in {kept, twice}
     for wrong in (-1, SLOTS):
         with pytest.raises(ValueError, match="is none of 8"):
@@ -184,7 +184,7 @@ def test_a_recovery_holds_what_is_known(shared: Shared) -> None:
 def test_writers_of_other_processes_fill_slots(shared: Shared) -> None:
     index, reader = shared.index, shared.reader
     put(index, KEYS[0])
-    slots = index.take_slots(4)
+    slots = index.take_slots(4, 1)
     assert len(slots) == 4
     assert index.free_slots == SLOTS - 5
     placed = index.place(KEYS[:4], [1, 2, 3], (), slots[:3])
@@ -207,13 +207,23 @@ def test_writers_of_other_processes_fill_slots(shared: Shared) -> None:
             with pytest.raises(ValueError, match="was not taken"):
                 call(wrong)
     with pytest.raises(ValueError, match="2 slots for 1 blocks"):
-        index.place(KEYS[5:6], [0], (0,), index.take_slots(2))
+        index.place(KEYS[5:6], [0], (0,), index.take_slots(2, 1))
+
+
+def test_a_writer_has_a_number(shared: Shared) -> None:
+    for wrong in (0, 256, -1):
+        with pytest.raises(ValueError, match="allowed: 1 to 255"):
+            shared.index.take_slots(1, wrong)
+        with pytest.raises(ValueError, match="allowed: 1 to 255"):
+            shared.index.taken_by(wrong)
+    taken = shared.index.take_slots(2, 255), shared.index.take_slots(2, 1)
+    assert (shared.index.taken_by(255), shared.index.taken_by(1)) == taken
 
 
 def test_slots_of_writers_outlive_a_recovery(shared: Shared) -> None:
     index = shared.index
     put(index, *KEYS[:3])
-    slots = index.take_slots(2)
+    slots = index.take_slots(2, 1)
     index.settle([], [], [])
     assert index.free_slots == SLOTS - 5
     publish(index, index.place(KEYS[5:7], [0, 1], (0,), slots))
@@ -250,7 +260,7 @@ def test_an_index_goes_on_in_the_memory_of_one_that_ended(shared: Shared) -> Non
     index, reader = shared.index, shared.reader
     publish(index, index.reserve_all(KEYS[:3], range(3), (0,)))
     index.reserve(KEYS[3], KEYS[2])
-    (granted,) = index.take_slots(1)
+    granted = index.take_slots(1, 7)
     put(index, KEYS[5])
     index.drop(index.lease(KEYS[5:6]) or [])
     held = reader.lease(KEYS[:1]) or []
@@ -261,10 +271,10 @@ def test_an_index_goes_on_in_the_memory_of_one_that_ended(shared: Shared) -> Non
     assert [block.parent_key for block in other.blocks] == [None, *KEYS[:2]]
     assert reader.lookup(KEYS) == other.lookup(KEYS) == 3
     assert reader.lease(KEYS[3:4]) is reader.lease(KEYS[5:6]) is None
-    taken = other.taken_slots()
-    assert granted in taken
-    assert taken == sorted(set(range(SLOTS)) - set(slots.values()))
-    other.give_back(taken)
+    assert other.taken_by(7) == granted
+    assert other.taken_by(1) == []
+    assert other.free_slots == SLOTS - 4
+    other.give_back(granted)
     put(other, *KEYS[10 : 10 + SLOTS])
     assert other.lookup(KEYS[:1]) == 1, "what is held was evicted"
     assert other.lookup(KEYS[1:2]) == 0
@@ -274,13 +284,13 @@ def test_an_index_goes_on_in_the_memory_of_one_that_ended(shared: Shared) -> Non
 def test_a_block_without_the_one_before_it_is_not_kept(shared: Shared) -> None:
     index = shared.index
     publish(index, index.reserve_all(KEYS[:3], range(3), (0,)))
-    first, second, third = index.lease(KEYS[:3]) or []
+    first, second, _ = index.lease(KEYS[:3]) or []
     start = index_bytes(SLOTS) - 128 * SLOTS
     version = struct.unpack_from("I", shared.memory, start + 128 * second.slot)[0]
     struct.pack_into("I", shared.memory, start + 128 * second.slot, version + 1)
     other = block_index(SLOTS, LRUPolicy(), shared.memory, begun=True)
     assert [block.slot for block in other.blocks] == [first.slot]
-    assert third.slot in other.taken_slots()
+    assert other.free_slots == SLOTS - 1
     assert shared.reader.lease(KEYS[2:3]) is None
     # Of a ring of blocks none is kept, and the search for their beginning ends.
     struct.pack_into("i", shared.memory, start + 128 * first.slot + 4, first.slot)
@@ -314,7 +324,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def grant(self, count: int) -> None:
-        slots = self.index.take_slots(count)
+        slots = self.index.take_slots(count, 1)
         assert not set(slots) & set(self.taken)
         self.taken += slots
 
@@ -367,7 +377,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(["lru", "hazard"]))
     def succeed(self, policy: str) -> None:
-        """Another owner goes on in the memory. All writers tell it what they have."""
+        """Another owner goes on in the memory."""
         there = {block.key: block.slot for block in self.index.blocks}
         made: Any = POLICIES[policy]
         self.index = block_index(
@@ -378,9 +388,8 @@ class Histories(RuleBasedStateMachine):
         )
         self.index.add_reader(self.shared.holds)
         assert {block.key: block.slot for block in self.index.blocks} == there
-        taken = self.index.taken_slots()
-        assert sorted([*taken, *there.values()]) == list(range(SLOTS))
-        self.index.give_back(sorted(set(taken) - set(self.taken)))
+        assert self.index.taken_by(1) == sorted(self.taken)
+        assert self.index.free_slots == SLOTS - len(self.taken) - len(there)
 
     @rule()
     def save_a_victim(self) -> None:
@@ -399,7 +408,7 @@ class Histories(RuleBasedStateMachine):
         self.index.clear()
         self.index.sweep(SLOTS)
         assert self.index.look_at_holds() == 0
-        assert len(set(self.index.take_slots(SLOTS))) == SLOTS, "a slot is lost"
+        assert len(set(self.index.take_slots(SLOTS, 1))) == SLOTS, "a slot is lost"
 
 
 TestHistories = Histories.TestCase
@@ -494,8 +503,6 @@ def _own(fds: tuple[int, int], holds: list[int], seed: int, begun: bool) -> Bloc
     index = block_index(RACE_SLOTS, LRUPolicy(), memory, begun=begun)
     for fd in holds:
         index.add_reader(mmap.mmap(fd, 2 * RACE_SLOTS))
-    if begun:
-        index.give_back(index.taken_slots())
     keys, state = _race_keys(), seed
     while True:
         state = (state * 2862933555777941757 + 3037000493) % (1 << 64)
@@ -544,4 +551,4 @@ def test_readers_see_right_bytes_while_owners_are_killed(
     for block in index.blocks:
         start = block.slot * 8 * WORDS
         assert arena[start : start + 8 * WORDS] == block.key[:8] * WORDS
-    assert len(index) + len(index.taken_slots()) == RACE_SLOTS
+    assert len(index) + index.free_slots == RACE_SLOTS

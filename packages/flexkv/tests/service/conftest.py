@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,3 +44,29 @@ def attach() -> Iterator[Callable[..., Scheduler]]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts Python programs that end with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        root = Path(__file__).parents[4]
+        started.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE,
+                text=True,
+                pass_fds=pass_fds,
+                env=os.environ | {"PYTHONPATH": str(root)},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()

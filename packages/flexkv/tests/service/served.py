@@ -12,7 +12,7 @@ from typing import Any
 from flexkv.client import Transfer
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.service.attach import open_pool, schedule_pool
+from flexkv.service.attach import Attached, open_pool
 from flexkv.service.attached import AttachedEngine
 from flexkv.service.pool import SharedPool
 from flexkv.service.served_cache import ServedCache
@@ -25,6 +25,34 @@ from packages.inside import index_of, stores_of
 
 FORMAT = BlockFormat(1, (4096,))
 ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
+
+WORKER = """
+import os
+import sys
+from flexkv.host.arena import Arena, ArenaSpec
+from flexkv.service.attach import join_pool
+from flexkv.session.wire import ServiceTicket
+from packages.flexkv.tests.service.served import FORMAT
+root, client, token, path = sys.argv[1:]
+arena = Arena(os.open(path, os.O_RDWR), ArenaSpec(FORMAT, 32, 64, int(client)))
+membership = join_pool(ServiceTicket(root, int(client), token, "toy"), arena)
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+ENGINE = """
+import os
+import sys
+from packages.flexkv.tests.service.served import Scheduler, keys_of
+one = Scheduler(sys.argv[1])
+one.store(keys_of("a", 3))
+held = one.cache.load(keys_of("a", 3))
+transfer = one.cache.store(keys_of("b", 3), range(3))
+path = f"/proc/{os.getpid()}/fd/{one.arena.fd}"
+print(one.ticket.client, one.ticket.token, path, flush=True)
+sys.stdin.read()
+"""
+"""Programs of a rank and of a scheduler with a rank, as processes of their own."""
 
 
 def until(condition: Callable[[], object], act: Callable[[], object] = lambda: None) -> None:
@@ -53,8 +81,13 @@ class Service:
         self, folder: Path, slots: int = 32, slot_bytes: int = FORMAT.slot_bytes, **settings: Any
     ) -> None:
         self.root = str(folder / "service")
-        config = CacheConfig(runtime_dir=str(folder / "runtime"), **settings)
-        self.server = NodeServer(self.root, config, slots * slot_bytes / (1 << 30))
+        self._config = CacheConfig(runtime_dir=str(folder / "runtime"), **settings)
+        self._gb = slots * slot_bytes / (1 << 30)
+        self.start()
+
+    def start(self) -> None:
+        """Begin to serve, or to serve on in another server."""
+        self.server = NodeServer(self.root, self._config, self._gb)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
 
@@ -94,6 +127,7 @@ class Scheduler:
 
     Attributes:
         cache: the cache under test.
+        info: the description of the session.
     """
 
     def __init__(self, root: str, *, step_blocks: int = 16, about: SessionInfo = ABOUT) -> None:
@@ -101,7 +135,8 @@ class Scheduler:
         self.arena = self._shared.arena
         assert self._shared.info.service is not None
         self.ticket = self._shared.info.service
-        self.cache = ServedCache(schedule_pool(self.ticket, step_blocks), self.arena)
+        self.info = self._shared.info
+        self.cache = ServedCache(Attached(self.info, step_blocks, self.arena), self.arena)
         until(lambda: stores_of(self.cache).free, self.cache.poll)
 
     def copy(self, transfer: Transfer, status: Status = Status.DONE) -> None:

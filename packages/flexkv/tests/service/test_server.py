@@ -9,24 +9,35 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexkv.eviction import RequestContext
-from flexkv.host.arena import ArenaSpec
+from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.service import messages as wire
 from flexkv.service import pool
-from flexkv.service.attach import join_pool, open_pool, schedule_pool
+from flexkv.service.attach import Attached, join_pool, open_pool
 from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ArenaError
-from packages.flexkv.tests.service.served import ABOUT, FORMAT, Scheduler, Service, keys_of, until
+from packages.flexkv.tests.service.served import (
+    ABOUT,
+    ENGINE,
+    FORMAT,
+    WORKER,
+    Scheduler,
+    Service,
+    keys_of,
+    until,
+)
 from packages.inside import index_of, line_of, waiting_packets
 
 Attach = Callable[..., Scheduler]
@@ -177,52 +188,6 @@ def test_random_packets_harm_nobody(make_service: Callable[..., Service], attach
     until(service.accounted)
 
 
-@pytest.fixture
-def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts Python programs that end with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(code: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, *arguments]
-        root = Path(__file__).parents[4]
-        started.append(
-            subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stdin=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(root)},
-            )
-        )
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
-        each.communicate()
-
-
-WORKER = """
-import sys
-from flexkv.service.attach import join_pool
-from flexkv.session.wire import ServiceTicket
-connection = join_pool(ServiceTicket(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
-print("joined", flush=True)
-sys.stdin.read()
-"""
-
-ENGINE = """
-import sys
-from packages.flexkv.tests.service.served import Scheduler, keys_of
-one = Scheduler(sys.argv[1])
-one.store(keys_of("a", 3))
-held = one.cache.load(keys_of("a", 3))
-transfer = one.cache.store(keys_of("b", 3), range(3))
-print(one.ticket.client, one.ticket.token, flush=True)
-sys.stdin.read()
-"""
-
-
 def test_slots_of_a_scheduler_that_was_killed_wait_for_its_workers(
     service: Service,
     attach: Attach,
@@ -230,8 +195,7 @@ def test_slots_of_a_scheduler_that_was_killed_wait_for_its_workers(
 ) -> None:
     engine = other_process(ENGINE, service.root)
     assert engine.stdout is not None
-    client, token = engine.stdout.readline().split()
-    worker = other_process(WORKER, service.root, client, token)
+    worker = other_process(WORKER, service.root, *engine.stdout.readline().split())
     assert worker.stdout is not None
     assert worker.stdout.readline() == "joined\n"
     until(lambda: len(service.engine.processes) == 3)
@@ -256,12 +220,12 @@ def test_slots_of_a_scheduler_that_was_killed_wait_for_its_workers(
 def test_an_engine_has_one_scheduler(service: Service, attach: Attach) -> None:
     one = attach(service)
     with pytest.raises(ArenaError, match="has had a scheduler"):
-        schedule_pool(one.ticket, 1)
+        Attached(one.info, 1, one.arena)
     one.cache.close()
     until(lambda: service.engine.has_ended)
     with pytest.raises(ArenaError, match="has had a scheduler"):
-        schedule_pool(one.ticket, 1)
-    join_pool(one.ticket).close()
+        Attached(one.info, 1, one.arena)
+    join_pool(one.ticket, one.arena).close()
 
 
 def test_models_do_not_share_a_pool(service: Service, attach: Attach) -> None:
@@ -357,8 +321,12 @@ def test_no_service_is_one_clear_error(tmp_path: Path) -> None:
     for root in (tmp_path / "missing", tmp_path):
         with pytest.raises(ArenaError, match="no service of FlexKV answers in"):
             open_pool(str(root), "engine", ABOUT)
-    with pytest.raises(ArenaError, match="no service of FlexKV answers in"):
-        join_pool(ServiceTicket(str(tmp_path), 1, "00"))
+    info = replace(ABOUT, service=ServiceTicket(str(tmp_path), 1, "00", "toy"))
+    with (
+        closing(Arena.create(ArenaSpec(FORMAT, 1))) as arena,
+        pytest.raises(ArenaError, match="no service of FlexKV answers in"),
+    ):
+        Attached(info, 1, arena)
 
 
 def test_a_directory_has_one_service(service: Service) -> None:

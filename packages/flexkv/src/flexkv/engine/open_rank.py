@@ -76,7 +76,7 @@ def meet(
         session = join(config.session_root, engine_id, shard)
         with closed_on_error(session):
             if session.info.service is not None:
-                session.membership = join_pool(session.info.service)
+                session.membership = join_pool(session.info.service, session.arena)
             session.arena.populate(threads)
         return session
 

@@ -13,7 +13,7 @@ from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.eviction import POLICIES, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.open_tiers import open_tiers, policy_maker
-from flexkv.service.attach import schedule_pool
+from flexkv.service.attach import Attached
 from flexkv.service.served_cache import ServedCache
 from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
@@ -101,7 +101,7 @@ def make_cache(
             config, session, keeps_blocks=keeps_blocks, follows_requests=follows_requests
         )
     logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
-    return ServedCache(schedule_pool(ticket, step_blocks), session.arena)
+    return ServedCache(Attached(session.info, step_blocks, session.arena), session.arena)
 
 
 def make_chooser(

@@ -222,9 +222,13 @@ class BlockIndex(Protocol):
         """
         ...
 
-    def take_slots(self, most: int, /) -> list[int]:
-        """Take up to `most` slots for writers of other processes, and evict blocks for them. They
-        have no block until `place` or `give_back`."""
+    def take_slots(self, most: int, writer: int, /) -> list[int]:
+        """Take up to `most` slots for a writer in another process, and evict blocks for them. They
+        have no block until `place` or `give_back`.
+
+        Raises:
+            ValueError: the writer's number is not one of 1 to 255.
+        """
         ...
 
     def is_taken(self, slot: int, /) -> bool:
@@ -235,8 +239,12 @@ class BlockIndex(Protocol):
         """
         ...
 
-    def taken_slots(self) -> list[int]:
-        """All slots that are taken, in order."""
+    def taken_by(self, writer: int, /) -> list[int]:
+        """The slots that are taken for a writer, in order. Takes O(all slots).
+
+        Raises:
+            ValueError: see `take_slots`.
+        """
         ...
 
     def place(
@@ -445,8 +453,8 @@ def block_index(
         memory: shared memory of `index_bytes(num_slots)` bytes, in which other processes read the
             index; kept. None if none does.
         begun: whether `memory` is that of an index whose owner has ended; if not, it is zero. The
-            index then has the blocks that were ready, and nothing of their uses. All other slots
-            are taken, since writers of other processes may have them. Readers may go on meanwhile.
+            index then has the blocks that were ready, and knows nothing of their uses. Slots that
+            were taken stay so. Readers may go on meanwhile.
 
     Raises:
         ConfigError: the kernels are not installed.

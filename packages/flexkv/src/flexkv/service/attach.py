@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of an engine attach to the node's service."""
+"""The processes of an engine attach to the node's service, and attach again if it was gone."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import mmap
 import os
 import socket
+import threading
+from collections.abc import Sequence
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.memory_file import check_seals
+from flexkv.host.memory_lock import MemoryLock
 from flexkv.service import messages as wire
+from flexkv.service.engine_page import EnginePage
+from flexkv.service.membership import Membership
 from flexkv.session.meet import Shared
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
@@ -21,21 +27,109 @@ _PATIENCE_SECONDS = 120.0
 which takes about 5 s per 100 GiB. The service's own loop waits meanwhile."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Attached:
     """The scheduler's part.
 
+    Args:
+        info: describes the session, with the service's ticket.
+        step_blocks: see `messages.Schedule`.
+        arena: the memory; borrowed until `close`.
+
     Attributes:
         connection: to the service; the caller's. Calls on it do not wait.
-        index: memory of the index, which this process cannot write to; the caller's.
-        holds: memory for the holds of the engine; the caller's.
+        index: memory of the index, which this process cannot write to.
+        page: what this engine writes for the service.
         answer: what the service says of the pool.
+
+    Raises:
+        ArenaError: the service does not answer, or refuses the engine.
     """
 
-    connection: socket.socket
-    index: mmap.mmap
-    holds: mmap.mmap
-    answer: wire.Scheduled
+    def __init__(self, info: SessionInfo, step_blocks: int, arena: Arena) -> None:
+        self._info = info
+        self._step_blocks = step_blocks
+        self._arena = arena
+        self._guard = threading.Lock()
+        ticket = self._ticket
+        greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks)
+        self.connection, answer, self._fds = _greet(ticket.root, greeting, 2)
+        try:
+            if not isinstance(answer, wire.Scheduled):
+                raise _unexpected(ticket.root, answer)
+            for fd in self._fds:
+                check_seals(fd)
+            index_fd, holds_fd = self._fds
+            self.answer = answer
+            self.index = mmap.mmap(index_fd, 0, prot=mmap.PROT_READ)
+            self.page = EnginePage(holds_fd, ticket.client, info.spec.num_slots)
+            self._lock = MemoryLock(arena.fd, ticket.client)
+            self.connection.setblocking(False)
+        except BaseException as error:
+            self.connection.close()
+            _close(self._fds)
+            if isinstance(error, OSError):
+                raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
+            raise
+
+    @property
+    def _ticket(self) -> ServiceTicket:
+        assert self._info.service is not None
+        return self._info.service
+
+    def resume(self, granted: Sequence[int]) -> socket.socket:
+        """Attach again, to the same service or to the next one. Waits; may be called in a thread of
+        its own.
+
+        Args:
+            granted: the slots that were granted to this engine and may be written to.
+
+        Returns:
+            The connection, which the caller owns.
+
+        Raises:
+            ArenaError: the service does not answer, or refuses the engine.
+        """
+        ticket = self._ticket
+        greeting = wire.Resume(
+            wire.PROTOCOL,
+            _shown(ticket),
+            ticket.engine,
+            _blocks_of(self._info),
+            self._info.spec.num_slots,
+            self._step_blocks,
+        )
+        with self._guard:  # `close` comes in another thread
+            if not self._fds:
+                raise ArenaError("the engine has left the service")
+            lent = [os.dup(fd) for fd in (self._arena.fd, *self._fds)]
+        try:
+            connection, answer, _ = _greet(ticket.root, greeting, 0, lent)
+        finally:
+            _close(lent)
+        try:
+            if not isinstance(answer, wire.Resumed):
+                raise _unexpected(ticket.root, answer)
+            most = wire.MOST_KEYS
+            parts = [granted[start : start + most] for start in range(0, len(granted), most)]
+            claims = [wire.Claim(list(part), False) for part in parts[:-1]]
+            claims.append(wire.Claim(list(parts[-1]) if parts else [], True))
+            for packet in wire.packets(claims):
+                connection.sendall(packet)
+            connection.setblocking(False)
+        except OSError as error:
+            connection.close()
+            raise ArenaError(f"the service in {ticket.root!r} is gone again: {error}") from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        """Let go of the memory of the index and of the holds. Idempotent."""
+        with self._guard:
+            self._lock.close()
+            _close(self._fds)
+            self._fds = []
 
 
 def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
@@ -49,70 +143,63 @@ def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
     Raises:
         ArenaError: no service runs there, or it refuses the engine.
     """
-    fmt = about.spec.format
-    blocks = wire.PoolBlocks(
-        about.fingerprint, fmt.engine_blocks, fmt.shard_bytes, fmt.replicas, about.identity
-    )
-    connection, answer, fds = _greet(root, wire.Open(wire.PROTOCOL, engine, blocks), 1)
+    greeting = wire.Open(wire.PROTOCOL, engine, _blocks_of(about))
+    connection, answer, fds = _greet(root, greeting, 1)
     try:
         if not isinstance(answer, wire.Opened):
             raise _unexpected(root, answer)
-        ticket = answer.ticket
-        spec = ArenaSpec(fmt, answer.slots, answer.boards, ticket.client)
+        given = answer.ticket
+        spec = ArenaSpec(about.spec.format, answer.slots, answer.boards, given.client)
         arena = Arena(fds.pop(), spec)
     except BaseException:
         connection.close()
         raise
     finally:
         _close(fds)
-    shown = ServiceTicket(root, ticket.client, ticket.token.hex())
-    return Shared(dataclasses.replace(about, spec=spec, service=shown), arena, connection)
+    ticket = ServiceTicket(root, given.client, given.token.hex(), engine)
+    membership = _member(ticket, connection, arena)
+    return Shared(dataclasses.replace(about, spec=spec, service=ticket), arena, membership)
 
 
-def join_pool(ticket: ServiceTicket) -> socket.socket:
+def join_pool(ticket: ServiceTicket, arena: Arena) -> Membership:
     """Tell the service that this process, a rank of an engine, has the arena. It knows so until the
-    process ends. The caller closes the connection.
+    process ends.
+
+    Args:
+        ticket: what rank 0 has got.
+        arena: the memory; borrowed.
+
+    Returns:
+        The membership, which the caller closes.
 
     Raises:
         ArenaError: the service does not answer, or refuses the process.
     """
-    connection, answer, fds = _greet(ticket.root, wire.Join(wire.PROTOCOL, _shown(ticket)), 0)
-    _close(fds)
+    return _member(ticket, _join(ticket), arena)
+
+
+def _member(ticket: ServiceTicket, connection: socket.socket, arena: Arena) -> Membership:
+    try:
+        lock = MemoryLock(arena.fd, ticket.client)
+    except BaseException:
+        connection.close()
+        raise
+    return Membership(connection, lock, functools.partial(_join, ticket))
+
+
+def _join(ticket: ServiceTicket) -> socket.socket:
+    connection, answer, _ = _greet(ticket.root, wire.Join(wire.PROTOCOL, _shown(ticket)), 0)
     if not isinstance(answer, wire.Joined):
         connection.close()
         raise _unexpected(ticket.root, answer)
     return connection
 
 
-def schedule_pool(ticket: ServiceTicket, step_blocks: int) -> Attached:
-    """Attach as the scheduler of an engine.
-
-    Args:
-        ticket: what rank 0 has got.
-        step_blocks: see `messages.Schedule`.
-
-    Raises:
-        ArenaError: the service does not answer, or refuses the engine.
-    """
-    greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks)
-    connection, answer, fds = _greet(ticket.root, greeting, 2)
-    try:
-        if not isinstance(answer, wire.Scheduled):
-            raise _unexpected(ticket.root, answer)
-        for fd in fds:
-            check_seals(fd)
-        index = mmap.mmap(fds[0], 0, prot=mmap.PROT_READ)
-        holds = mmap.mmap(fds[1], 0)
-    except OSError as error:
-        connection.close()
-        raise ArenaError(f"the index of the service cannot be mapped: {error}") from None
-    except BaseException:
-        connection.close()
-        raise
-    finally:
-        _close(fds)
-    connection.setblocking(False)
-    return Attached(connection, index, holds, answer)
+def _blocks_of(about: SessionInfo) -> wire.PoolBlocks:
+    fmt = about.spec.format
+    return wire.PoolBlocks(
+        about.fingerprint, fmt.engine_blocks, fmt.shard_bytes, fmt.replicas, about.identity
+    )
 
 
 def _shown(ticket: ServiceTicket) -> wire.Ticket:
@@ -120,10 +207,10 @@ def _shown(ticket: ServiceTicket) -> wire.Ticket:
 
 
 def _greet(
-    root: str, greeting: wire.ToService, fds_wanted: int
+    root: str, greeting: wire.ToService, fds_wanted: int, fds_sent: Sequence[int] = ()
 ) -> tuple[socket.socket, wire.ToEngine, list[int]]:
-    """Greet the service. Returns the connection, the answer, and its descriptors, all the
-    caller's."""
+    """Greet the service, with a pidfd of this process and further descriptors. Returns the
+    connection, the answer, and its descriptors, all the caller's."""
     try:
         with RuntimeDirectory(root) as directory:
             connection = directory.connect(wire.SOCKET, _PATIENCE_SECONDS, socket.SOCK_SEQPACKET)
@@ -136,7 +223,7 @@ def _greet(
     try:
         own = wire.own_process()
         try:
-            socket.send_fds(connection, wire.packets([greeting]), [own])
+            socket.send_fds(connection, wire.packets([greeting]), [own, *fds_sent])
         finally:
             os.close(own)
         packet, fds = wire.receive(connection)
@@ -160,6 +247,6 @@ def _unexpected(root: str, answer: wire.ToEngine) -> ArenaError:
     return ArenaError(f"the service in {root!r} answers with {type(answer).__name__}")
 
 
-def _close(fds: list[int]) -> None:
+def _close(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)

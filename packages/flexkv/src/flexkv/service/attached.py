@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
-from flexkv.service.line import READ, SENT
+from flexkv.service.engine_page import READ, SENT, EnginePage
 from flexkv.service.pool import SharedPool
 from flexkv.types.mover import Status
 
@@ -43,6 +43,9 @@ tuned."""
 _FIGURE_SECONDS = 0.25
 """Seconds between two messages of figures. Not tuned."""
 
+_LAST_WRITES_SECONDS = 10.0
+"""The kernel ends a process's lock on the memory shortly before the last copies of its GPU end.
+Slots of a process of which the service has no more than this lock wait so long. Not tuned."""
 
 _MOST_PROMPT = 1 << 20
 """Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
@@ -88,26 +91,42 @@ class AttachedEngine:
     Args:
         name: its id, for logs.
         pool: its pool; borrowed.
-        number: number of its board.
+        number: number of its board and its page.
+        begun: whether it is one of a service that has ended. It may attach again, and holds blocks
+            meanwhile.
 
     Attributes:
-        ticket: what its processes show.
-        processes: those that have the memory and live, by descriptor of their end.
-        has_ended: whether its scheduler has left. It gets nothing more.
+        number: as above.
+        ticket: what its processes show; of an engine that has begun, what the first one shows.
+        processes: those that have the memory and live, by descriptor of their end. Of an engine
+            that has begun, some may not have attached again yet.
+        has_ended: whether its scheduler has left. It gets nothing more until that attaches again.
     """
 
-    def __init__(self, name: str, pool: SharedPool, number: int) -> None:
+    def __init__(self, name: str, pool: SharedPool, number: int, *, begun: bool = False) -> None:
         self.name = name
         self.pool = pool
-        self.ticket = wire.Ticket(number, secrets.token_bytes(16))
+        self.number = number
+        self.ticket: wire.Ticket | None = None
+        if not begun:
+            self.ticket = wire.Ticket(number, secrets.token_bytes(16))
         self.processes: dict[int, Process] = {}
-        self.has_ended = False
+        self.has_ended = begun
         self._board: CompletionBoard = pool.arena.board_of(number)
         self._scheduler: Process | None = None
         self._reading: Process | None = None  # who holds slots, connected or not
+        self._page: EnginePage | None = None
         self._bell = memoryview(bytearray(8)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
+        self._claims: set[int] | None = None
+        self._all_known = not begun
+        self._unused_since: float | None = None
+        if begun:
+            self._granted.update(pool.cache.granted_to(number))
+            self._page = pool.page_of(number)
+            self._bell = self._page.bell
+            self._reader = pool.cache.add_reader(self._page)
         self._target = self._idle_slots = 0
         self._stored_at = time.monotonic()
         self._is_recalled = False
@@ -134,8 +153,8 @@ class AttachedEngine:
         return len(self._granted)
 
     def schedule(self, process: Process, step_blocks: int, engines: int) -> list[int]:
-        """The scheduler begins. Returns the descriptors of index and holds; the first is borrowed,
-        the caller closes the second.
+        """The scheduler begins. Returns the descriptors of the memory of the index and of the
+        holds, both borrowed.
 
         Args:
             process: the scheduler's.
@@ -149,12 +168,48 @@ class AttachedEngine:
             raise RefusalError(
                 f"engine {self.name!r} has had a scheduler; allowed: one in its life"
             )
-        fd, holds, self._bell = self.pool.make_holds()
-        self._reader = self.pool.cache.add_reader(holds)
+        self._page = self.pool.page_of(self.number)
+        self._page.clear()
+        self._bell = self._page.bell
+        self._reader = self.pool.cache.add_reader(self._page)
+        self._begin(process, step_blocks, engines)
+        return [self.pool.index_fd, self.pool.pages_fd]
+
+    def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
+        """The scheduler goes on. It says next what slots it has.
+
+        Args:
+            process: the scheduler's.
+            greeting: its greeting.
+            engines: the number of engines of the pool.
+
+        Returns:
+            The same process as it was known before; the caller's. None if it was not.
+
+        Raises:
+            RefusalError: the engine has a scheduler, or none that it could be.
+        """
+        is_it = self.ticket is None or secrets.compare_digest(
+            self.ticket.token, greeting.ticket.token
+        )
+        if not is_it or self._page is None:
+            raise RefusalError(f"engine {self.name!r} is not the one of the ticket")
+        if self._scheduler is not None:
+            raise RefusalError(f"engine {self.name!r} has a scheduler; allowed: one")
+        self.name, self.ticket = greeting.engine, greeting.ticket
+        self._bell[SENT] = self._bell[READ] = 0
+        self._claims = set()
+        self.has_ended = self.watches = False
+        known = self._reading
+        if known is not None:
+            del self.processes[known.pidfd]
+        self._begin(process, greeting.step_blocks, engines)
+        return known
+
+    def _begin(self, process: Process, step_blocks: int, engines: int) -> None:
         self._scheduler = self._reading = process
         self._stored_at = time.monotonic()  # the model may have been read for minutes
         self.share(step_blocks, engines)
-        return [self.pool.index_fd, fd]
 
     def share(self, step_blocks: int | None, engines: int) -> None:
         """Set how many slots are granted ahead, for so many engines; those of stores under way are
@@ -167,7 +222,7 @@ class AttachedEngine:
 
     # Messages.
 
-    def handle(self, message: wire.ToService) -> None:  # noqa: PLR0912 - one case for each message
+    def handle(self, message: wire.ToService) -> None:  # noqa: PLR0912, PLR0915 - a case for each
         """Do what a message of the scheduler says.
 
         Raises:
@@ -220,12 +275,25 @@ class AttachedEngine:
                 self._fetches.pop(message.fetch, None)
             case wire.Watch():
                 self.watches = True
+            case wire.Claim():
+                self._claim(message)
             case _:
                 raise RefusalError(f"{type(message).__name__} comes after the greeting")
 
+    def _claim(self, message: wire.Claim) -> None:
+        claims = self._claims
+        if claims is None:
+            raise RefusalError("slots are claimed after an engine has attached again")
+        claims.update(message.slots)
+        if not message.last:
+            return
+        self._check(sorted(claims))
+        self._claims = None
+        self._take_back(sorted(self._granted - claims))
+
     def _own(self, name: str) -> str:
         """Names of engines do not meet."""
-        return f"{self.ticket.client} {name}"
+        return f"{self.number} {name}"
 
     def _fetch(self, number: int) -> FetchId | None:
         fetch = self._fetches.get(number)
@@ -287,7 +355,7 @@ class AttachedEngine:
     def serve(self, now: float) -> None:
         """Grant slots, and tell what is new. A state is told once the engine has read all before:
         a slow engine gets the latest, not each."""
-        if self.has_ended or self._scheduler is None:
+        if self.has_ended or self._scheduler is None or self._claims is not None:
             return
         self._grant(now)
         if not self._has_read:
@@ -314,7 +382,7 @@ class AttachedEngine:
                 return
         if 4 * len(self._granted) > 3 * self._target:
             return
-        slots = self.pool.cache.grant(self._target - len(self._granted))
+        slots = self.pool.cache.grant(self._target - len(self._granted), self.number)
         if slots:
             self._granted.update(slots)
             for start in range(0, len(slots), wire.MOST_KEYS):
@@ -366,19 +434,45 @@ class AttachedEngine:
             cache.unpin(owner)
         for request in self._requests:
             cache.ended(request, 0)
+        for names in (self._pins, self._requests, self._prompt, self._others):
+            names.clear()
+
+    def joined(self, process: Process) -> None:
+        """A process has attached, for the first time or again."""
+        self.processes[process.pidfd] = process
+        if len(self.processes) > self.pool.arena.spec.ranks:  # the scheduler is no rank
+            self._all_known = True
 
     def ended(self, process: Process) -> None:
         """A process has ended. What the scheduler held may leave: no token can come of it."""
         del self.processes[process.pidfd]
-        if process is self._reading and self._reader is not None:
-            self.pool.cache.remove_reader(self._reader)
-            self._reader = None
+        if process is self._reading:
+            self._let_go()
+
+    def is_gone(self, now: float) -> bool:
+        """Whether all its processes have ended, so that nobody writes to its slots any more."""
+        if self.processes:
+            return False
+        if self._all_known:
+            return True
+        if self.pool.is_used_by(self.number):
+            self._unused_since = None
+            return False
+        if self._unused_since is None:
+            self._unused_since = now
+        return now - self._unused_since >= _LAST_WRITES_SECONDS
 
     def free(self) -> None:
-        """All processes have ended: nobody writes to its slots any more."""
+        """All processes have ended."""
         self.close()
+        self._let_go()
         self.pool.cache.give_back(sorted(self._granted))
         self._granted.clear()
+
+    def _let_go(self) -> None:
+        if self._reader is not None:
+            self.pool.cache.remove_reader(self._reader)
+            self._reader = None
 
     def close(self) -> None:
         """The service ends, and the engine goes on without it. Idempotent."""

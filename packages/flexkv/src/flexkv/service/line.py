@@ -9,20 +9,13 @@ import socket
 from collections import deque
 
 from flexkv.service import messages as wire
-
-BELL_BYTES = 64
-"""Bytes at the end of an engine's holds, of which the first eight are two numbers of packets,
-modulo 2^32: those that the service has sent, and those that the engine has read. So a step in which
-nothing has come makes no system call, and the service sends nothing new to an engine that is
-behind."""
-
-SENT, READ = 0, 1
+from flexkv.service.engine_page import READ, SENT
 
 MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
 depend on, and of these there are no more than granted slots and fetches. Not tuned."""
 
-_STATE = (wire.Publish, wire.Return, wire.EndFetch)
+_STATE = (wire.Publish, wire.Return, wire.EndFetch, wire.Watch)
 
 
 class Line:
@@ -30,7 +23,7 @@ class Line:
 
     Args:
         connection: to the service; owned. Calls on it do not wait.
-        page: memory that ends with the bell; borrowed until `close`.
+        bell: see `EnginePage`; borrowed until `close`.
 
     Attributes:
         is_cut: whether the service has ended or closed the connection.
@@ -38,12 +31,12 @@ class Line:
         come: messages that `listen` has read; the caller removes each once it has handled it.
     """
 
-    def __init__(self, connection: socket.socket, page: memoryview) -> None:
+    def __init__(self, connection: socket.socket, bell: memoryview) -> None:
         self.is_cut = False
         self.reason = ""
         self.come: deque[wire.ToEngine] = deque()
         self._connection = connection
-        self._bell = page[len(page) - BELL_BYTES :].cast("I")
+        self._bell = bell
         self._heard = 0
         self._messages: deque[wire.ToService] = deque()
         self._packets: deque[bytes] = deque()
@@ -101,6 +94,13 @@ class Line:
             pass
         except OSError as error:
             self._cut(str(error))
+
+    def resume(self, connection: socket.socket) -> None:
+        """Go on with another connection, whose service has set the bell to zero. What waited for
+        the last one is gone."""
+        self._connection = connection
+        self._heard = 0
+        self.is_cut, self.reason = False, ""
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

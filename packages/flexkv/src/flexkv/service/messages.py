@@ -98,6 +98,37 @@ class Schedule(Message, frozen=True, tag="schedule"):
     step_blocks: int
 
 
+class Resume(Message, frozen=True, tag="resume"):
+    """The scheduler of an engine goes on after its connection has ended, at the same service or at
+    the next one. Its packet has descriptors: a pidfd of the process, the arena, the memory of the
+    index, and that of the holds.
+
+    Attributes:
+        engine: the engine's id, for logs.
+        blocks: as in `Open`.
+        slots: slots of the arena.
+        step_blocks: as in `Schedule`.
+    """
+
+    protocol: int
+    ticket: Ticket
+    engine: str
+    blocks: PoolBlocks
+    slots: int
+    step_blocks: int
+
+
+class Claim(Message, frozen=True, tag="claim"):
+    """Follows `Resume`: slots that were granted to the engine and may be written to.
+
+    Attributes:
+        last: whether the engine has no others.
+    """
+
+    slots: list[int]
+    last: bool
+
+
 class Publish(Message, frozen=True, tag="publish"):
     """Blocks of a store whose ranks have all reported DONE.
 
@@ -199,6 +230,8 @@ ToService: TypeAlias = (
     Open
     | Join
     | Schedule
+    | Resume
+    | Claim
     | Publish
     | Return
     | RecordUse
@@ -229,10 +262,14 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Scheduled(Message, frozen=True, tag="scheduled"):
-    """The answer to `Schedule`, with descriptors of the index and of the engine's holds."""
+    """The answer to `Schedule`, with descriptors of the memory of the index and of the holds."""
 
     media: tuple[Medium, ...]
     policy: str
+
+
+class Resumed(Message, frozen=True, tag="resumed"):
+    """The answer to `Resume`."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -285,6 +322,7 @@ ToEngine: TypeAlias = (
     Opened
     | Joined
     | Scheduled
+    | Resumed
     | Refused
     | Granted
     | Recall

@@ -12,35 +12,40 @@ from contextlib import ExitStack, closing
 from flexkv.cache import KVCache
 from flexkv.eviction import choose_policy
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
-from flexkv.host.memory_file import Pages, create_file
-from flexkv.index.block_index import Buffer, index_bytes, publish
+from flexkv.host.memory_file import Pages, check_seals, create_file
+from flexkv.host.memory_lock import MemoryLock
+from flexkv.index.block_index import index_bytes, publish
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_tiers, policy_maker
-from flexkv.service.line import BELL_BYTES
+from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.messages import PoolBlocks
 from flexkv.session.meet import Session
 from flexkv.session.reservation import Reservation
 from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.system.available import Promise
+from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
-
-MOST_ENGINES = 63
-"""Engines of a pool at once; each has a completion board in the arena. Not tuned."""
 
 _THREADS = 4
 """Threads that fill an arena. Not tuned."""
 
-_HOLD_BYTES = 2
+_OWNER = 0
+"""The byte of the arena's file that the service has a lock on. Each process of an engine has one on
+the byte of the engine's number."""
 
 
 class SharedCache(KVCache):
     """The cache of a pool. Engines hold its blocks, and write to slots that it grants."""
 
-    def grant(self, most: int) -> list[int]:
-        """Up to `most` slots for stores of an engine."""
-        return self._index.take_slots(most)
+    def grant(self, most: int, engine: int) -> list[int]:
+        """Up to `most` slots for stores of the engine of this number."""
+        return self._index.take_slots(most, engine)
+
+    def granted_to(self, engine: int) -> list[int]:
+        """The slots that are granted to the engine of this number."""
+        return self._index.taken_by(engine)
 
     def is_granted(self, slot: int) -> bool:
         """Whether a slot is granted, and has no block."""
@@ -81,9 +86,9 @@ class SharedCache(KVCache):
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes
 
-    def add_reader(self, holds: Buffer) -> int:
-        """See `BlockIndex.add_reader`."""
-        return self._index.add_reader(holds)
+    def add_reader(self, page: EnginePage) -> int:
+        """An engine holds blocks from now on. Returns the number of the reader."""
+        return self._index.add_reader(page.holds)
 
     def remove_reader(self, reader: int) -> None:
         """See `BlockIndex.remove_reader`."""
@@ -100,33 +105,28 @@ class SharedPool:
     Args:
         config: settings of the service.
         blocks: the blocks of its engines.
-        gb: host memory for it, in GiB; None for the default of `cpu_cache_gb`.
+        memory: the memory; owned, also if this raises.
+        begun: whether the memory is that of a service that has ended.
 
     Attributes:
         cache: the cache; owned.
         arena: its memory; owned.
-        index_fd: descriptor of the index's memory; owned.
+        index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
         policy: name of the eviction policy.
 
     Raises:
-        FlexKVError: memory is missing, or a lower tier cannot be used.
+        FlexKVError: a lower tier cannot be used.
+        ValueError: the memory is that of no index.
     """
 
-    def __init__(self, config: CacheConfig, blocks: PoolBlocks, gb: float | None) -> None:
-        block_format = BlockFormat(blocks.engine_blocks, blocks.shard_bytes, blocks.replicas)
+    def __init__(
+        self, config: CacheConfig, blocks: PoolBlocks, memory: PoolMemory, *, begun: bool = False
+    ) -> None:
         with ExitStack() as undo:
-            with closing(Reservation(config.session_root)) as reservation:
-                self.arena = Arena.create_planned(
-                    lambda promised: _plan(block_format, gb, promised),
-                    _THREADS,
-                    frozenset(),
-                    reservation,
-                )
-            undo.callback(self.arena.close)
+            undo.callback(memory.close)
+            self._memory = memory
+            self.arena, self.index_fd, self.pages_fd = memory.arena, memory.index, memory.pages
             slots = self.arena.spec.num_slots
-            self.index_fd = memory_file(index_bytes(slots))
-            undo.callback(os.close, self.index_fd)
-            self._memory = mmap.mmap(self.index_fd, index_bytes(slots))
             info = SessionInfo(blocks.fingerprint, self.arena.spec, True, blocks.identity)
             make_policy = policy_maker(config, follows_requests=True)
             self.policy = choose_policy(config.eviction_policy, slots, follows_requests=True)
@@ -136,7 +136,8 @@ class SharedPool:
                 open_tiers(config, Session(info, self.arena), make_policy),
                 policy_name=self.policy,
                 pin_seconds=config.pin_seconds,
-                memory=self._memory,
+                memory=mmap.mmap(self.index_fd, index_bytes(slots)),
+                begun=begun,
             )
             self.cache.watch()
             undo.pop_all()
@@ -146,29 +147,137 @@ class SharedPool:
         """Slots of the arena."""
         return self.arena.spec.num_slots
 
-    def make_holds(self) -> tuple[int, memoryview, memoryview]:
-        """Memory for the holds of one engine, and its bell; see `Line`.
+    def has(self, fd: int) -> bool:
+        """Whether a descriptor is that of the pool's arena."""
+        return os.path.samestat(os.fstat(fd), os.fstat(self.arena.fd))
 
-        Returns:
-            Its descriptor, which the caller closes, the holds, and the bell.
-        """
-        size = _HOLD_BYTES * self.num_slots
-        total = -(-size // BELL_BYTES) * BELL_BYTES + BELL_BYTES
-        fd = memory_file(total)
-        view = memoryview(mmap.mmap(fd, total))
-        return fd, view[:size], view[total - BELL_BYTES :].cast("I")
+    def page_of(self, engine: int) -> EnginePage:
+        """The page of the engine of this number, mapped anew."""
+        return EnginePage(self.pages_fd, engine, self.num_slots)
+
+    def is_used_by(self, engine: int) -> bool:
+        """Whether a living process may write to slots that were granted to the engine of this
+        number."""
+        return self._memory.lock.is_locked(engine)
 
     def close(self, flush_seconds: float) -> None:
         """Close the lower tiers, which may write waiting blocks for `flush_seconds`, and leave the
         memory to the engines that have it."""
-        if self.cache.close(flush_seconds):
+        is_quiet = self.cache.close(flush_seconds)
+        self._memory.close(unmap=is_quiet)
+
+
+class PoolMemory:
+    """The memory of a pool: what it takes, or what a service before it has left to the engines.
+
+    Args:
+        arena: the arena; owned.
+        index, pages: descriptors of the memory of the index, and of the engines' pages; owned.
+
+    Attributes:
+        arena, index, pages: as above.
+        lock: that of its only owner.
+
+    Raises:
+        ArenaError: another service owns the memory.
+    """
+
+    def __init__(self, arena: Arena, index: int, pages: int) -> None:
+        self.arena, self.index, self.pages = arena, index, pages
+        try:
+            self.lock = MemoryLock(arena.fd, _OWNER, alone=True)
+        except BlockingIOError:
+            self._close_files()
+            raise ArenaError(
+                "another service owns the memory of this engine and hangs; allowed: one that has "
+                "ended"
+            ) from None
+        except BaseException:
+            self._close_files()
+            raise
+
+    @classmethod
+    def create(cls, config: CacheConfig, blocks: PoolBlocks, gb: float | None) -> PoolMemory:
+        """Take memory for a pool.
+
+        Args:
+            config: settings of the service.
+            blocks: the blocks of its engines.
+            gb: host memory for it, in GiB; None for the default of `cpu_cache_gb`.
+
+        Raises:
+            ArenaError: it is missing.
+        """
+        with ExitStack() as undo, closing(Reservation(config.session_root)) as reservation:
+            arena = Arena.create_planned(
+                lambda promised: _plan(_format_of(blocks), gb, promised),
+                _THREADS,
+                frozenset(),
+                reservation,
+            )
+            undo.callback(arena.close)
+            index = memory_file(index_bytes(arena.spec.num_slots))
+            undo.callback(os.close, index)
+            pages = memory_file(file_bytes(arena.spec.num_slots))
+            undo.pop_all()
+        return cls(arena, index, pages)
+
+    @classmethod
+    def resume(cls, blocks: PoolBlocks, slots: int, fds: Sequence[int]) -> PoolMemory:
+        """Take over memory of engines whose service has ended.
+
+        Args:
+            blocks: the blocks of its engines.
+            slots: slots of the arena.
+            fds: descriptors of arena, index and pages; owned, also if this raises.
+
+        Raises:
+            ArenaError: they have other sizes, or a service owns the memory.
+            OSError: they are no memory files.
+        """
+        with ExitStack() as undo:
+            for fd in fds:
+                undo.callback(os.close, fd)
+            arena_fd, index, pages = fds
+            for fd, size in ((index, index_bytes(slots)), (pages, file_bytes(slots))):
+                check_seals(fd)
+                found = os.fstat(fd).st_size
+                if found != size:
+                    raise ArenaError(f"memory for {slots} slots has {found} bytes; allowed: {size}")
+            spec = ArenaSpec(_format_of(blocks), slots, boards=1 + MOST_ENGINES)
+            undo.pop_all()
+            undo.callback(os.close, index)
+            undo.callback(os.close, pages)
+            arena = Arena(arena_fd, spec)
+            undo.pop_all()
+        return cls(arena, index, pages)
+
+    def close(self, *, unmap: bool = True) -> None:
+        """Close all. Idempotent.
+
+        Args:
+            unmap: whether nothing in this process reads or writes the arena any more. If not, it
+                stays mapped.
+        """
+        self.lock.close()
+        self._close_files(unmap=unmap)
+
+    def _close_files(self, *, unmap: bool = True) -> None:
+        if unmap:
             self.arena.close()
-        os.close(self.index_fd)
+        for fd in (self.index, self.pages):
+            if fd >= 0:
+                os.close(fd)
+        self.index = self.pages = -1
 
 
 def memory_file(size: int) -> int:
     """A sealed memory file of `size` bytes; its descriptor, which the caller closes."""
     return create_file(size, Pages.ORDINARY)
+
+
+def _format_of(blocks: PoolBlocks) -> BlockFormat:
+    return BlockFormat(blocks.engine_blocks, blocks.shard_bytes, blocks.replicas)
 
 
 def _plan(block_format: BlockFormat, gb: float | None, promised: Sequence[Promise]) -> ArenaSpec:

@@ -4,7 +4,7 @@
 No call waits for the service. Lookups and leases read its index in shared memory, stores take slots
 that it has granted ahead, and all else is a message, of which `poll` sends those of a step at once.
 If the service ends or hangs, blocks that are in host memory are loaded as before: nobody evicts
-them. Nothing is stored or fetched then.
+them. Nothing is stored or fetched then. The engine attaches again as soon as a service runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flexkv.index.block_index import index_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
 from flexkv.service.line import Line
+from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes
@@ -75,9 +76,11 @@ class ServedCache:
             policy_name=answer.policy,
         )
         self._block_bytes = sum(spec.format.shard_bytes)
-        self._holds = memoryview(attached.holds)[: 2 * spec.num_slots]
-        self._reader = index_reader(attached.index, self._holds)
-        self._line = Line(attached.connection, memoryview(attached.holds)[2 * spec.num_slots :])
+        self._attached = attached
+        self._reader = index_reader(attached.index, attached.page.holds)
+        self._line = Line(attached.connection, attached.page.bell)
+        self._reattachment = Reattachment()
+        self._watches = False
         self._meter = Meter()
         self.counters = Counters()
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
@@ -88,7 +91,7 @@ class ServedCache:
         self._changes: deque[Changes] = deque()
         self._shared: dict[str, float] = {}
         self._pins: set[str] = set()
-        self._off = self._stopped = self._recovering = self._is_alone = False
+        self._off = self._stopped = self._recovering = False
 
     # What is there.
 
@@ -98,7 +101,8 @@ class ServedCache:
         if self._device.unreported or self._recovering or self._line.has_news:
             return True
         if self._line.is_cut:
-            return bool(self._stores.by_id)
+            is_new = not self._reattachment.runs or self._reattachment.has_connection
+            return is_new or bool(self._stores.by_id)
         if self._hangs:
             return False
         return bool(self._stores.by_id or self._line.busy or self._awaits_answer)
@@ -362,16 +366,35 @@ class ServedCache:
         if self._asked_at is None and self._awaits_answer:
             self._asked_at = time.monotonic()
         self._line.send()
-        if self._line.is_cut and not self._is_alone:
-            self._is_alone = True
-            logger.error(
-                "the service of FlexKV is gone: %s; blocks in host memory are loaded as before, "
-                "nothing is stored or fetched; restart the engine to attach again",
-                self._line.reason,
-            )
+        if self._line.is_cut:
+            self._attach_again()
         if ended and not self._stopped and not all(each.done for each in ended):
             self._check_ranks()
         return ended
+
+    def _attach_again(self) -> None:
+        """The service is gone, or serves this engine no more."""
+        connection = self._reattachment.take()
+        if connection is not None:
+            self._line.resume(connection)
+            self._asked_at = None
+            if self._watches:
+                self._line.put(wire.Watch())
+                self._line.send()
+            logger.info("attached to the service of FlexKV again")
+        elif not self._reattachment.runs:
+            logger.error(
+                "the service of FlexKV is gone: %s; until it is back, blocks in host memory are "
+                "loaded as before, and nothing is stored or fetched",
+                self._line.reason,
+            )
+            self._line.come.clear()
+            self._fetches.clear()
+            self._pins.clear()
+            for store in self._stores.lose_told():
+                self._device.free_cell(store.cell)
+            granted = sorted(self._stores.granted)
+            self._reattachment.begin(lambda: self._attached.resume(granted))
 
     def _hear(self, message: wire.ToEngine) -> None:
         self._asked_at = None
@@ -485,13 +508,16 @@ class ServedCache:
             self.poll()
         except Exception as error:  # noqa: BLE001 - the connection would never be closed
             logger.error("the last results of copies are lost while the cache closes: %r", error)
+        self._reattachment.close()
         self._line.close()
+        self._attached.close()
         return True
 
     # Changes, figures.
 
     def watch(self) -> None:
         """See `CacheClient.watch`."""
+        self._watches = True
         self._line.put(wire.Watch())
 
     @property

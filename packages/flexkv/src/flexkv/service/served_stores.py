@@ -112,7 +112,10 @@ class ServedStores:
         self.give_back([self.free.pop() for _ in range(min(count, len(self.free)))])
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """The service may grant these slots to others."""
+        """The service may grant these slots to others. If it is gone, they stay granted."""
+        if self._line.is_cut:
+            self.free += slots
+            return
         self.granted.difference_update(slots)
         for start in range(0, len(slots), wire.MOST_KEYS):
             self._line.put(wire.Return(list(slots[start : start + wire.MOST_KEYS])))
@@ -188,10 +191,21 @@ class ServedStores:
             parts = store.parts(number)
             # In one statement: no error can come between the messages and the note of them.
             store.is_told = bool(parts) and self._line.put(*parts)
-            self.give_back([store.slots[place] for place in store.dropped])
+            if self._line.is_cut:
+                self.free += store.slots
+            else:
+                self.give_back([store.slots[place] for place in store.dropped])
             if not store.is_told:
                 over.append(self.end(number))
         return over
+
+    def lose_told(self) -> list[PlannedStore]:
+        """The service is gone. Its index has the blocks of the stores that it was told of, or its
+        successor frees their slots. Returns these stores, which have ended."""
+        told = [self.end(number) for number, store in list(self.by_id.items()) if store.is_told]
+        for store in told:
+            self.granted.difference_update(store.slots)
+        return told
 
     def discard_all(self) -> None:
         """Publish none of the stores under way. Their blocks may be stored anew."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine, Process, RefusalError
-from flexkv.service.pool import MOST_ENGINES, SharedPool
+from flexkv.service.engine_page import MOST_ENGINES
+from flexkv.service.pool import PoolMemory, SharedPool
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ArenaError
@@ -26,10 +27,17 @@ _BUSY_SECONDS = 0.001
 _IDLE_SECONDS = 0.05
 """Pause of the loop while nothing happens. Not tuned."""
 
+_MEMORY_FDS = 3
+"""Descriptors of memory that `messages.Resume` brings."""
+
 _GREETING_SECONDS = 5.0
 """Seconds within which a peer must greet. Peers greet at once. Not tuned."""
 _MOST_GUESTS = 256
 """Peers that have not greeted yet. Not tuned."""
+
+_GONE_SECONDS = 1.0
+"""Seconds between two looks whether engines have ended that a service before this one has left. Not
+tuned."""
 
 _LOGGED_SECONDS = 60.0
 """Seconds between two lines about errors of one kind. Not tuned."""
@@ -55,7 +63,9 @@ class NodeServer:
         self._guests: dict[socket.socket, float] = {}
         self._selector = selectors.DefaultSelector()
         self._stops = self._is_closed = False
-        self._logged_at = -_LOGGED_SECONDS
+        self._logged_at = self._refused_at = -_LOGGED_SECONDS
+        self._refused_for = ""
+        self._looked_at = 0.0
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._directory = RuntimeDirectory(root, create=True)
         try:
@@ -140,12 +150,13 @@ class NodeServer:
                 self._dismiss(connection)  # another service asks whether this one lives
                 return
             messages = wire.read_service(packet)
-            if len(messages) != 1 or len(fds) != 1:
-                raise RefusalError("a greeting is one message with one pidfd")
+            resumes = isinstance(messages[0], wire.Resume) if messages else False
+            if len(messages) != 1 or len(fds) != (1 + _MEMORY_FDS if resumes else 1):
+                raise RefusalError("a greeting is one message with one pidfd, and memory to resume")
             self._forget_guest(connection)
-            self._admit(connection, fds.pop(), messages[0])
+            self._admit(connection, fds.pop(0), messages[0], fds)
         except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
-            logger.warning("refused a process: %s", error or type(error).__name__)
+            self._log_refusal(str(error) or type(error).__name__)
             with contextlib.suppress(OSError):
                 connection.sendall(wire.packets([wire.Refused(str(error))])[0])
             self._dismiss(connection)
@@ -153,12 +164,23 @@ class NodeServer:
             for fd in fds:
                 os.close(fd)
 
-    def _admit(self, connection: socket.socket, pidfd: int, greeting: wire.ToService) -> None:
-        """Let a process in, by its greeting. Owns `pidfd`."""
+    def _log_refusal(self, reason: str) -> None:
+        """Log why a process was refused. Processes try again every second or so."""
+        now = time.monotonic()
+        if reason == self._refused_for and now - self._refused_at < _LOGGED_SECONDS:
+            return
+        self._refused_for, self._refused_at = reason, now
+        logger.warning("refused a process: %s", reason)
+
+    def _admit(
+        self, connection: socket.socket, pidfd: int, greeting: wire.ToService, memory: list[int]
+    ) -> None:
+        """Let a process in, by its greeting, with descriptors of memory that it hands back. Owns
+        `pidfd`, and those that it takes out of `memory`."""
         process = Process(connection, pidfd)
         made: AttachedEngine | None = None
         try:
-            if not isinstance(greeting, wire.Open | wire.Join | wire.Schedule):
+            if not isinstance(greeting, wire.Open | wire.Join | wire.Schedule | wire.Resume):
                 raise RefusalError(f"{type(greeting).__name__} is no greeting")
             if greeting.protocol != wire.PROTOCOL:
                 raise RefusalError(
@@ -167,40 +189,37 @@ class NodeServer:
                 )
             answer: wire.ToEngine
             lent: list[int] = []
-            own: list[int] = []
             if isinstance(greeting, wire.Open):
                 engine = made = self._open(greeting)
                 spec = engine.pool.arena.spec
+                assert engine.ticket is not None
                 answer = wire.Opened(engine.ticket, spec.num_slots, spec.boards)
                 lent = [engine.pool.arena.fd]
+            elif isinstance(greeting, wire.Resume):
+                engine = self._resume(greeting, process, memory)
+                answer = wire.Resumed()
             else:
                 engine = self._named(greeting.ticket)
                 answer = wire.Joined()
                 if isinstance(greeting, wire.Schedule):
-                    pool = engine.pool
-                    mates = sum(each.pool is pool for each in self._engines.values())
-                    lent = engine.schedule(process, greeting.step_blocks, mates)
-                    own = lent[1:]
-                    answer = wire.Scheduled(pool.cache.info.media, pool.policy)
+                    lent = engine.schedule(process, greeting.step_blocks, self._mates(engine))
+                    answer = wire.Scheduled(engine.pool.cache.info.media, engine.pool.policy)
             (packet,) = wire.packets([answer])
-            try:
-                socket.send_fds(connection, [packet], lent)
-            finally:
-                for fd in own:
-                    os.close(fd)
+            socket.send_fds(connection, [packet], lent)
         except BaseException:
             os.close(pidfd)
             if made is not None:
                 self._forget(made)
             raise
-        engine.processes[pidfd] = process
+        engine.joined(process)
         self._watch(pidfd, lambda: self._ended(engine, process))
         self._watch(connection, lambda: self._serve(engine, process))
 
     def _open(self, greeting: wire.Open) -> AttachedEngine:
         blocks = greeting.blocks
         if blocks not in self._pools:
-            self._pools[blocks] = self._make_pool(blocks)
+            memory = self._make_memory(blocks)
+            self._pools[blocks] = SharedPool(self._config, blocks, memory)
             logger.info(
                 "a pool of %d blocks for the models of fingerprint %s",
                 self._pools[blocks].num_slots,
@@ -217,11 +236,12 @@ class NodeServer:
         logger.info("engine %r is attached", engine.name)
         return engine
 
-    def _make_pool(self, blocks: wire.PoolBlocks) -> SharedPool:
-        """A new pool. If memory is missing, pools without engines end, one after the other."""
+    def _make_memory(self, blocks: wire.PoolBlocks) -> PoolMemory:
+        """Memory for a new pool. If it is missing, pools without engines end, one after the
+        other."""
         while True:
             try:
-                return SharedPool(self._config, blocks, self._memory_gb)
+                return PoolMemory.create(self._config, blocks, self._memory_gb)
             except ArenaError:
                 used = {each for each, _ in self._engines}
                 idle = next((each for each in self._pools if each not in used), None)
@@ -230,8 +250,51 @@ class NodeServer:
                 logger.info("the pool of fingerprint %s ends for another", idle.fingerprint)
                 self._pools.pop(idle).close(0.0)
 
+    def _resume(self, greeting: wire.Resume, process: Process, memory: list[int]) -> AttachedEngine:
+        """Serve an engine on, which this service served no more, or a service before it."""
+        blocks, number = greeting.blocks, greeting.ticket.client
+        if blocks not in self._pools:
+            self._resume_pool(blocks, greeting.slots, memory)
+        elif not self._pools[blocks].has(memory[0]):
+            raise RefusalError(
+                "engines that started while the service was away have other memory; allowed: to "
+                "start this engine again, which then shares it"
+            )
+        engine = self._engines.get((blocks, number))
+        if engine is None:
+            raise RefusalError(f"no engine of number {number} uses the memory")
+        known = engine.resume(process, greeting, self._mates(engine))
+        if known is not None:
+            self._unwatch(known.pidfd)
+            known.close()
+        logger.info("engine %r is attached again", engine.name)
+        return engine
+
+    def _resume_pool(self, blocks: wire.PoolBlocks, slots: int, memory: list[int]) -> None:
+        """Go on with memory that a service before this one has left, for all its engines."""
+        fds, memory[:] = memory[:], []
+        taken = PoolMemory.resume(blocks, slots, fds)
+        pool = self._pools[blocks] = SharedPool(self._config, blocks, taken, begun=True)
+        for number in range(1, MOST_ENGINES + 1):
+            if pool.is_used_by(number) or pool.cache.granted_to(number):
+                name = f"number {number}"
+                self._engines[blocks, number] = AttachedEngine(name, pool, number, begun=True)
+        self._share(pool)
+        logger.info(
+            "a pool of %d blocks for the models of fingerprint %s goes on with %d blocks",
+            slots,
+            blocks.fingerprint,
+            pool.cache.ready_blocks,
+        )
+
+    def _mates(self, engine: AttachedEngine) -> int:
+        """How many engines use its pool."""
+        return sum(each.pool is engine.pool for each in self._engines.values())
+
     def _named(self, ticket: wire.Ticket) -> AttachedEngine:
         for engine in self._engines.values():
+            if engine.ticket is None:
+                continue
             if secrets.compare_digest(engine.ticket.token, ticket.token):
                 return engine
         raise RefusalError(
@@ -272,6 +335,10 @@ class NodeServer:
                 engine.send()
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(engine, scheduler, error)
+        if now - self._looked_at > _GONE_SECONDS:
+            self._looked_at = now
+            for engine in self.engines:
+                self._forget_if_gone(engine)
         late = [each for each, since in self._guests.items() if now - since > _GREETING_SECONDS]
         for guest in late:
             self._dismiss(guest)
@@ -327,10 +394,12 @@ class NodeServer:
             self._leave(engine, process)
         engine.ended(process)
         process.close()
-        if engine.processes:
-            return
-        self._forget(engine)
-        logger.info("engine %r has ended", engine.name)
+        self._forget_if_gone(engine)
+
+    def _forget_if_gone(self, engine: AttachedEngine) -> None:
+        if engine.is_gone(time.monotonic()):
+            self._forget(engine)
+            logger.info("engine %r has ended", engine.name)
 
     def _forget(self, engine: AttachedEngine) -> None:
         engine.free()

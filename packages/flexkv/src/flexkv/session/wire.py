@@ -85,11 +85,13 @@ class ServiceTicket(NamedTuple):
         root: the service's runtime directory.
         client: the service's number of the engine.
         token: secret of the engine, in hex.
+        engine: the engine's id, for logs.
     """
 
     root: str
     client: int
     token: str
+    engine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,8 @@ class SessionInfo:
         identity = _as_texts(message["identity"])
         service = None
         if message["service"] is not None:
-            root, client, token = _as_list(message["service"])
-            service = ServiceTicket(str(root), _as_int(client), str(token))
+            root, client, token, engine = _as_list(message["service"])
+            service = ServiceTicket(str(root), _as_int(client), str(token), str(engine))
         durable = message["durable"] is True
         return cls(str(message["fingerprint"]), spec, durable, identity, service)
 

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that live while their service ends, and what the next one knows of them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flexkv.service import attached, membership, reattachment
+from flexkv.service import messages as wire
+from packages.flexkv.tests.service.served import (
+    ENGINE,
+    WORKER,
+    Scheduler,
+    Service,
+    keys_of,
+    until,
+)
+from packages.inside import index_of, line_of, reader_of, stores_of
+
+Attach = Callable[..., Scheduler]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long before another try."""
+    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
+
+
+def restart(service: Service) -> None:
+    service.close()
+    service.start()
+
+
+def attached_again(service: Service, *engines: Scheduler) -> bool:
+    """Whether these engines are served, and know it, and have free slots, after a poll of each."""
+    for each in engines:
+        each.cache.touch(keys_of("x", 1))
+        each.cache.poll()
+    served = [each for each in service.server.engines if each.scheduler is not None]
+    return len(served) == len(engines) and all(
+        stores_of(each.cache).free and not line_of(each.cache).is_cut for each in engines
+    )
+
+
+def test_blocks_in_memory_outlive_the_service(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    keys = keys_of("a", 6)
+    one.store(keys)
+    slots = {block.key: block.slot for block in index_of(service.pool.cache).blocks}
+    held = other.cache.load(keys[:2])
+    assert held is not None
+    service.close()
+    assert one.load(keys), "the service has ended"
+    service.start()
+    until(lambda: attached_again(service, one, other))
+    assert {block.key: block.slot for block in index_of(service.pool.cache).blocks} == slots
+    assert one.load(keys)
+    assert one.store(keys_of("b", 3)) == keys_of("b", 3)
+    assert other.cache.lookup(keys_of("b", 3)) == 3
+    late = attach(service)
+    assert late.load(keys)
+    for number in range(20):
+        late.store(keys_of(f"filler {number}", 3))
+    assert late.cache.lookup(keys) == 2, "what an engine held is there, and nothing else"
+    other.copy(held)
+    other.settle()
+    until(service.accounted)
+
+
+def test_stores_under_way_are_published_by_the_next_service(
+    service: Service, attach: Attach
+) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    under_way = one.cache.store(keys, range(3))
+    assert under_way is not None
+    restart(service)
+    until(lambda: attached_again(service, one))
+    other = attach(service)
+    other.store(keys_of("b", 20))
+    used = {block.slot for block in index_of(service.pool.cache).blocks}
+    assert not used & set(under_way.slots), "a rank may still write to them"
+    one.copy(under_way)
+    one.settle()
+    assert other.load(keys)
+    until(service.accounted)
+
+
+def test_what_the_service_was_told_at_its_end_loses_no_slot(
+    service: Service, attach: Attach
+) -> None:
+    one = attach(service)
+    service.stop()
+    for name in ("a", "b"):
+        transfer = one.cache.store(keys_of(name, 2), range(2))
+        assert transfer is not None
+        one.copy(transfer)
+        one.cache.poll()
+    line_of(one.cache).put(wire.Return([stores_of(one.cache).free.pop()]))
+    one.cache.poll()
+    restart(service)
+    until(lambda: attached_again(service, one))
+    until(service.accounted)
+    index, number = index_of(service.pool.cache), service.engine.number
+    until(lambda: stores_of(one.cache).granted == set(index.taken_by(number)), one.cache.poll)
+    assert one.store(keys_of("a", 2)) == keys_of("a", 2)
+    assert one.load(keys_of("a", 2))
+
+
+def test_an_engine_at_rest_keeps_no_memory_from_others(service: Service, attach: Attach) -> None:
+    one, idle = attach(service), attach(service)
+    idle.store(keys_of("a", 2))
+    held = idle.cache.load(keys_of("a", 1))
+    assert held is not None
+    restart(service)
+    until(lambda: attached_again(service, one))
+    index, number = index_of(service.pool.cache), 0
+    while service.pool.cache.counters.evicted_blocks < 8:
+        number += 1
+        one.store(keys_of(f"filler {number}", 1))
+    granted = sum(each.granted for each in service.server.engines)
+    assert len(index) + index.free_slots + granted == index.num_slots
+    assert set(index.taken_by(2)) >= stores_of(idle.cache).granted
+    assert one.cache.lookup(keys_of("a", 2)) == 1, "what the engine holds stays"
+    idle.copy(held)
+    until(lambda: attached_again(service, one, idle))
+    until(service.accounted)
+
+
+def test_an_engine_that_ended_meanwhile_leaves_its_slots(
+    service: Service,
+    attach: Attach,
+    other_process: Callable[..., subprocess.Popen[str]],
+) -> None:
+    one = attach(service)
+    engine = other_process(ENGINE, service.root)
+    assert engine.stdout is not None
+    engine.stdout.readline()
+    service.close()
+    engine.kill()
+    engine.wait()
+    service.start()
+    until(lambda: attached_again(service, one))
+    until(lambda: len(service.server.engines) == 1)
+    until(service.accounted)
+    assert one.load(keys_of("a", 3))
+
+
+def test_slots_wait_for_a_rank_that_lives(
+    service: Service,
+    attach: Attach,
+    other_process: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """Before the rank attaches again, and after that."""
+    one = attach(service)
+    engine = other_process(ENGINE, service.root)
+    assert engine.stdout is not None
+    worker = other_process(WORKER, service.root, *engine.stdout.readline().split())
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    service.close()
+    engine.kill()
+    engine.wait()
+    service.start()
+    until(lambda: attached_again(service, one))
+    (left,) = [each for each in service.server.engines if each.scheduler is None]
+    granted = left.granted
+    assert granted >= 3
+    until(lambda: left.is_gone(0.0) or True)
+    assert left in service.server.engines
+    assert left.granted == granted
+    worker.kill()
+    worker.wait()
+    until(lambda: left not in service.server.engines)
+    until(service.accounted)
+
+
+def test_ranks_attach_again(
+    service: Service,
+    attach: Attach,
+    other_process: Callable[..., subprocess.Popen[str]],
+) -> None:
+    one = attach(service)
+    worker = other_process(
+        WORKER,
+        service.root,
+        str(one.ticket.client),
+        one.ticket.token,
+        f"/proc/self/fd/{one.arena.fd}",
+        pass_fds=(one.arena.fd,),
+    )
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    until(lambda: len(service.engine.processes) == 3)
+    restart(service)
+    until(lambda: attached_again(service, one))
+    until(lambda: len(service.engine.processes) == 3)
+    one.close()
+    worker.kill()
+    worker.wait()
+    until(lambda: len(service.server.engines[0].processes) == 2)
+
+
+def test_an_engine_that_was_given_up_attaches_again(service: Service, attach: Attach) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    held = one.cache.load(keys[:1])
+    assert held is not None
+    under_way = one.cache.store(keys_of("b", 2), range(2))
+    assert under_way is not None
+    line_of(one.cache).put(wire.Return([-1]))
+    one.cache.poll()
+    until(lambda: service.engine.has_ended)
+    until(lambda: attached_again(service, one))
+    assert reader_of(one.cache).held == 1
+    one.copy(held)
+    one.copy(under_way)
+    one.settle()
+    assert one.load(keys_of("b", 2))
+    until(service.accounted)
+    assert len(service.engine.processes) == 2, "a process is known once for each connection"
+
+
+def test_events_and_fetches_go_on(
+    make_service: Callable[..., Service], attach: Attach, tmp_path: Any
+) -> None:
+    service = make_service(16, ssd_cache_dir=(str(tmp_path / "disk"),), ssd_cache_gb=0.01)
+    one, other = attach(service), attach(service)
+    other.cache.watch()
+    other.settle()
+    keys = keys_of("a", 4)
+    one.store(keys)
+    until(lambda: not service.pool.cache.busy)
+    number = 0
+    while one.cache.lookup(keys):
+        one.store(keys_of(f"filler {number}", 1))
+        number += 1
+    until(lambda: not service.pool.cache.busy)
+    lost = one.cache.fetch(keys)
+    assert lost is not None
+    restart(service)
+    until(lambda: attached_again(service, one, other))
+    assert one.cache.fetch_state(lost).done
+    assert not one.cache.extend_fetch(lost, keys)
+    one.cache.end_fetch(lost)
+    other.cache.drain_changes()
+    fetch = one.cache.fetch(keys)
+    assert fetch is not None
+    until(lambda: one.cache.fetch_state(fetch).arrived == 4, one.cache.poll)
+    assert one.load(keys)
+    one.cache.end_fetch(fetch)
+    seen: list[bytes] = []
+    until(
+        lambda: set(keys) <= set(seen),
+        lambda: (
+            other.cache.poll(),
+            seen.extend(key for each in other.cache.drain_changes() for key in each.added),
+        ),
+    )
+
+
+def test_other_memory_than_the_pools_is_refused(
+    service: Service, attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    service.close()
+    service.start()
+    late = attach(service)
+    with caplog.at_level(logging.WARNING, "flexkv"):
+        until(
+            lambda: "have other memory" in caplog.text,
+            lambda: (one.cache.touch(keys), one.cache.poll()),
+        )
+    assert one.load(keys)
+    assert one.cache.store(keys_of("b", 1), [0]) is None
+    assert late.cache.lookup(keys) == 0
+    assert late.store(keys) == keys
