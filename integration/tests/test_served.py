@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of one node share one cache, `flexkv serve`: the tokens are those of an engine without
-FlexKV, also while the service hangs and after its end."""
+FlexKV, also while the service hangs, after its end, and with the next one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from integration.tests import disks
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, WARM
 from integration.tests.disks import restorable, restored
-from integration.tests.nodes import Nodes
+from integration.tests.nodes import PATIENCE_SECONDS, Nodes
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, ask_together
 
@@ -25,30 +26,53 @@ LATE = EVICTED[:4]
 SLOTS = 600
 
 
+class Service:
+    """`flexkv serve` with memory for all that the tests store.
+
+    Attributes:
+        root: its directory.
+        process: its process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "service"
+        self._environ = os.environ | {
+            "FLEXKV_CPU_CACHE_GB": str(disks.gigabytes(SLOTS)),
+            "FLEXKV_RUNTIME_DIR": str(folder / "runtime"),
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Returns once it listens."""
+        command = [sys.executable, "-m", "flexkv", "serve", str(self.root)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=self._environ
+        )
+        assert self.process.stdout is not None
+        assert "listens" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        """Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """The directory and the process of a service with memory for all that the tests store."""
-    root = tmp_path / "service"
-    environ = os.environ | {
-        "FLEXKV_CPU_CACHE_GB": str(disks.gigabytes(SLOTS)),
-        "FLEXKV_RUNTIME_DIR": str(tmp_path / "runtime"),
-    }
-    command = [sys.executable, "-m", "flexkv", "serve", str(root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
-        try:
-            assert process.stdout is not None
-            assert "listens" in process.stdout.readline()
-            yield root, process
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path)
+    try:
+        yield made
+    finally:
+        made.kill()
 
 
 def test_what_one_engine_has_computed_another_loads(
-    nodes: Nodes, service: tuple[Path, subprocess.Popen[str]], reference: Reference
+    nodes: Nodes, service: Service, reference: Reference
 ) -> None:
-    root, process = service
-    one, other = nodes.start(service=str(root)), nodes.start(service=str(root))
+    root = str(service.root)
+    one, other = nodes.start(service=root), nodes.start(service=root)
     reference.check_all(FIRST, ask_each(one, FIRST), what="the first engine")
     found = ask_each(other, FIRST)
     reference.check_all(FIRST, found, what="the other engine")
@@ -60,12 +84,29 @@ def test_what_one_engine_has_computed_another_loads(
     reference.check_all(CONCURRENT, ask_together(one, CONCURRENT), what="together again")
 
     # It hangs, then it is gone: what is in host memory is loaded as before.
-    process.send_signal(signal.SIGSTOP)
+    service.process.send_signal(signal.SIGSTOP)
     for what in ("it hangs", "it is gone"):
         one.forget()
         found = ask_each(one, FIRST)
         reference.check_all(FIRST, found, what=what)
         assert restored(found) == restorable(FIRST), what
         reference.check_all(LATE, ask_each(other, LATE), what=what)
-        process.kill()
-        process.wait()
+        service.kill()
+
+    # Another one begins: the engines attach to it, and nothing that was stored is lost.
+    service.start()
+    end = time.monotonic() + PATIENCE_SECONDS
+    loaded: list[int] = []
+    while loaded != restorable(LATE):
+        assert time.monotonic() < end, "the engines do not attach again"
+        other.forget()
+        reference.check_all(LATE, ask_each(other, LATE), what="stored again")
+        one.forget()
+        found = ask_each(one, LATE)
+        reference.check_all(LATE, found, what="loaded again")
+        loaded = restored(found)
+    for each in (one, other):
+        each.forget()
+        found = ask_each(each, FIRST)
+        reference.check_all(FIRST, found, what="after the restart")
+        assert restored(found) == restorable(FIRST)
