@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from flexkv.service import attached, membership, reattachment
+from flexkv.host.arena import ArenaSpec
+from flexkv.service import attached, membership, reattachment, server
 from flexkv.service import messages as wire
+from flexkv.service.attach import Attached
+from flexkv.session.wire import SessionInfo
 from packages.flexkv.tests.service.served import (
     ENGINE,
+    FORMAT,
     WORKER,
     Scheduler,
     Service,
@@ -24,6 +30,7 @@ from packages.flexkv.tests.service.served import (
 from packages.inside import index_of, line_of, reader_of, stores_of
 
 Attach = Callable[..., Scheduler]
+OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +51,8 @@ def attached_again(service: Service, *engines: Scheduler) -> bool:
     for each in engines:
         each.cache.touch(keys_of("x", 1))
         each.cache.poll()
-    served = [each for each in service.server.engines if each.scheduler is not None]
-    return len(served) == len(engines) and all(
+    served = {each.number for each in service.server.engines if each.is_served}
+    return served >= {each.ticket.client for each in engines} and all(
         stores_of(each.cache).free and not line_of(each.cache).is_cut for each in engines
     )
 
@@ -269,15 +276,62 @@ def test_events_and_fetches_go_on(
     )
 
 
-def test_other_memory_than_the_pools_is_refused(
-    service: Service, attach: Attach, caplog: pytest.LogCaptureFixture
+def test_an_engine_that_starts_waits_for_those_that_live(service: Service, attach: Attach) -> None:
+    """These are idle, and call nobody."""
+    one, other = attach(service), attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    restart(service)
+    late = attach(service)
+    assert late.load(keys)
+    assert len(service.server.pools) == 1
+    until(lambda: all(each.scheduler is not None for each in service.server.engines))
+    until(lambda: attached_again(service, one, other, late))
+    until(service.accounted)
+
+
+def test_an_engine_waits_for_nobody_where_none_lives(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server, "_AWAITED_SECONDS", 1e9)
+    one = attach(service)
+    one.close()
+    restart(service)
+    assert attach(service).store(keys_of("a", 2))
+
+
+def test_an_engine_waits_no_longer_than_it_must(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that lives has another model."""
+    monkeypatch.setattr(server, "_AWAITED_SECONDS", 0.2)
+    attach(service, about=OTHER)
+    restart(service)
+    assert attach(service).store(keys_of("a", 2))
+
+
+def test_other_memory_than_the_pools_is_refused(
+    service: Service,
+    attach: Attach,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_attach = threading.Event()
+    resume = Attached.resume
+
+    def attach_late(attached: Attached) -> socket.socket:
+        may_attach.wait()
+        return resume(attached)
+
+    monkeypatch.setattr(Attached, "resume", attach_late)
+    monkeypatch.setattr(server, "_AWAITED_SECONDS", 0.0)
     one = attach(service)
     keys = keys_of("a", 3)
     one.store(keys)
     service.close()
     service.start()
     late = attach(service)
+    may_attach.set()
     with caplog.at_level(logging.WARNING, "flexkv"):
         until(
             lambda: "have other memory" in caplog.text,

@@ -63,6 +63,8 @@ class Attached:
             self.index = mmap.mmap(index_fd, 0, prot=mmap.PROT_READ)
             self.page = EnginePage(holds_fd, ticket.client, info.spec.num_slots)
             self._lock = MemoryLock(arena.fd, ticket.client)
+            with RuntimeDirectory(ticket.root) as directory:
+                self._shows_life = directory.hold(wire.ENGINES)
             self.connection.setblocking(False)
         except BaseException as error:
             self.connection.close()
@@ -76,15 +78,13 @@ class Attached:
         assert self._info.service is not None
         return self._info.service
 
-    def resume(self, granted: Sequence[int]) -> socket.socket:
+    def resume(self) -> socket.socket:
         """Attach again, to the same service or to the next one. Waits; may be called in a thread of
         its own.
 
-        Args:
-            granted: the slots that were granted to this engine and may be written to.
-
         Returns:
-            The connection, which the caller owns.
+            The connection, which the caller owns, and on which `Claim` comes first. Calls on it do
+            not wait.
 
         Raises:
             ArenaError: the service does not answer, or refuses the engine.
@@ -109,16 +109,7 @@ class Attached:
         try:
             if not isinstance(answer, wire.Resumed):
                 raise _unexpected(ticket.root, answer)
-            most = wire.MOST_KEYS
-            parts = [granted[start : start + most] for start in range(0, len(granted), most)]
-            claims = [wire.Claim(list(part), False) for part in parts[:-1]]
-            claims.append(wire.Claim(list(parts[-1]) if parts else [], True))
-            for packet in wire.packets(claims):
-                connection.sendall(packet)
             connection.setblocking(False)
-        except OSError as error:
-            connection.close()
-            raise ArenaError(f"the service in {ticket.root!r} is gone again: {error}") from None
         except BaseException:
             connection.close()
             raise
@@ -128,7 +119,8 @@ class Attached:
         """Let go of the memory of the index and of the holds. Idempotent."""
         with self._guard:
             self._lock.close()
-            _close(self._fds)
+            if self._fds:
+                _close([*self._fds, self._shows_life])
             self._fds = []
 
 

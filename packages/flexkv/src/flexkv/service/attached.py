@@ -148,6 +148,11 @@ class AttachedEngine:
         return self._scheduler
 
     @property
+    def is_served(self) -> bool:
+        """Whether its scheduler is connected and, if it is again, has said what slots it has."""
+        return self._scheduler is not None and self._claims is None
+
+    @property
     def granted(self) -> int:
         """How many granted slots the engine has neither published nor returned."""
         return len(self._granted)
@@ -355,7 +360,7 @@ class AttachedEngine:
     def serve(self, now: float) -> None:
         """Grant slots, and tell what is new. A state is told once the engine has read all before:
         a slow engine gets the latest, not each."""
-        if self.has_ended or self._scheduler is None or self._claims is not None:
+        if not self.is_served:
             return
         self._grant(now)
         if not self._has_read:

@@ -15,7 +15,7 @@ MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
 depend on, and of these there are no more than granted slots and fetches. Not tuned."""
 
-_STATE = (wire.Publish, wire.Return, wire.EndFetch, wire.Watch)
+_STATE = (wire.Claim, wire.Publish, wire.Return, wire.EndFetch, wire.Watch)
 
 
 class Line:
@@ -70,14 +70,14 @@ class Line:
                 for fd in fds:
                     os.close(fd)
                 if not packet:
-                    self._cut("it has ended or closed the connection")
+                    self.cut("it has ended or closed the connection")
                     return
                 self._heard = (self._heard + 1) % (1 << 32)
                 self.come += wire.read_engine(packet)
         except BlockingIOError:
             self._heard = self._bell[SENT]
         except (OSError, wire.WireError) as error:
-            self._cut(str(error))
+            self.cut(str(error))
             return
         self._bell[READ] = self._heard
 
@@ -93,7 +93,7 @@ class Line:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._cut(str(error))
+            self.cut(str(error))
 
     def resume(self, connection: socket.socket) -> None:
         """Go on with another connection, whose service has set the bell to zero. What waited for
@@ -104,12 +104,14 @@ class Line:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._cut("closed")
+        self.cut("closed")
         self._bell.release()
 
-    def _cut(self, reason: str) -> None:
+    def cut(self, reason: str) -> None:
+        """Close the connection, for whoever has it, until `resume`. Idempotent."""
         self.is_cut, self.reason = True, self.reason or reason
         self._messages.clear()
         self._packets.clear()
         with contextlib.suppress(OSError):
-            self._connection.close()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()

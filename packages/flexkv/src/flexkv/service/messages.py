@@ -25,6 +25,9 @@ PROTOCOL = 1
 SOCKET = "flexkv service"
 """The name of the service in its runtime directory."""
 
+ENGINES = "engines"
+"""The file in the directory by which a service sees that engines of the one before it live."""
+
 MAX_PACKET = 1 << 16
 """Bytes of a packet: a fraction of what a socket's buffer takes by default, 208 KiB."""
 

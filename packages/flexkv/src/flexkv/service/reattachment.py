@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of an engine attaches again in a thread, since that waits for the service."""
+"""The scheduler of an engine attaches again in a thread: that waits for the service, and an idle
+engine calls nobody."""
 
 from __future__ import annotations
 
 import logging
 import random
+import select
 import socket
 import threading
 import time
@@ -14,66 +16,72 @@ from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
 
-_FIRST_SECONDS, _MOST_SECONDS = 1.0, 30.0
+_FIRST_SECONDS, _MOST_SECONDS = 1.0, 5.0
 """Pauses before the first try and between later ones, each up to half of it more or less; each is
-twice as long as the one before. Not tuned."""
+twice as long as the one before. A service waits longer for engines that live. Not tuned."""
 _LASTS_SECONDS = 60.0
 """An attachment that has lasted so long ended by chance: the pauses begin anew. Not tuned."""
 
 
 class Reattachment:
-    """One thread for each time that the connection has ended. Single-threaded but for that."""
+    """Watches a connection, and attaches again whenever the service has closed it.
 
-    def __init__(self) -> None:
-        self._pause = _FIRST_SECONDS
-        self._attached_at = time.monotonic()
-        self._runs = False
+    Args:
+        connection: the first one; borrowed for the call.
+        attach: attaches again; may raise ArenaError and OSError. Called in the thread.
+    """
+
+    def __init__(self, connection: socket.socket, attach: Callable[[], socket.socket]) -> None:
+        self._attach = attach
         self._stops = threading.Event()
         self._made: list[socket.socket] = []
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has begun, and `take` has not yet given a connection."""
-        return self._runs
+        threading.Thread(
+            target=self._stay, args=(connection.dup(),), name="flexkv-reattachment", daemon=True
+        ).start()
 
     @property
     def has_connection(self) -> bool:
-        """Whether `take` gives a connection."""
+        """Whether `take` gives a connection: the one before it has ended."""
         return bool(self._made)
 
-    def begin(self, attach: Callable[[], socket.socket]) -> None:
-        """Call `attach` from time to time until it raises neither ArenaError nor OSError."""
-        if time.monotonic() - self._attached_at > _LASTS_SECONDS:
-            self._pause = _FIRST_SECONDS
-        self._runs = True
-        threading.Thread(
-            target=self._try, args=(attach,), name="flexkv-reattachment", daemon=True
-        ).start()
-
     def take(self) -> socket.socket | None:
-        """The connection, which is the caller's; None if there is none yet."""
-        if not self._made:
-            return None
-        self._runs, self._attached_at = False, time.monotonic()
-        return self._made.pop()
+        """The new connection, which is the caller's; None if there is none yet."""
+        return self._made.pop() if self._made else None
 
     def close(self) -> None:
-        """Try no more. A thread that waits for the service ends after that. Idempotent."""
+        """Try no more. A thread that waits for the service ends after that. The caller shuts down
+        its connection. Idempotent."""
         self._stops.set()
         while self._made:
             self._made.pop().close()
 
-    def _try(self, attach: Callable[[], socket.socket]) -> None:
+    def _stay(self, watched: socket.socket) -> None:
+        pause = _FIRST_SECONDS
+        while True:
+            since = time.monotonic()
+            with watched:
+                ends = select.poll()
+                ends.register(watched, 0)  # POLLHUP is always told
+                ends.poll()
+            if time.monotonic() - since > _LASTS_SECONDS:
+                pause = _FIRST_SECONDS
+            connection, pause = self._try(pause)
+            if connection is None:
+                return
+            watched = connection.dup()
+            self._made.append(connection)
+            if self._stops.is_set():
+                self.close()
+
+    def _try(self, pause: float) -> tuple[socket.socket | None, float]:
+        """The connection, or None after `close`, and the pause before the next try."""
         said = ""
-        while not self._stops.wait(self._pause * random.uniform(0.5, 1.5)):
-            self._pause = min(2 * self._pause, _MOST_SECONDS)
+        while not self._stops.wait(pause * random.uniform(0.5, 1.5)):
+            pause = min(2 * pause, _MOST_SECONDS)
             try:
-                self._made.append(attach())
+                return self._attach(), pause
             except (ArenaError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
                     logger.warning("not attached to the service again yet: %s", error)
-                continue
-            if self._stops.is_set():
-                self.close()
-            return
+        return None, pause

@@ -79,7 +79,8 @@ class ServedCache:
         self._attached = attached
         self._reader = index_reader(attached.index, attached.page.holds)
         self._line = Line(attached.connection, attached.page.bell)
-        self._reattachment = Reattachment()
+        self._reattachment = Reattachment(attached.connection, attached.resume)
+        self._is_alone = False
         self._watches = False
         self._meter = Meter()
         self.counters = Counters()
@@ -100,9 +101,10 @@ class ServedCache:
         """See `CacheClient.busy`."""
         if self._device.unreported or self._recovering or self._line.has_news:
             return True
+        if self._reattachment.has_connection:
+            return True
         if self._line.is_cut:
-            is_new = not self._reattachment.runs or self._reattachment.has_connection
-            return is_new or bool(self._stores.by_id)
+            return not self._is_alone or bool(self._stores.by_id)
         if self._hangs:
             return False
         return bool(self._stores.by_id or self._line.busy or self._awaits_answer)
@@ -355,6 +357,8 @@ class ServedCache:
         """See `CacheClient.poll`. Sends the messages of the step."""
         if self._recovering:
             self._recover()
+        if self._reattachment.has_connection:
+            self._line.cut("it has ended or closed the connection")
         self._line.listen()
         while self._line.come:  # an error loses none of them
             self._hear(self._line.come[0])
@@ -373,16 +377,9 @@ class ServedCache:
         return ended
 
     def _attach_again(self) -> None:
-        """The service is gone, or serves this engine no more."""
-        connection = self._reattachment.take()
-        if connection is not None:
-            self._line.resume(connection)
-            self._asked_at = None
-            if self._watches:
-                self._line.put(wire.Watch())
-                self._line.send()
-            logger.info("attached to the service of FlexKV again")
-        elif not self._reattachment.runs:
+        """The service is gone, or serves this engine no more, until there is a new connection."""
+        if not self._is_alone:
+            self._is_alone = True
             logger.error(
                 "the service of FlexKV is gone: %s; until it is back, blocks in host memory are "
                 "loaded as before, and nothing is stored or fetched",
@@ -393,8 +390,16 @@ class ServedCache:
             self._pins.clear()
             for store in self._stores.lose_told():
                 self._device.free_cell(store.cell)
-            granted = sorted(self._stores.granted)
-            self._reattachment.begin(lambda: self._attached.resume(granted))
+        connection = self._reattachment.take()
+        if connection is None:
+            return
+        self._line.resume(connection)
+        self._is_alone, self._asked_at = False, None
+        self._stores.claim()
+        if self._watches:
+            self._line.put(wire.Watch())
+        self._line.send()
+        logger.info("attached to the service of FlexKV again")
 
     def _hear(self, message: wire.ToEngine) -> None:
         self._asked_at = None

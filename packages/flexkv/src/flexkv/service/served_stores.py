@@ -199,6 +199,13 @@ class ServedStores:
                 over.append(self.end(number))
         return over
 
+    def claim(self) -> None:
+        """Tell a service that did not grant them which slots this engine has."""
+        slots = sorted(self.granted)
+        for start in range(0, max(len(slots), 1), wire.MOST_KEYS):
+            part = slots[start : start + wire.MOST_KEYS]
+            self._line.put(wire.Claim(part, start + wire.MOST_KEYS >= len(slots)))
+
     def lose_told(self) -> list[PlannedStore]:
         """The service is gone. Its index has the blocks of the stores that it was told of, or its
         successor frees their slots. Returns these stores, which have ended."""

@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine, Process, RefusalError
@@ -32,6 +33,10 @@ _MEMORY_FDS = 3
 
 _GREETING_SECONDS = 5.0
 """Seconds within which a peer must greet. Peers greet at once. Not tuned."""
+_AWAITED_SECONDS = 10.0
+"""Seconds after the start in which engines of the service before this one hand their memory back.
+An engine that starts meanwhile waits: with memory of its own, it would not share with them. Not
+tuned."""
 _MOST_GUESTS = 256
 """Peers that have not greeted yet. Not tuned."""
 
@@ -74,6 +79,13 @@ class NodeServer:
             self._directory.close()
             raise
         self._listener.setblocking(False)
+        self._postponed: list[tuple[socket.socket, int, wire.Open]] = []
+        self._awaits_until = 0.0
+        try:
+            if self._directory.is_held(wire.ENGINES):
+                self._awaits_until = time.monotonic() + _AWAITED_SECONDS
+        except OSError as error:
+            logger.warning("cannot see whether engines wait for this service: %s", error)
         self._watch(self._listener, self._accept)
         self._watch(self._wake, lambda: os.read(self._wake, 1))
 
@@ -122,6 +134,9 @@ class NodeServer:
             pool.close(flush_seconds)
         for guest in self._guests:
             guest.close()
+        for connection, pidfd, _ in self._postponed:
+            connection.close()
+            os.close(pidfd)
         self._selector.close()
         os.close(self._wake)
         os.close(self._woken)
@@ -154,15 +169,41 @@ class NodeServer:
             if len(messages) != 1 or len(fds) != (1 + _MEMORY_FDS if resumes else 1):
                 raise RefusalError("a greeting is one message with one pidfd, and memory to resume")
             self._forget_guest(connection)
+            if self._must_wait(messages[0]):
+                self._postponed.append((connection, fds.pop(0), messages[0]))
+                return
             self._admit(connection, fds.pop(0), messages[0], fds)
         except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
-            self._log_refusal(str(error) or type(error).__name__)
-            with contextlib.suppress(OSError):
-                connection.sendall(wire.packets([wire.Refused(str(error))])[0])
-            self._dismiss(connection)
+            self._refuse(connection, error)
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _must_wait(self, greeting: wire.ToService) -> TypeGuard[wire.Open]:
+        """Whether engines that live may bring the memory that this one asks for."""
+        return (
+            isinstance(greeting, wire.Open)
+            and greeting.blocks not in self._pools
+            and time.monotonic() < self._awaits_until
+        )
+
+    def _admit_postponed(self) -> None:
+        """Let those in that have waited for memory which has come, or long enough."""
+        waiting, self._postponed = self._postponed, []
+        for connection, pidfd, greeting in waiting:
+            if self._must_wait(greeting):
+                self._postponed.append((connection, pidfd, greeting))
+                continue
+            try:
+                self._admit(connection, pidfd, greeting, [])
+            except Exception as error:  # noqa: BLE001 - as above
+                self._refuse(connection, error)
+
+    def _refuse(self, connection: socket.socket, error: Exception) -> None:
+        self._log_refusal(str(error) or type(error).__name__)
+        with contextlib.suppress(OSError):
+            connection.sendall(wire.packets([wire.Refused(str(error))])[0])
+        self._dismiss(connection)
 
     def _log_refusal(self, reason: str) -> None:
         """Log why a process was refused. Processes try again every second or so."""
@@ -339,6 +380,8 @@ class NodeServer:
             self._looked_at = now
             for engine in self.engines:
                 self._forget_if_gone(engine)
+        if self._postponed:
+            self._admit_postponed()
         late = [each for each, since in self._guests.items() if now - since > _GREETING_SECONDS]
         for guest in late:
             self._dismiss(guest)

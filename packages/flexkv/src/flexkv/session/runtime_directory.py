@@ -3,6 +3,7 @@
 
     <digest of the engine's id>.sock    an engine listens here while it lives
     lock                                held while sockets are created and removed
+    engines                             held by the schedulers that use the service here
     <16 hex digits>.store               see `flexkv.session.store_states`
 
 A user who can write to the directory could replace a socket and get an engine's blocks. The
@@ -96,6 +97,39 @@ class RuntimeDirectory:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
         finally:
             os.close(fd)
+
+    def hold(self, file: str) -> int:
+        """Show by a lock on a file that this process lives; see `is_held`.
+
+        Returns:
+            The file's descriptor, which the caller closes to end this.
+
+        Raises:
+            OSError: a system call failed, or the file is none of this user's with one name.
+            BlockingIOError: `is_held` is being asked.
+        """
+        fd = open_regular(self._fd, file, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_held(self, file: str) -> bool:
+        """Whether a living process called `hold` for this file.
+
+        Raises:
+            OSError: see `hold`.
+        """
+        fd = open_regular(self._fd, file, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def listen(self, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """Create the socket of the engine `name`, of a kind of socket(2), and listen on it. Removes
