@@ -122,6 +122,24 @@ def test_what_the_service_was_told_at_its_end_loses_no_slot(
     assert one.load(keys_of("a", 2))
 
 
+def test_what_was_published_at_the_end_is_not_claimed(service: Service, attach: Attach) -> None:
+    """The engine has not heard of it."""
+    one = attach(service)
+    keys = keys_of("a", 2)
+    transfer = one.cache.store(keys, range(2))
+    assert transfer is not None
+    one.copy(transfer)
+    one.cache.poll()
+    until(lambda: service.pool.cache.ready_blocks == 2)
+    assert stores_of(one.cache).granted >= set(transfer.slots)
+    restart(service)
+    until(lambda: [each for each in service.server.engines if each.scheduler is not None])
+    until(lambda: attached_again(service, one))
+    assert not stores_of(one.cache).granted & set(transfer.slots)
+    assert one.load(keys)
+    until(service.accounted)
+
+
 def test_an_engine_at_rest_keeps_no_memory_from_others(service: Service, attach: Attach) -> None:
     one, idle = attach(service), attach(service)
     idle.store(keys_of("a", 2))

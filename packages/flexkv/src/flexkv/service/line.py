@@ -99,7 +99,7 @@ class Line:
         """Go on with another connection, whose service has set the bell to zero. What waited for
         the last one is gone."""
         self._connection = connection
-        self._heard = 0
+        self._heard = self._bell[READ] = 0
         self.is_cut, self.reason = False, ""
 
     def close(self) -> None:

@@ -183,7 +183,7 @@ class ServedStores:
         """
         over = []
         for number, store in list(self.by_id.items()):
-            if not store.has_ended or (store.is_told and not self._line.is_cut):
+            if not store.has_ended or store.is_told:  # told ones: see `lose_told`
                 continue
             before = (self.by_id.get(each) for each in store.builds_on)
             if any(each is not None and not each.is_told for each in before):

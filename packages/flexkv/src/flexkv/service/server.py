@@ -358,6 +358,8 @@ class NodeServer:
                 engine.handle(message)
         except BlockingIOError:
             return
+        except ConnectionError:  # it has ended without reading all
+            self._leave(engine, process)
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(engine, process, error)
 
