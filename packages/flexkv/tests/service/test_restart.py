@@ -256,6 +256,27 @@ def test_an_engine_that_was_given_up_attaches_again(service: Service, attach: At
     assert len(service.engine.processes) == 2, "a process is known once for each connection"
 
 
+def test_an_answer_that_does_not_arrive_is_not_the_last(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attach(service)
+    failed: list[str] = []
+    send_fds = socket.send_fds
+
+    def fail_once(connection: socket.socket, *arguments: Any) -> int:
+        if threading.current_thread().name.endswith("(run)") and not failed:
+            failed.append("once")
+            connection.shutdown(socket.SHUT_RDWR)
+            raise BrokenPipeError
+        return send_fds(connection, *arguments)
+
+    monkeypatch.setattr(socket, "send_fds", fail_once)
+    restart(service)
+    until(lambda: attached_again(service, one))
+    assert failed
+    assert len([each for each in service.server.engines if each.is_served]) == 1
+
+
 def test_events_and_fetches_go_on(
     make_service: Callable[..., Service], attach: Attach, tmp_path: Any
 ) -> None:

@@ -183,6 +183,7 @@ class NodeServer:
         """Whether engines that live may bring the memory that this one asks for."""
         return (
             isinstance(greeting, wire.Open)
+            and len(self._postponed) < _MOST_GUESTS
             and greeting.blocks not in self._pools
             and time.monotonic() < self._awaits_until
         )
@@ -246,7 +247,12 @@ class NodeServer:
                     lent = engine.schedule(process, greeting.step_blocks, self._mates(engine))
                     answer = wire.Scheduled(engine.pool.cache.info.media, engine.pool.policy)
             (packet,) = wire.packets([answer])
-            socket.send_fds(connection, [packet], lent)
+            try:
+                socket.send_fds(connection, [packet], lent)
+            except OSError:
+                if not isinstance(greeting, wire.Resume):
+                    raise
+                # An engine that is served again, and has gone meanwhile, leaves as any other.
         except BaseException:
             os.close(pidfd)
             if made is not None:
