@@ -180,6 +180,11 @@ def reader_of(cache: ServedCache) -> IndexReader:
     return cache._reader
 
 
+def has_new_connection(cache: ServedCache) -> bool:
+    """Whether an engine has attached again, and its cache does not know it yet."""
+    return cache._reattachment.has_connection
+
+
 def waiting_messages(line: Line) -> Sequence[Any]:
     """Messages that wait to be sent and are in no packet yet."""
     return line._messages

@@ -27,7 +27,7 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import index_of, line_of, reader_of, stores_of
+from packages.inside import has_new_connection, index_of, line_of, reader_of, stores_of
 
 Attach = Callable[..., Scheduler]
 OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
@@ -133,7 +133,7 @@ def test_what_was_published_at_the_end_is_not_claimed(service: Service, attach: 
     until(lambda: service.pool.cache.ready_blocks == 2)
     assert stores_of(one.cache).granted >= set(transfer.slots)
     restart(service)
-    until(lambda: [each for each in service.server.engines if each.scheduler is not None])
+    until(lambda: has_new_connection(one.cache))
     until(lambda: attached_again(service, one))
     assert not stores_of(one.cache).granted & set(transfer.slots)
     assert one.load(keys)
