@@ -51,7 +51,7 @@ def test_processes_share_a_byte_or_one_has_it_alone(fd: int) -> None:
 
 
 def test_a_lock_ends_with_its_process(fd: int) -> None:
-    """And not before, whoever else has a descriptor of the same open file."""
+    """The test's own descriptor of the same open file does not end or keep the lock."""
     command = [sys.executable, "-c", HOLDER, str(fd)]
     pipe = subprocess.PIPE
     with (

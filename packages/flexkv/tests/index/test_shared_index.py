@@ -8,7 +8,6 @@ import os
 import random
 import struct
 import time
-from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -445,6 +444,28 @@ def _read(fds: tuple[int, int, int], pipe: Connection, seed: int) -> None:
     pipe.send((leases, wrong, reader.held))
 
 
+def _start_readers(index: int, arena: int, holds: list[int]) -> list[Connection]:
+    """A process for each of `holds`. Returns pipes to them."""
+    context, pipes = get_context("fork"), []
+    for number, fd in enumerate(holds):
+        mine, other = context.Pipe()
+        context.Process(
+            target=_read, args=((index, arena, fd), other, number + 7), daemon=True
+        ).start()
+        pipes.append(mine)
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * len(holds)
+    return pipes
+
+
+def _assert_right(pipes: list[Connection]) -> None:
+    """End the readers. They have read the bytes of their keys alone, and hold nothing."""
+    for pipe in pipes:
+        pipe.send("stop")
+        leases, wrong, held = pipe.recv()
+        assert leases > 0
+        assert wrong == held == 0
+
+
 @pytest.fixture
 def files() -> Iterator[tuple[int, int, list[int]]]:
     sizes = [index_bytes(RACE_SLOTS), RACE_SLOTS * 8 * WORDS, 2 * RACE_SLOTS, 2 * RACE_SLOTS]
@@ -464,17 +485,9 @@ def test_readers_of_other_processes_see_right_bytes(
     index_fd, arena_fd, hold_fds = files
     memory, arena = (mmap.mmap(fd, os.fstat(fd).st_size) for fd in (index_fd, arena_fd))
     index, keys = block_index(RACE_SLOTS, LRUPolicy(), memory), _race_keys()
-    context, readers = get_context("fork"), []
-    for number, fd in enumerate(hold_fds):
+    for fd in hold_fds:
         index.add_reader(mmap.mmap(fd, 2 * RACE_SLOTS))
-        mine, other = context.Pipe()
-        process = context.Process(
-            target=_read, args=((index_fd, arena_fd, fd), other, number + 7), daemon=True
-        )
-        process.start()
-        readers.append((process, mine))
-    for _, pipe in readers:
-        assert pipe.recv() == "ready"
+    pipes = _start_readers(*files)
     state, end = 1, time.monotonic() + RACE_SECONDS
     while time.monotonic() < end:
         for _ in range(200):
@@ -486,14 +499,7 @@ def test_readers_of_other_processes_see_right_bytes(
                 arena[start : start + 8 * WORDS] = key[:8] * WORDS
                 index.publish([block])
         index.look_at_holds()
-    totals: Counter[str] = Counter()
-    for process, pipe in readers:
-        pipe.send("stop")
-        leases, wrong, held = pipe.recv()
-        totals.update(leases=leases, wrong=wrong, held=held)
-        process.join()
-    assert totals["wrong"] == totals["held"] == 0
-    assert totals["leases"] > 0
+    _assert_right(pipes)
     assert index.evictions > 0
 
 
@@ -521,16 +527,7 @@ def test_readers_see_right_bytes_while_owners_are_killed(
     """One owner after the other is killed at a random moment, and the next goes on."""
     index_fd, arena_fd, hold_fds = files
     block_index(RACE_SLOTS, LRUPolicy(), mmap.mmap(index_fd, os.fstat(index_fd).st_size))
-    context, readers = get_context("fork"), []
-    for number, fd in enumerate(hold_fds):
-        mine, other = context.Pipe()
-        process = context.Process(
-            target=_read, args=((index_fd, arena_fd, fd), other, number + 7), daemon=True
-        )
-        process.start()
-        readers.append((process, mine))
-    for _, pipe in readers:
-        assert pipe.recv() == "ready"
+    pipes, context = _start_readers(*files), get_context("fork")
     rng = random.Random(5)
     for number in range(40):
         owner = context.Process(
@@ -540,12 +537,7 @@ def test_readers_see_right_bytes_while_owners_are_killed(
         time.sleep(rng.uniform(0.02, 0.05))
         owner.kill()
         owner.join()
-    for process, pipe in readers:
-        pipe.send("stop")
-        leases, wrong, held = pipe.recv()
-        process.join()
-        assert leases > 0
-        assert wrong == held == 0
+    _assert_right(pipes)
     memory, arena = (mmap.mmap(fd, os.fstat(fd).st_size) for fd in (index_fd, arena_fd))
     index = block_index(RACE_SLOTS, LRUPolicy(), memory, begun=True)
     for block in index.blocks:

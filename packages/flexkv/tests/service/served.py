@@ -25,6 +25,7 @@ from packages.inside import index_of, stores_of
 
 FORMAT = BlockFormat(1, (4096,))
 ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
+OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
 
 WORKER = """
 import os

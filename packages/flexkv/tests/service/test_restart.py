@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from flexkv.host.arena import ArenaSpec
 from flexkv.service import attached, membership, reattachment, server
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
-from flexkv.session.wire import SessionInfo
 from packages.flexkv.tests.service.served import (
     ENGINE,
-    FORMAT,
+    OTHER,
     WORKER,
     Scheduler,
     Service,
@@ -30,7 +28,6 @@ from packages.flexkv.tests.service.served import (
 from packages.inside import has_new_connection, index_of, line_of, reader_of, stores_of
 
 Attach = Callable[..., Scheduler]
-OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +120,7 @@ def test_what_the_service_was_told_at_its_end_loses_no_slot(
 
 
 def test_what_was_published_at_the_end_is_not_claimed(service: Service, attach: Attach) -> None:
-    """The engine has not heard of it."""
+    """The engine has not read the answer of the service."""
     one = attach(service)
     keys = keys_of("a", 2)
     transfer = one.cache.store(keys, range(2))
@@ -184,7 +181,7 @@ def test_slots_wait_for_a_rank_that_hangs(
     attach: Attach,
     other_process: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    """Whose scheduler has ended while the service was away. It cannot attach again."""
+    """The scheduler of the rank ends while the service is away. The rank cannot attach again."""
     one = attach(service)
     engine = other_process(ENGINE, service.root)
     assert engine.stdout is not None
@@ -316,7 +313,7 @@ def test_events_and_fetches_go_on(
 
 
 def test_an_engine_that_starts_waits_for_those_that_live(service: Service, attach: Attach) -> None:
-    """These are idle, and call nobody."""
+    """Idle engines attach again, although they call nothing."""
     one, other = attach(service), attach(service)
     keys = keys_of("a", 3)
     one.store(keys)
@@ -326,6 +323,36 @@ def test_an_engine_that_starts_waits_for_those_that_live(service: Service, attac
     assert len(service.server.pools) == 1
     until(lambda: all(each.scheduler is not None for each in service.server.engines))
     until(lambda: attached_again(service, one, other, late))
+    until(service.accounted)
+
+
+def test_an_idle_engine_uses_the_last_of_several_services(
+    service: Service, attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    for _ in range(3):
+        restart(service)
+        until(lambda: [each for each in service.server.engines if each.scheduler is not None])
+    until(lambda: attached_again(service, one))
+    assert caplog.text.count("the service of FlexKV is gone") == 1, "it has tried an ended one"
+    assert one.load(keys)
+
+
+def test_claims_against_the_rules_end_the_connection(
+    service: Service, attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = attach(service), attach(service)
+    not_its = stores_of(other.cache).free[0]
+    stores_of(one.cache).granted.add(not_its)
+    with caplog.at_level(logging.WARNING, "flexkv"):
+        line_of(one.cache).put(wire.Claim([], True))
+        one.cache.poll()
+        until(lambda: "claims slots only when" in caplog.text)
+        until(lambda: "a slot was not granted to this engine" in caplog.text, one.cache.poll)
+    stores_of(one.cache).granted.discard(not_its)
+    until(lambda: attached_again(service, one, other))
     until(service.accounted)
 
 

@@ -186,14 +186,16 @@ def test_granted_slots_are_a_share_and_come_back(
 ) -> None:
     from flexkv.service import attached
 
-    monkeypatch.setattr(attached, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(attached, "_IDLE_SECONDS", 1e9)
     monkeypatch.setattr(attached, "_IDLE_SLOTS", 2)
     monkeypatch.setattr(attached, "_IDLE_SHARE", 64)
     service = make_service(64)
     one = attach(service, step_blocks=1000)
     assert len(stores_of(one.cache).free) == 16
+    monkeypatch.setattr(attached, "_IDLE_SECONDS", 0.0)
     until(lambda: len(stores_of(one.cache).free) == 2, one.cache.poll)
     until(service.accounted)
+    monkeypatch.setattr(attached, "_IDLE_SECONDS", 1e9)
     assert one.store(keys_of("a", 2)) == keys_of("a", 2)
     until(lambda: len(stores_of(one.cache).free) == 16, one.cache.poll)
 

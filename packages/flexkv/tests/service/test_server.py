@@ -32,6 +32,7 @@ from packages.flexkv.tests.service.served import (
     ABOUT,
     ENGINE,
     FORMAT,
+    OTHER,
     WORKER,
     Scheduler,
     Service,
@@ -41,7 +42,6 @@ from packages.flexkv.tests.service.served import (
 from packages.inside import index_of, line_of, waiting_packets
 
 Attach = Callable[..., Scheduler]
-OTHER = SessionInfo("other", ArenaSpec(FORMAT, 0))
 
 
 def connection_to(service: Service) -> socket.socket:

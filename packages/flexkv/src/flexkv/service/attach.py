@@ -63,13 +63,17 @@ class Attached:
             self.index = mmap.mmap(index_fd, 0, prot=mmap.PROT_READ)
             self.page = EnginePage(holds_fd, ticket.client, info.spec.num_slots)
             self._lock = MemoryLock(arena.fd, ticket.client)
-            with RuntimeDirectory(ticket.root) as directory:
-                self._shows_life = directory.hold(wire.ENGINES)
+            try:
+                with RuntimeDirectory(ticket.root) as directory:
+                    self._shows_life = directory.hold(wire.ENGINES)
+            except BaseException:
+                self._lock.close()
+                raise
             self.connection.setblocking(False)
         except BaseException as error:
             self.connection.close()
             _close(self._fds)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | ValueError):
                 raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
             raise
 

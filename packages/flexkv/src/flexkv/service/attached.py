@@ -288,13 +288,12 @@ class AttachedEngine:
     def _claim(self, message: wire.Claim) -> None:
         claims = self._claims
         if claims is None:
-            raise RefusalError("slots are claimed after an engine has attached again")
+            raise RefusalError("an engine claims slots only when it has attached again")
+        self._check(message.slots)
         claims.update(message.slots)
-        if not message.last:
-            return
-        self._check(sorted(claims))
-        self._claims = None
-        self._take_back(sorted(self._granted - claims))
+        if message.last:
+            self._claims = None
+            self._take_back(sorted(self._granted - claims))
 
     def _own(self, name: str) -> str:
         """Names of engines do not meet."""
@@ -456,13 +455,11 @@ class AttachedEngine:
 
     def is_gone(self, now: float) -> bool:
         """Whether all its processes have ended, so that nobody writes to its slots any more."""
-        if self.processes:
+        if self.processes or self.pool.is_used_by(self.number):
+            self._unused_since = None
             return False
         if self._all_known:
             return True
-        if self.pool.is_used_by(self.number):
-            self._unused_since = None
-            return False
         if self._unused_since is None:
             self._unused_since = now
         return now - self._unused_since >= _LAST_WRITES_SECONDS

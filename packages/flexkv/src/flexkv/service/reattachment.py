@@ -4,12 +4,14 @@ engine calls nobody."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from flexkv.types.errors import ArenaError
@@ -34,7 +36,7 @@ class Reattachment:
     def __init__(self, connection: socket.socket, attach: Callable[[], socket.socket]) -> None:
         self._attach = attach
         self._stops = threading.Event()
-        self._made: list[socket.socket] = []
+        self._made: deque[socket.socket] = deque()  # one at most; each call on it is atomic
         threading.Thread(
             target=self._stay, args=(connection.dup(),), name="flexkv-reattachment", daemon=True
         ).start()
@@ -46,14 +48,20 @@ class Reattachment:
 
     def take(self) -> socket.socket | None:
         """The new connection, which is the caller's; None if there is none yet."""
-        return self._made.pop() if self._made else None
+        with contextlib.suppress(IndexError):
+            return self._made.popleft()
+        return None
 
     def close(self) -> None:
         """Try no more. A thread that waits for the service ends after that. The caller shuts down
         its connection. Idempotent."""
         self._stops.set()
-        while self._made:
-            self._made.pop().close()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Close a connection that nobody has taken."""
+        with contextlib.suppress(IndexError):
+            self._made.popleft().close()
 
     def _stay(self, watched: socket.socket) -> None:
         pause = _FIRST_SECONDS
@@ -65,21 +73,28 @@ class Reattachment:
                 ends.poll()
             if time.monotonic() - since > _LASTS_SECONDS:
                 pause = _FIRST_SECONDS
-            connection, pause = self._try(pause)
-            if connection is None:
+            made, pause = self._try(pause)
+            if made is None:
                 return
-            watched = connection.dup()
+            connection, watched = made
+            self._drop()  # an idle engine has seen several services end
             self._made.append(connection)
             if self._stops.is_set():
-                self.close()
+                self._drop()
 
-    def _try(self, pause: float) -> tuple[socket.socket | None, float]:
-        """The connection, or None after `close`, and the pause before the next try."""
+    def _try(self, pause: float) -> tuple[tuple[socket.socket, socket.socket] | None, float]:
+        """The connection and a copy to watch, or None after `close`; and the pause before the next
+        try."""
         said = ""
         while not self._stops.wait(pause * random.uniform(0.5, 1.5)):
             pause = min(2 * pause, _MOST_SECONDS)
             try:
-                return self._attach(), pause
+                connection = self._attach()
+                try:
+                    return (connection, connection.dup()), pause
+                except OSError:
+                    connection.close()
+                    raise
             except (ArenaError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
