@@ -180,9 +180,9 @@ def reader_of(cache: ServedCache) -> IndexReader:
     return cache._reader
 
 
-def has_new_connection(cache: ServedCache) -> bool:
-    """Whether an engine has attached again, and its cache does not know it yet."""
-    return cache._reattachment.has_connection
+def new_connection(cache: ServedCache) -> Any:
+    """The connection of an engine that has attached again, while its cache does not know it yet."""
+    return next(iter(cache._reattachment._made), None)
 
 
 def waiting_messages(line: Line) -> Sequence[Any]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedulers, each a process, use a service while schedulers and the service are killed and stopped
-at random: no byte is wrong, and no slot is lost. FLEXKV_DEATHS says how many of them there are."""
+at random: no byte is wrong, and no slot is lost. SERVICE_DEATHS says how many of them there are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from packages.flexkv.tests.service.served import FORMAT, Service, until
 from packages.flexkv.tests.service.traffic import Traffic, bytes_of
 from packages.inside import index_of
 
-DEATHS = int(os.environ.get("FLEXKV_DEATHS", "10"))
+DEATHS = int(os.environ.get("SERVICE_DEATHS", "10"))
 SCHEDULERS, SLOTS = 3, 48
 ROOT = Path(__file__).parents[4]
 

@@ -25,7 +25,7 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import has_new_connection, index_of, line_of, reader_of, stores_of
+from packages.inside import index_of, line_of, new_connection, reader_of, stores_of
 
 Attach = Callable[..., Scheduler]
 
@@ -130,7 +130,7 @@ def test_what_was_published_at_the_end_is_not_claimed(service: Service, attach: 
     until(lambda: service.pool.cache.ready_blocks == 2)
     assert stores_of(one.cache).granted >= set(transfer.slots)
     restart(service)
-    until(lambda: has_new_connection(one.cache))
+    until(lambda: new_connection(one.cache))
     until(lambda: attached_again(service, one))
     assert not stores_of(one.cache).granted & set(transfer.slots)
     assert one.load(keys)
@@ -333,8 +333,9 @@ def test_an_idle_engine_uses_the_last_of_several_services(
     keys = keys_of("a", 3)
     one.store(keys)
     for _ in range(3):
+        before = {None, new_connection(one.cache)}
         restart(service)
-        until(lambda: [each for each in service.server.engines if each.scheduler is not None])
+        until(lambda before=before: new_connection(one.cache) not in before)
     until(lambda: attached_again(service, one))
     assert caplog.text.count("the service of FlexKV is gone") == 1, "it has tried an ended one"
     assert one.load(keys)
