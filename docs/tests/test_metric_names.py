@@ -10,6 +10,7 @@ import pytest
 
 from flexkv.figures.definitions import METRICS, Kind
 from flexkv.figures.exposition import INFO_NAME
+from flexkv.service.state import SERVICE_METRICS
 
 PAGES = Path(__file__).parents[1] / "pages"
 ENDINGS = {
@@ -17,14 +18,22 @@ ENDINGS = {
     Kind.GAUGE: ("",),
     Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum"),
 }
-NAMES = {metric.name + end for metric in METRICS for end in ENDINGS[metric.kind]} | {INFO_NAME}
-NAME = re.compile(r"\b(?:vllm|sglang):flexkv_([a-z_]+)\b(?!\.\.\.)")
+NAMES = {
+    metric.name + end for metric in (*METRICS, *SERVICE_METRICS) for end in ENDINGS[metric.kind]
+} | {INFO_NAME}
+NAME = re.compile(r"\b(?:vllm|sglang|service):flexkv_([a-z_]+)\b(?!\.\.\.)")
 WITH_NAMES = [page for page in sorted(PAGES.rglob("*.md")) if NAME.search(page.read_text())]
 
 
 @pytest.mark.parametrize("page", WITH_NAMES, ids=lambda page: str(page.relative_to(PAGES)))
 def test_metrics_on_pages_exist(page: Path) -> None:
     assert set(NAME.findall(page.read_text(encoding="utf-8"))) - NAMES == set()
+
+
+def test_the_page_of_the_service_lists_its_own_metrics() -> None:
+    page = (PAGES / "guides" / "node.md").read_text(encoding="utf-8")
+    own = {metric.name + ENDINGS[metric.kind][0] for metric in SERVICE_METRICS}
+    assert set(re.findall(r"^\| `service:flexkv_(\w+)`", page, re.MULTILINE)) == own
 
 
 def test_pages_name_metrics() -> None:

@@ -152,6 +152,8 @@ class MemoryTier:
         self.blocks.clear()
         self._epoch += 1
 
+    empty = clear
+
     def cancel(self, ticket: int) -> None:
         for task in list(self.tasks):
             if task.ticket == ticket and not task.begun:
@@ -229,6 +231,8 @@ class QueriedMemoryTier:
     def clear(self) -> None:
         self.memory.clear()
         self._asking.clear()
+
+    empty = clear
 
     def answer(self, ticket: int, known: bool = True) -> None:
         """Answer a question; or say that it cannot be found out."""

@@ -3,8 +3,9 @@
 DIR, the command also clears the shared stores that the settings name: no engine finds their old
 blocks any more, and running engines go on sharing. The command asks first; without a terminal to
 ask on, it needs --yes. With --dry-run it only says what it would do. With --older-than it only
-removes old blocks of a shared folder. Exit code 0 if all were removed, 1 if any was skipped or if
-the answer was no."""
+removes old blocks of a shared folder. If DIR is that of a `flexkv serve` that runs, the service
+drops all blocks of its memory and its disks; shared stores keep theirs. Exit code 0 if all were
+removed, 1 if any was skipped or if the answer was no."""
 
 from __future__ import annotations
 
@@ -15,8 +16,18 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from flexkv.cli.common import Found, add_directories, find_folders, read_settings, size
+from flexkv.cli.common import (
+    Found,
+    add_directories,
+    blocks,
+    find_folders,
+    read_settings,
+    size,
+    split_services,
+)
 from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared_blocks
+from flexkv.cli.stat_service import ask_services
+from flexkv.service.ask import ServiceError, clear_pools
 from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import owner_of
@@ -56,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
     if args.older_than is not None:
         return _remove_older(args)
+    services, directories = split_services(args.directories)
+    if services:
+        return _clear_services(services, directories, args)
     shared, found = _chosen(args.directories, args.fingerprint)
     if found.silent and not found.folders and not shared:
         return 1
@@ -72,6 +86,44 @@ def run(args: argparse.Namespace) -> int:
     removed = [_outcome(path, remove, "removed", "skipped") for path in found.folders]
     cleared = [_clear(each) for each in shared]
     return 0 if all(removed + cleared) and not found.silent else 1
+
+
+def _clear_services(
+    services: Sequence[str], directories: Sequence[str], args: argparse.Namespace
+) -> int:
+    if directories:
+        raise ConfigError(
+            f"DIR is {directories[0]!r} on the command line beside {services[0]!r}, the directory "
+            f"of a service; allowed: directories of services alone, or cache directories alone"
+        )
+    _check_fingerprint(args.fingerprint)
+    states, failed = ask_services(services)
+    pools = [
+        f"{root}, fingerprint {pool.fingerprint}"
+        for root, state in states.items()
+        for pool in state.pools
+        if args.fingerprint in (None, pool.fingerprint)
+    ]
+    if args.dry_run:
+        for each in pools:
+            print(f"would clear {each}")
+        return int(failed)
+    if not args.yes and not _agrees(f"Clear {len(pools)} pools of running services?", pools):
+        print("nothing removed")
+        return 1
+    cleared = [_clear_service(root, args.fingerprint) for root in states]
+    return 0 if all(cleared) and not failed else 1
+
+
+def _clear_service(root: str, fingerprint: str | None) -> bool:
+    try:
+        cleared = clear_pools(root, fingerprint)
+    except ServiceError as error:
+        print(f"skipped {root}: {error}")
+        return False
+    for name, count in cleared.pools.items():
+        print(f"cleared {root}, fingerprint {name}, {blocks(count)} of host memory")
+    return True
 
 
 def _remove_older(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flexkv.service.ask import is_service
 from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
 from flexkv.tiers.disk import cache_directory
 from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within
@@ -35,6 +37,28 @@ def add_directories(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option --json; its value is `json`."""
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+
+
+def split_services(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell directories of services from cache directories. One that does not answer within
+    `ANSWER_SECONDS`, or cannot be read, counts as a cache directory.
+
+    Args:
+        given: each DIR of the command line.
+
+    Returns:
+        The directories of services, and the others.
+    """
+    parts = _split(given)
+    found = call_within({each: functools.partial(_has_service, each) for each in parts}, 1.0)
+    services = [each for each in parts if found.get(each)]
+    return services, [each for each in parts if each not in services]
+
+
+def _has_service(root: str) -> bool:
+    with contextlib.suppress(OSError):
+        return is_service(root)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +170,15 @@ def _no_cache(roots: Sequence[str], source: str) -> DiskError:
     return DiskError(_refusal(";".join(roots), source, "holds no cache of FlexKV"))
 
 
+def _split(given: Sequence[str]) -> list[str]:
+    parts = [[part for part in each.split(";") if part] or [each] for each in given]
+    return [*itertools.chain.from_iterable(parts)]
+
+
 def _roots(given: Sequence[str]) -> tuple[Sequence[str], str]:
     """The directories, and their source."""
     if given:
-        parts = [[part for part in each.split(";") if part] or [each] for each in given]
-        return [*itertools.chain.from_iterable(parts)], "DIR on the command line"
+        return _split(given), "DIR on the command line"
     roots = read_settings().ssd_cache_dir
     if not roots:
         raise ConfigError(
@@ -186,5 +214,5 @@ def print_json(content: object) -> None:
 def _refusal(root: str, source: str, problem: str) -> str:
     return (
         f"{root!r} from {source} {problem}; allowed: a directory that an engine with FlexKV has "
-        f"used (see its ssd_cache_dir)"
+        f"used (see its ssd_cache_dir), or that of a `flexkv serve` that runs"
     )

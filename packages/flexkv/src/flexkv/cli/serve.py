@@ -6,21 +6,28 @@ The settings of the cache (`cpu_cache_gb`, `eviction_policy`, `ssd_cache_gb`, ..
 environment or the file that FLEXKV_CONFIG_PATH names, as in an engine. Each model gets host memory
 of `cpu_cache_gb`.
 
-Only this user's engines are served. Exits with 1 if another service runs in DIR.
+Only this user's engines are served. `flexkv stat DIR`, `top DIR` and `clear DIR` ask the service;
+with --http it also serves /metrics and /health. Exit code 2 if another service runs in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import socket
 
 from flexkv.cli.common import read_settings
+from flexkv.service.door import listen_at
 from flexkv.service.server import NodeServer
 from flexkv.settings import configure_logging
+from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import ConfigError
 
 NAME = "serve"
 HELP = "run one cache for all engines of a node"
+
+_LOCAL = "127.0.0.1"
+_MOST_PORT = 65535
 
 _FLUSH_SECONDS = 10.0
 """Seconds for which lower tiers may write waiting blocks at the end. Service managers wait longer
@@ -36,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory for the service's socket, of mode 0700, created if missing; default: the "
         "setting `service`",
     )
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="serve /metrics and /health by HTTP at this address, to anyone who reaches it; "
+        "default host: 127.0.0.1; default: no address",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if not root:
         raise ConfigError("serve needs DIR, or the setting service; allowed: a directory")
     configure_logging(config)
-    server = NodeServer(root, config, config.cpu_cache_gb)
+    figures = None if args.http is None else _listen(args.http)
+    server = NodeServer(root, config, config.cpu_cache_gb, figures)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
     try:
@@ -54,3 +68,21 @@ def run(args: argparse.Namespace) -> int:
     finally:
         server.close(_FLUSH_SECONDS)
     return 0
+
+
+def _listen(text: str) -> socket.socket:
+    """Listen at the address of --http.
+
+    Raises:
+        ConfigError: it is no address, or cannot be used.
+    """
+    host, _, port = text.rpartition(":")
+    try:
+        if not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MOST_PORT:
+            raise OSError("it has no port from 1 to 65535")
+        return listen_at(host.strip("[]") or _LOCAL, int(port))
+    except OSError as error:
+        raise ConfigError(
+            f"--http is {text!r} on the command line, which cannot be used: {reason_of(error)}; "
+            f"allowed: [HOST:]PORT of an address of this machine that no other process uses"
+        ) from None

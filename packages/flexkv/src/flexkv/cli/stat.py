@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the contents and counters of each folder of a cache directory. Without DIR, also whether
-the running engines of this user read from and write to their shared stores, and the directories
-that these engines cannot open yet. The command changes
-nothing and works beside running engines; their counters are at most some seconds old. Exit code 0,
-or 1 if a folder cannot be read, or has lost its table's header or a file of blocks."""
+"""Print the contents and counters of each folder of a cache directory, or the pools and engines of
+the `flexkv serve` that runs in DIR. Without DIR, also whether the running engines of this user read
+from and write to their shared stores, and the directories that these engines cannot open yet; if
+the setting `service` is set, only that service. The command changes nothing and works beside
+running engines; their counters are at most some seconds old. Exit code 0, or 1 if a service does
+not answer, or a folder cannot be read, or has lost its table's header or a file of blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+
+from msgspec import to_builtins
 
 from flexkv.cli.common import (
     Found,
@@ -22,7 +25,9 @@ from flexkv.cli.common import (
     print_json,
     read_settings,
     size,
+    split_services,
 )
+from flexkv.cli.stat_service import ask_services, print_service
 from flexkv.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import HungError, call_beside
@@ -94,7 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    found, stores = _chosen(args.directories)
+    services, directories = _services(args.directories)
+    answers, failed = ask_services(services)
+    asks_folders = bool(directories) or not services
+    found, stores = _chosen(directories) if asks_folders else (Found([], []), [])
     states, unreadable = [], 0
     for path in found.folders:
         try:
@@ -103,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             unreadable += 1
     lost = any(state.problem for state in states)
-    code = 1 if unreadable or lost or found.silent else 0
+    code = 1 if unreadable or lost or found.silent or failed else 0
     totals = _total(states)
     if args.json:
         content: dict[str, object] = {
@@ -112,8 +120,20 @@ def run(args: argparse.Namespace) -> int:
         }
         if not args.directories:
             content["stores"] = [asdict(store) for store in stores]
+        if services:
+            content["services"] = {root: to_builtins(state) for root, state in answers.items()}
         print_json(content)
         return code
+    for root, state in answers.items():
+        print_service(root, state)
+    if asks_folders:
+        _print(found, stores, states, totals)
+    return code
+
+
+def _print(
+    found: Found, stores: Sequence[StoreState], states: Sequence[FolderState], totals: Totals
+) -> None:
     for store in stores:
         print(store.store)
         _print_line("tier", store.tier)
@@ -124,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if not found.folders:
         if not stores and not found.silent:
             print("no engine with shared stores runs")
-        return code
+        return
     for state in states:
         owner = "no" if state.owner is None else f"by process {state.owner}"
         print(state.path)
@@ -139,7 +159,18 @@ def run(args: argparse.Namespace) -> int:
         print()
     print("1 folder in total" if len(states) == 1 else f"{len(states)} folders in total")
     _print_figures(totals)
-    return code
+
+
+def _services(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The services to print, and the cache directories. Without DIR the service of the settings.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    if given:
+        return split_services(given)
+    root = read_settings().service
+    return ([] if root is None else [root]), []
 
 
 def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:

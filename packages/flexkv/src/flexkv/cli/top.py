@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show live what FlexKV does: hit rates, saved prefill time, links, room, failures. TARGET is an
-engine's address, as http://HOST:PORT, or a cache directory; several are shown one below the other.
+engine's address, as http://HOST:PORT, the directory of a `flexkv serve`, or a cache directory;
+several are shown one below the other.
 An engine may go away and come back; a drive may hang. Press q or Ctrl-C to end the command. Without
 a terminal, or with --once, the figures are printed once. Exit code 0, or 1 if a target gave no
 figures in the end."""
@@ -21,7 +22,15 @@ from rich.text import Text
 
 from flexkv.cli.top_keys import open_keys
 from flexkv.cli.top_metrics import Reading
-from flexkv.cli.top_sources import Kind, Source, address_of, kinds_of, read_folders, scrape
+from flexkv.cli.top_sources import (
+    Kind,
+    Source,
+    address_of,
+    ask_service,
+    kinds_of,
+    read_folders,
+    scrape,
+)
 from flexkv.cli.top_view import EngineHistory, show_directory, show_engine
 from flexkv.tiers.disk.inspect import FolderState
 from flexkv.types.errors import ConfigError
@@ -53,7 +62,10 @@ class _Shown:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `Command.add_arguments`."""
     parser.add_argument(
-        "targets", metavar="TARGET", nargs="+", help="an engine's address, or a cache directory"
+        "targets",
+        metavar="TARGET",
+        nargs="+",
+        help="an engine's address, or the directory of a service or a cache",
     )
     parser.add_argument("--once", action="store_true", help="print the figures once")
     parser.add_argument(
@@ -113,10 +125,14 @@ def _wait(shown: Sequence[_Shown], seconds: float) -> None:
 
 
 def _shown(target: str, kind: Kind) -> _Shown:
-    if kind is Kind.ENGINE:
-        url = address_of(target)
+    if kind is not Kind.DIRECTORY:
         history = EngineHistory()
-        engine = Source(target, lambda: scrape(url), history.take)
+        ask = (
+            functools.partial(ask_service, target)
+            if kind is Kind.SERVICE
+            else functools.partial(scrape, address_of(target))
+        )
+        engine = Source(target, ask, history.take)
         return _Shown(engine, lambda: show_engine(engine, history))
     folders = Source(target, functools.partial(read_folders, target), lambda _: None)
     return _Shown(folders, lambda: show_directory(folders))

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 from flexkv.figures.definitions import METRICS, Kind, Metric, sample
 from flexkv.figures.exposition import INFO_NAME
+from flexkv.service.state import SERVICE_METRICS
 
 _LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*"'
 _LABELS = rf"[ \t]*\{{((?:{_LABEL},?)*)\}}"
 _SAMPLE = re.compile(rf"([a-zA-Z_:][\w:]*)(?:{_LABELS})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t\r]*")
 """A line of Prometheus's text format that is neither empty nor a comment."""
-_NAME = re.compile(r"(vllm|sglang):flexkv_(\w+?)(_total|_bucket|_sum|_count|_created)?")
-_METRICS = {metric.name: metric for metric in METRICS}
+_NAME = re.compile(r"(vllm|sglang|service):flexkv_(\w+?)(_total|_bucket|_sum|_count|_created)?")
+_METRICS = {metric.name: metric for metric in (*METRICS, *SERVICE_METRICS)}
 _MOST = 2.0**63
 """No engine counts as far."""
 
@@ -27,7 +28,7 @@ class Reading:
 
     Attributes:
         at: time.monotonic() of the scrape.
-        engines: `vllm` or `sglang`, usually one of them.
+        engines: `vllm`, `sglang` or `service`, usually one of them.
         models: names of the served models.
         versions: versions of FlexKV.
         values: values of counters and gauges, by `sample` name.

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from flexkv.cli.common import cache_folders
 from flexkv.cli.top_metrics import Reading, read_metrics
+from flexkv.service.ask import ServiceError, is_service, metrics_of
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import call_within
@@ -37,8 +38,8 @@ _MOST_BYTES = 32 << 20
 """The most bytes of an answer; engines serve less than a megabyte."""
 
 _ALLOWED = (
-    "an engine's address, as http://HOST:PORT or HOST:PORT, or a cache directory (see an engine's "
-    "ssd_cache_dir)"
+    "an engine's address, as http://HOST:PORT or HOST:PORT, the directory of a `flexkv serve`, or "
+    "a cache directory (see an engine's ssd_cache_dir)"
 )
 _MOST_PORT = 65535
 
@@ -52,6 +53,7 @@ class Kind(enum.Enum):
     """The kind of a target of the command line."""
 
     ENGINE = "engine"
+    SERVICE = "service"
     DIRECTORY = "directory"
 
 
@@ -171,7 +173,7 @@ def _kind(target: str) -> Kind | ConfigError:
         return _refusal(target, f"cannot be read ({error.strerror})")
     else:
         if stat.S_ISDIR(mode):
-            return Kind.DIRECTORY
+            return Kind.SERVICE if is_service(target) else Kind.DIRECTORY
         return _refusal(target, "is not a directory")
     host, colon, port = target.rpartition(":")
     if "/" not in target and host and colon and port.isdigit():
@@ -236,6 +238,23 @@ def scrape(url: str) -> Reading:
         raise SourceError(f"answers with something else than HTTP: {error!r}") from None
     if len(data) > _MOST_BYTES:
         raise SourceError(f"answers with more than {_MOST_BYTES >> 20} MiB, which are no metrics")
+    return _reading_of(data, at)
+
+
+def ask_service(root: str) -> Reading:
+    """Read the figures that the service in a directory has now.
+
+    Raises:
+        SourceError: it does not answer.
+    """
+    at = time.monotonic()
+    try:
+        return _reading_of(metrics_of(root), at)
+    except ServiceError as error:
+        raise SourceError(str(error)) from None
+
+
+def _reading_of(data: bytes, at: float) -> Reading:
     try:
         reading = read_metrics(data.decode(), at)
     except (ValueError, KeyError):

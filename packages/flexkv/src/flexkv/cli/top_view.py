@@ -18,6 +18,13 @@ from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
 from flexkv.figures.definitions import METRICS, STATES, TIERS
+from flexkv.service.state import (
+    ENGINES,
+    FOUND_BLOCKS,
+    GRANTED_BLOCKS,
+    PROMPT_BLOCKS,
+    STALLED_BLOCKS,
+)
 from flexkv.tiers.disk.inspect import FolderState
 
 _WINDOW_SECONDS = 10.0
@@ -29,6 +36,7 @@ _FAILURES = 6
 
 _LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
 _NONE = "-"
+_SERVICE = "service"
 
 
 class EngineHistory:
@@ -131,6 +139,8 @@ def _state(source: Source[Reading] | Source[Sequence[FolderState]]) -> Text:
 
 
 def _summary(change: Change) -> Text:
+    if _SERVICE in change.new.engines:
+        return _service_summary(change)
     asked = change.growth("query_tokens", "host")
     hits = sum(change.growth("hit_tokens", tier) for tier in TIERS)
     all_asked = change.total("query_tokens", "host")
@@ -142,6 +152,17 @@ def _summary(change: Change) -> Text:
         f"prefill saved {change.total('saved_prefill_seconds'):,.1f} s"
         + ("" if saved is None else f", {saved:.2f} s a second")
         + f"   loads p50 {loads[0]}, p99 {loads[1]}"
+    )
+
+
+def _service_summary(change: Change) -> Text:
+    prompts, found = PROMPT_BLOCKS.name, FOUND_BLOCKS.name
+    granted, stalled = (change.total(each.name) for each in (GRANTED_BLOCKS, STALLED_BLOCKS))
+    return Text(
+        f"engines {change.total(ENGINES.name):.0f}   blocks of prompts found "
+        f"{_share(change.growth(found), change.growth(prompts))} now, "
+        f"{_share(change.total(found), change.total(prompts))} since its start   "
+        f"granted {granted:,.0f}, stalled {stalled:,.0f}"
     )
 
 

@@ -136,6 +136,8 @@ class ModelTier:
     def clear(self) -> None:
         self._index.clear()
 
+    empty = clear
+
     def watch(self) -> None:
         self._index.watch()
 

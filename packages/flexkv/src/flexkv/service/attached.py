@@ -17,6 +17,7 @@ from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
 from flexkv.service.engine_page import READ, SENT, EnginePage
 from flexkv.service.pool import SharedPool
+from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class AttachedEngine:
         self._reader: int | None = None
         self._granted: set[int] = set()
         self._claims: set[int] | None = None
+        self._void: set[int] = set()
         self._all_known = not begun
         self._unused_since: float | None = None
         if begun:
@@ -151,6 +153,20 @@ class AttachedEngine:
     def is_served(self) -> bool:
         """Whether its scheduler is connected and, if it is again, has said what slots it has."""
         return self._scheduler is not None and self._claims is None
+
+    @property
+    def state(self) -> EngineState:
+        """What operators see."""
+        held = 0 if self._page is None else self._page.held_blocks
+        return EngineState(
+            self.name,
+            self.number,
+            self._scheduler is not None,
+            len(self.processes),
+            len(self._granted),
+            held,
+            len(self._fetches),
+        )
 
     @property
     def granted(self) -> int:
@@ -295,6 +311,12 @@ class AttachedEngine:
             self._claims = None
             self._take_back(sorted(self._granted - claims))
 
+    def cleared(self) -> None:
+        """The pool was cleared: stores that may have begun before are not published. The engine
+        returns the slots that it does not store to, and gets others."""
+        self._void = set(self._granted)
+        self.tell(wire.Recall(len(self._granted)))
+
     def _own(self, name: str) -> str:
         """Names of engines do not meet."""
         return f"{self.number} {name}"
@@ -315,17 +337,22 @@ class AttachedEngine:
         self._is_recalled = False
         self._granted.difference_update(message.slots)
         try:
-            self.pool.cache.adopt(*_prefixes(message), message.slots)
+            if self._void.isdisjoint(message.slots):
+                self.pool.cache.adopt(*_prefixes(message), message.slots)
+            else:
+                self.pool.cache.give_back(message.slots)
         except BaseException:
             # Others have blocks, or are free: they may be granted to another engine at once.
             self._granted.update(filter(self.pool.cache.is_granted, message.slots))
             raise
+        self._void.difference_update(message.slots)
         if message.last:
             self.tell(wire.Published(message.store))
 
     def _take_back(self, slots: Sequence[int]) -> None:
         self._check(slots)
         self._granted.difference_update(slots)
+        self._void.difference_update(slots)
         self.pool.cache.give_back(slots)
 
     def _check(self, slots: Sequence[int]) -> None:
@@ -342,6 +369,8 @@ class AttachedEngine:
             return
         prompt, self._prompt = self._prompt, []
         others, self._others = self._others, []
+        self.pool.prompt_blocks += len(prompt)
+        self.pool.found_blocks += min(message.found, len(prompt))
         request = ""
         if context.request_id:
             request = self._own(context.request_id)

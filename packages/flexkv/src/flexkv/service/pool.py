@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 
 from flexkv.cache import KVCache
 from flexkv.eviction import choose_policy
+from flexkv.figures.definitions import ResetCause
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
@@ -86,6 +87,18 @@ class SharedCache(KVCache):
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes
 
+    def empty(self) -> None:
+        """Forget every block but those of shared stores, whose other users still find them. Keys
+        keep their meaning."""
+        self.suspend()
+        try:
+            self._forget_host_blocks(ResetCause.REQUEST)
+            self._below.empty()
+        except BaseException:
+            self.recover()
+            raise
+        self._off = self._stopped
+
     def add_reader(self, page: EnginePage) -> int:
         """An engine holds blocks from now on. Returns the number of the reader."""
         return self._index.add_reader(page.holds)
@@ -113,6 +126,8 @@ class SharedPool:
         arena: its memory; owned.
         index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
         policy: name of the eviction policy.
+        prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
+            engines found.
 
     Raises:
         FlexKVError: a lower tier cannot be used.
@@ -125,6 +140,7 @@ class SharedPool:
         with ExitStack() as undo:
             undo.callback(memory.close)
             self._memory = memory
+            self.prompt_blocks = self.found_blocks = 0
             self.arena, self.index_fd, self.pages_fd = memory.arena, memory.index, memory.pages
             slots = self.arena.spec.num_slots
             info = SessionInfo(blocks.fingerprint, self.arena.spec, True, blocks.identity)

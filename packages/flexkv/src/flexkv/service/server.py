@@ -11,11 +11,13 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeGuard
 
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine, Process, RefusalError
 from flexkv.service.engine_page import MOST_ENGINES
+from flexkv.service.operators import Operators
 from flexkv.service.pool import PoolMemory, SharedPool
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
@@ -55,12 +57,19 @@ class NodeServer:
         root: path of its runtime directory; created with mode 0700 if missing.
         config: settings: those of lower tiers, of eviction and of pins.
         memory_gb: host memory of each pool, in GiB; None for the default of `cpu_cache_gb`.
+        figures: a listening socket at which its figures are served by HTTP; owned. None for none.
 
     Raises:
         ArenaError: the directory cannot be used, or a service of this user runs there.
     """
 
-    def __init__(self, root: str, config: CacheConfig, memory_gb: float | None) -> None:
+    def __init__(
+        self,
+        root: str,
+        config: CacheConfig,
+        memory_gb: float | None,
+        figures: socket.socket | None = None,
+    ) -> None:
         self._config = config
         self._memory_gb = memory_gb
         self._pools: dict[wire.PoolBlocks, SharedPool] = {}
@@ -72,12 +81,22 @@ class NodeServer:
         self._refused_for = ""
         self._looked_at = 0.0
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._directory = RuntimeDirectory(root, create=True)
-        try:
+        with ExitStack() as undo:
+            self._directory = RuntimeDirectory(root, create=True)
+            undo.callback(self._directory.close)
+            if figures is not None:
+                undo.callback(figures.close)
             self._listener = self._directory.listen(wire.SOCKET, socket.SOCK_SEQPACKET)
-        except BaseException:
-            self._directory.close()
-            raise
+            undo.callback(self._listener.close)
+            self._operators = Operators(
+                self._directory,
+                figures,
+                config,
+                pools=self._pools,
+                engines=self._engines,
+                wake=self._awake,
+            )
+            undo.pop_all()
         self._listener.setblocking(False)
         self._postponed: list[tuple[socket.socket, int, wire.Open]] = []
         self._awaits_until = 0.0
@@ -115,6 +134,10 @@ class NodeServer:
     def stop(self) -> None:
         """Let `run` return. May be called in a signal handler, or in another thread."""
         self._stops = True
+        self._awake()
+
+    def _awake(self) -> None:
+        """Let the loop begin a turn. May be called in a signal handler, or in another thread."""
         with contextlib.suppress(OSError):
             os.write(self._woken, b"x")
 
@@ -125,6 +148,7 @@ class NodeServer:
         if self._is_closed:
             return
         self._is_closed = True
+        self._operators.close()
         self._directory.remove(wire.SOCKET)
         self._listener.close()
         self._directory.close()
@@ -139,7 +163,8 @@ class NodeServer:
             os.close(pidfd)
         self._selector.close()
         os.close(self._wake)
-        os.close(self._woken)
+        woken, self._woken = self._woken, -1
+        os.close(woken)
 
     # Greetings.
 
@@ -370,6 +395,7 @@ class NodeServer:
             self._give_up(engine, process, error)
 
     def _turn(self, now: float) -> None:
+        self._operators.serve()
         for pool in self._pools.values():
             try:
                 self._poll(pool)

@@ -181,6 +181,18 @@ class RuntimeDirectory:
             raise
         return connection
 
+    @staticmethod
+    def has_socket(path: str, name: str) -> bool:
+        """Whether the directory at `path` has a socket of `name`; its owner may have been killed.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        try:
+            return stat.S_ISSOCK(os.stat(os.path.join(path, _file_of(name))).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def remove(self, name: str) -> None:
         """Remove the socket of the engine `name`, on which this process listens."""
         with contextlib.suppress(FileNotFoundError):

@@ -184,6 +184,12 @@ class LowerTier(Protocol):
         """
         ...
 
+    def empty(self) -> None:
+        """Discard all blocks that other processes do not share, including those that are being
+        written. Unless `clear` was called before, later processes find blocks written from now on.
+        """
+        ...
+
     def cancel(self, ticket: int) -> None:
         """Drop the blocks of a batch whose reads or writes have not begun. `poll` returns their
         results, too."""

@@ -308,6 +308,9 @@ class RemoteTier:
         self._begin(ticket, keys, buffers, wanted, Priority.WRITE)
         return ticket
 
+    def empty(self) -> None:
+        """Do nothing: other processes share the blocks."""
+
     def clear(self) -> None:
         self._epoch = secrets.token_hex(16)
         self._writing.clear()

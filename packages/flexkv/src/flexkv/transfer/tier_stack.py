@@ -252,6 +252,14 @@ class TierStack:
             source.tier.clear()
             source.clear()
 
+    def empty(self) -> None:
+        """Discard all reads and writes under way, and the blocks of tiers that no other process
+        shares; see `LowerTier.empty`."""
+        self.renew()
+        for source in self._sources:
+            source.tier.empty()
+            source.clear()
+
     def drain(self) -> bool:
         """Have all tiers end what they do. A tier that has not done so when its calls count as hung
         is left out until it has, and may use `kept` until then. Does not wait.

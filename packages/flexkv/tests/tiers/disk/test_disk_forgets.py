@@ -82,7 +82,7 @@ def test_of_two_records_of_one_block_the_older_does_not_return(tmp_path: Path) -
         assert client.found(names(1)) == []
 
 
-@pytest.mark.parametrize("moment", ["idle", "writing", "reading", "twice"])
+@pytest.mark.parametrize("moment", ["idle", "writing", "reading", "twice", "emptied"])
 def test_clear_leaves_nothing_for_the_next_process(tmp_path: Path, moment: str) -> None:
     with opened(tmp_path) as client:
         client.write(names(30))
@@ -95,6 +95,8 @@ def test_clear_leaves_nothing_for_the_next_process(tmp_path: Path, moment: str) 
         client.tier.clear()
         if moment == "twice":
             client.tier.clear()
+        if moment == "emptied":
+            client.tier.empty()
         assert client.found(names(60)) == []
         for ticket, count in tickets:
             client.wait(ticket, count)
@@ -109,8 +111,33 @@ def test_clear_leaves_nothing_for_the_next_process(tmp_path: Path, moment: str) 
         assert client.read(names(20)) == [DONE] * 20
 
 
+@pytest.mark.parametrize("moment", ["idle", "writing", "reading", "twice"])
+def test_an_emptied_folder_has_later_blocks_for_the_next_process(
+    tmp_path: Path, moment: str
+) -> None:
+    with opened(tmp_path) as client:
+        client.write(names(30))
+        tickets = []
+        if moment == "writing":
+            tickets.append((client.begin_write(names(30, first=30)), 30))
+        if moment == "reading":
+            ticket = client.tier.read(names(30), client.buffers[:30], Priority.LOAD)
+            tickets.append((ticket, 30))
+        client.tier.empty()
+        if moment == "twice":
+            client.tier.empty()
+        assert client.found(names(60)) == []
+        for ticket, count in tickets:
+            client.wait(ticket, count)
+        assert client.found(names(60)) == []
+        assert client.write(names(20)) == [DONE] * 20
+    with opened(tmp_path) as client:
+        assert client.found(names(60)) == names(20)
+        assert client.read(names(20)) == [DONE] * 20
+
+
 STEPS = st.tuples(
-    st.sampled_from(["write", "write", "read", "delete", "clear", "reopen"]),
+    st.sampled_from(["write", "write", "read", "delete", "clear", "empty", "reopen"]),
     st.lists(st.integers(0, 30), max_size=12, unique=True),
     st.integers(1, 24),
 )
@@ -148,6 +175,9 @@ def test_no_history_yields_what_was_forgotten(
                     client.tier.clear()
                     client.salt += b"+"
                     allowed, cleared = set(), True
+                elif action == "empty":
+                    client.tier.empty()
+                    allowed = set()
                 elif action == "reopen":
                     slots = size
                 assert set(client.found(everything)) <= allowed

@@ -260,19 +260,26 @@ class DiskStore:
         offset = table.record_offset(slot)
         write_fully(self._files, self._table, memoryview(record), offset)
 
-    def invalidate(self) -> None:
-        """Reset: the next process finds no block here, even after a power failure. This includes
-        blocks that this process writes later.
+    def seal_of(self, epoch: int) -> int:
+        """The seal of records and checksums once the table has this epoch."""
+        return replace(self._header, epoch=epoch).seal
+
+    def invalidate(self, epoch: int) -> None:
+        """Reset: the next process finds no block here but those of the new epoch's seal, even after
+        a power failure.
 
         Two places record the reset, of which one is enough: a file beside the table, and the header
-        of the table with an epoch that no record has.
+        of the table with an epoch that no earlier record has.
+
+        Args:
+            epoch: see `new_epoch`.
 
         Raises:
             OSError: the header could not be written; names whether the file records the reset.
         """
         marked = self._mark()
         try:
-            self._save_header(replace(self._header, epoch=new_epoch()))
+            self._save_header(replace(self._header, epoch=epoch))
         except OSError as error:
             place = "a file beside it records it" if marked else "nothing on disk records it"
             raise OSError(error.errno, f"{error.strerror}; {place}") from None

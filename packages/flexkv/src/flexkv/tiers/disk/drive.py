@@ -139,6 +139,7 @@ class Drive:
         self._store = store
         self._day_bytes = day_bytes
         self._seal = store.seal
+        self._is_private = False
         self._generation = store.generation
         self._running: dict[Job, _Running] = {}
         self._ended = EndedJobs(link)
@@ -257,10 +258,17 @@ class Drive:
 
     def clear(self) -> None:
         """Remove all blocks; see `LowerTier.clear`."""
+        self._is_private = True
+        self.empty()
+
+    def empty(self) -> None:
+        """Remove all blocks; see `LowerTier.empty`."""
         self.index.clear()
-        # No table has the seal of blocks written from now on. A restart finds no block, old or new.
-        self._seal = new_epoch()
-        self._upkeep.reset()
+        epoch = new_epoch()
+        # No table has the seal of blocks whose keys have another meaning in this process. A restart
+        # finds none of them.
+        self._seal = new_epoch() if self._is_private else self._store.seal_of(epoch)
+        self._upkeep.reset(epoch)
 
     def poll(self, *, all_writes: bool = False) -> list[Job]:
         """Jobs of `read` and `write` that have ended. Returns all reads, because requests wait for

@@ -123,6 +123,9 @@ class FollowerTier:
     def clear(self) -> None:
         """Do nothing: only the owner of a folder clears it."""
 
+    def empty(self) -> None:
+        """Do nothing, as `clear` does."""
+
     def cancel(self, ticket: int) -> None:
         self._link.cancel([job for job, (of, *_) in self._jobs.items() if of == ticket])
 

@@ -74,12 +74,13 @@ class Opening:
 
     Attributes:
         root: the cache directory.
-        cleared: whether there was a reset, so that the drive must be cleared before it is used.
+        cleared, emptied: whether there was a reset, so that the drive must be cleared or emptied
+            before it is used.
     """
 
     def __init__(self, spec: DriveSpec, states: States | None) -> None:
         self.root = spec.root
-        self.cleared = False
+        self.cleared = self.emptied = False
         self._spec = spec
         self._states = states
         self._lock = threading.Lock()
@@ -144,6 +145,13 @@ class Opening:
                 HANGS,
             )
 
+    def reset(self, drive: Drive) -> None:
+        """Do to the drive, now that it is open, what was asked for before."""
+        if self.cleared:
+            drive.clear()
+        elif self.emptied:
+            drive.empty()
+
     def begin_close(self) -> None:
         """Give the directory up. A try under way leaves nothing open. Idempotent."""
         with self._lock:
@@ -158,7 +166,7 @@ class Opening:
         ended = self._opening.close(CLOSE_SECONDS)
         if self._drive is not None:
             self._end(self._drive)
-        elif self.cleared:
+        elif self.cleared or self.emptied:
             logger.error(
                 "the reset of the caches in %s is recorded nowhere, because the directory was "
                 "never open; remove its folder of %s before the next start: it may have blocks "
@@ -255,8 +263,7 @@ class Opening:
 
     def _end(self, drive: Drive) -> None:
         """Close a drive that nobody uses."""
-        if self.cleared:
-            drive.clear()
+        self.reset(drive)
         drive.close()
 
     def _end_report(self) -> None:

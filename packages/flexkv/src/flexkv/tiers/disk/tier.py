@@ -192,6 +192,12 @@ class DiskTier:
         for drive in self._drives:
             drive.clear()
 
+    def empty(self) -> None:
+        for opening in self.connecting:
+            opening.emptied = True
+        for drive in self._drives:
+            drive.empty()
+
     def cancel(self, ticket: int) -> None:
         for drive, jobs in self._jobs_of(ticket).items():
             drive.link.cancel(jobs)
@@ -258,8 +264,7 @@ class DiskTier:
             drive = opening.drive
             if drive is None:
                 continue
-            if opening.cleared:  # before anyone can find a block of before the reset
-                drive.clear()
+            opening.reset(drive)  # before anyone can find a block of before
             if self._watched:
                 drive.index.watch()
             self.connecting.remove(opening)

@@ -84,8 +84,9 @@ class Upkeep:
     def __init__(self, name: str, store: DiskStore) -> None:
         self._store = store
         self._work = threading.Condition()
+        self._epoch = 0
         self._reset = _Task(
-            store.invalidate,
+            self._invalidate,
             0.0,
             "the reset of %s cannot be written to its table (%s); FlexKV retries until it can. If "
             "the process ends while nothing on disk records it, remove that folder before the next "
@@ -103,9 +104,11 @@ class Upkeep:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def reset(self) -> None:
-        """Make the next process find no block in this folder; see `DiskStore.invalidate`."""
+    def reset(self, epoch: int) -> None:
+        """Make the next process find no block of before in this folder; see
+        `DiskStore.invalidate`."""
         with self._work:
+            self._epoch = epoch
             self._reset.wanted, self._reset.due = True, 0.0
             self._work.notify()
 
@@ -189,6 +192,9 @@ class Upkeep:
             # Whatever it is: the slot would stay in use for ever.
             return record != table.EMPTY_RECORD
         return True
+
+    def _invalidate(self) -> None:
+        self._store.invalidate(self._epoch)
 
     def _save_ledger(self) -> None:
         self._store.save_ledger(self._store.ledger.dump())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of metrics as prometheus_client serves them, where no engine's own classes of metrics
+collect them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+
+from flexkv.figures.definitions import Kind, Labels, Metric, Samples, bucket, sample
+
+
+def families(
+    prefix: str,
+    label_names: Sequence[str],
+    sources: Mapping[Labels, Samples],
+    metrics: Iterable[Metric],
+) -> list[Family]:
+    """The metrics of several sources. Values that a source does not have are left out.
+
+    Args:
+        prefix: goes before all names.
+        label_names: names of the labels that tell the sources apart.
+        sources: totals and gauges by the values of these labels.
+        metrics: the metrics that are wanted.
+    """
+    made: list[Family] = []
+    for metric in metrics:
+        family = _empty(metric, prefix, [*label_names, *metric.label_names])
+        for own, samples in sources.items():
+            for labels in metric.combinations:
+                _add(family, metric, [*own, *labels], labels, samples)
+        if family.samples:
+            made.append(family)
+    return made
+
+
+def _empty(metric: Metric, prefix: str, labels: Sequence[str]) -> Family:
+    kinds = {
+        Kind.COUNTER: CounterMetricFamily,
+        Kind.GAUGE: GaugeMetricFamily,
+        Kind.HISTOGRAM: HistogramMetricFamily,
+    }
+    return kinds[metric.kind](prefix + metric.name, metric.text, labels=labels)
+
+
+def _add(
+    family: Family, metric: Metric, values: Sequence[str], labels: Labels, samples: Samples
+) -> None:
+    if isinstance(family, HistogramMetricFamily):
+        _add_histogram(family, metric, values, labels, samples)
+        return
+    value = samples.get(sample(metric.name, *labels))
+    if value is not None and isinstance(family, CounterMetricFamily | GaugeMetricFamily):
+        family.add_metric(values, value)
+
+
+def _add_histogram(
+    family: HistogramMetricFamily,
+    metric: Metric,
+    values: Sequence[str],
+    labels: Labels,
+    samples: Samples,
+) -> None:
+    """Prometheus counts the values up to each bound, and FlexKV those of each range."""
+    names = [bucket(metric.name, place, *labels) for place in range(len(metric.bounds) + 1)]
+    if not any(count in samples for count, _ in names):
+        return
+    below, ranges = 0.0, []
+    for bound, (count, _) in zip((*metric.bounds, math.inf), names, strict=True):
+        below += samples.get(count, 0.0)
+        ranges.append((str(bound) if bound < math.inf else "+Inf", below))
+    family.add_metric(values, ranges, sum(samples.get(total, 0.0) for _, total in names))

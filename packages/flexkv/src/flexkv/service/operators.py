@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators ask of the service, between two turns of its loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+from flexkv.service import messages as wire
+from flexkv.service.attached import AttachedEngine
+from flexkv.service.door import SOCKET, OperatorDoor
+from flexkv.service.pool import SharedPool
+from flexkv.service.state import Cleared, PoolState, ServiceState, own_figures
+from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.settings import CacheConfig
+from flexkv.version import __version__
+
+logger = logging.getLogger(__name__)
+
+Told = TypeVar("Told")
+
+
+class Operators:
+    """Owns the doors. Their threads call `state` and `clear`, which wait for the loop; all other
+    methods are the loop's.
+
+    Args:
+        directory: the service's; borrowed.
+        figures: a listening socket of the network for figures; owned. None for none.
+        config: the service's settings.
+        pools, engines: the service's; read in its loop.
+        wake: lets the loop begin a turn.
+
+    Raises:
+        ArenaError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: RuntimeDirectory,
+        figures: socket.socket | None,
+        config: CacheConfig,
+        *,
+        pools: Mapping[wire.PoolBlocks, SharedPool],
+        engines: Mapping[tuple[wire.PoolBlocks, int], AttachedEngine],
+        wake: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self._directory = directory
+        self._pools, self._engines = pools, engines
+        self._wake = wake
+        self._began = time.monotonic()
+        self._guard = threading.Lock()
+        self._asked: deque[Callable[[], None]] | None = deque()
+        self._doors = [OperatorDoor(directory.listen(SOCKET), self, figures_only=False)]
+        if figures is not None:
+            self._doors.append(OperatorDoor(figures, self, figures_only=True))
+
+    def state(self, seconds: float) -> ServiceState:
+        """The state of the service, within `seconds`.
+
+        Raises:
+            TimeoutError: the loop has not come to it.
+        """
+        return self._ask(self._state, seconds)
+
+    def clear(self, fingerprint: str | None, seconds: float) -> Cleared:
+        """Drop the blocks of pools, in memory and on disk. Shared stores keep theirs.
+
+        Args:
+            fingerprint: of the pool; None for all.
+            seconds: to wait for the loop.
+
+        Raises:
+            TimeoutError: the loop has not come to it, and nothing is cleared.
+            LookupError: there is no such pool.
+        """
+        return self._ask(lambda: self._clear(fingerprint), seconds)
+
+    def serve(self) -> None:
+        """Answer what was asked since the last turn."""
+        asked = self._asked
+        while asked:
+            asked.popleft()()
+
+    def close(self) -> None:
+        """Answer no more. Idempotent."""
+        with self._guard:
+            self._asked = None
+        for door in self._doors:
+            door.close()
+        self._doors.clear()
+        self._directory.remove(SOCKET)
+
+    def _ask(self, call: Callable[[], Told], seconds: float) -> Told:
+        told: Future[Told] = Future()
+
+        def answer() -> None:
+            if not told.set_running_or_notify_cancel():
+                return
+            try:
+                told.set_result(call())
+            except Exception as error:  # noqa: BLE001 - it is the asking thread's
+                told.set_exception(error)
+
+        with self._guard:
+            if self._asked is None:
+                raise TimeoutError
+            self._asked.append(answer)
+            self._wake()
+        try:
+            return told.result(seconds)
+        except TimeoutError:
+            if told.cancel():
+                raise
+            return told.result()  # the loop is at it
+
+    def _state(self) -> ServiceState:
+        seconds = time.monotonic() - self._began
+        pools = (self._state_of(blocks, pool) for blocks, pool in self._pools.items())
+        return ServiceState(__version__, os.getpid(), seconds, tuple(pools))
+
+    def _state_of(self, blocks: wire.PoolBlocks, pool: SharedPool) -> PoolState:
+        figures = pool.cache.figures()
+        engines = tuple(each.state for each in self._engines_of(pool))
+        own = own_figures(engines, pool.prompt_blocks, pool.found_blocks)
+        values = own | figures.own | figures.shared
+        return PoolState(
+            blocks.fingerprint,
+            blocks.identity,
+            pool.num_slots,
+            pool.cache.info.slot_bytes,
+            pool.policy,
+            {name: float(value) for name, value in values.items()},
+            engines,
+        )
+
+    def _clear(self, fingerprint: str | None) -> Cleared:
+        chosen = {
+            blocks.fingerprint: pool
+            for blocks, pool in self._pools.items()
+            if fingerprint in (None, blocks.fingerprint)
+        }
+        if fingerprint is not None and not chosen:
+            known = ", ".join(each.fingerprint for each in self._pools) or "none yet"
+            raise LookupError(f"no pool has the fingerprint {fingerprint!r}; allowed: {known}")
+        count = {name: pool.cache.ready_blocks for name, pool in chosen.items()}
+        for pool in chosen.values():
+            for engine in self._engines_of(pool):
+                engine.cleared()
+            pool.cache.empty()
+        logger.info("an operator cleared %d pools with %d blocks", len(count), sum(count.values()))
+        return Cleared(count)
+
+    def _engines_of(self, pool: SharedPool) -> list[AttachedEngine]:
+        return [each for each in self._engines.values() if each.pool is pool]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the service says of itself to operators: its state, and metrics made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+
+from flexkv.figures.definitions import (
+    CIRCUITS,
+    METRICS,
+    TIERS,
+    Kind,
+    Labels,
+    Metric,
+    Samples,
+    sample,
+)
+from flexkv.figures.exposition import INFO_LABELS, INFO_NAME, INFO_TEXT, info_labels
+from flexkv.figures.families import families
+from flexkv.settings import CacheConfig
+from flexkv.tiers.circuit import CircuitState
+
+PREFIX = "service:flexkv_"
+"""Begins the names of the service's metrics, as `vllm:flexkv_` begins those of vLLM's engines."""
+
+_POOL = ("pool",)
+
+ENGINES = Metric(Kind.GAUGE, "engines", "Engines that are attached to the pool.", counted=((),))
+GRANTED_BLOCKS = Metric(
+    Kind.GAUGE,
+    "granted_blocks",
+    "FlexKV blocks of host memory that engines have for their next stores, or store to now.",
+    counted=((),),
+)
+STALLED_BLOCKS = Metric(
+    Kind.GAUGE,
+    "stalled_blocks",
+    "FlexKV blocks of host memory that engines keep whose schedulers are not attached.",
+    counted=((),),
+)
+PROMPT_BLOCKS = Metric(
+    Kind.COUNTER, "prompt_blocks", "FlexKV blocks of the prompts of all engines.", counted=((),)
+)
+FOUND_BLOCKS = Metric(
+    Kind.COUNTER,
+    "found_blocks",
+    "FlexKV blocks of these prompts that their engines found, in their own caches or in FlexKV.",
+    counted=((),),
+)
+SERVICE_METRICS = (ENGINES, GRANTED_BLOCKS, STALLED_BLOCKS, PROMPT_BLOCKS, FOUND_BLOCKS)
+"""Metrics that only the service has, for each pool."""
+
+
+class EngineState(msgspec.Struct, frozen=True):
+    """One engine of a pool.
+
+    Attributes:
+        name: its id.
+        number: its number in the pool.
+        attached: whether its scheduler is connected.
+        processes: processes that have the memory, as far as they are known.
+        granted_blocks: slots that it has for its next stores, or stores to now.
+        held_blocks: blocks that it loads now.
+        fetches: its fetches from lower tiers that are under way.
+    """
+
+    name: str
+    number: int
+    attached: bool
+    processes: int
+    granted_blocks: int
+    held_blocks: int
+    fetches: int
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """One pool.
+
+    Attributes:
+        fingerprint: see `flexkv.layout.fingerprint`.
+        identity: the parts of the fingerprint, for people to read.
+        slots: blocks that host memory has room for.
+        slot_bytes: bytes of a block, padding included.
+        policy: name of the eviction policy.
+        figures: totals and gauges, by `sample` name.
+        engines: its engines.
+    """
+
+    fingerprint: str
+    identity: tuple[str, ...]
+    slots: int
+    slot_bytes: int
+    policy: str
+    figures: Samples
+    engines: tuple[EngineState, ...]
+
+    @property
+    def open_circuits(self) -> list[str]:
+        """The lower tiers and directions that get no jobs after failures, such as `disk reads`."""
+        bad = (CircuitState.OPEN.value, CircuitState.CONNECTING.value)
+        return [
+            f"{tier} {direction}s"
+            for tier in TIERS
+            for direction in ("read", "write")
+            if any(self.figures.get(sample(CIRCUITS.name, tier, direction, each)) for each in bad)
+        ]
+
+
+class ServiceState(msgspec.Struct, frozen=True):
+    """The service.
+
+    Attributes:
+        version: version of FlexKV.
+        pid: process id, in its own PID namespace.
+        seconds: since its start.
+        pools: its pools.
+    """
+
+    version: str
+    pid: int
+    seconds: float
+    pools: tuple[PoolState, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps it from doing all that it should; a sentence each."""
+        return [
+            f"the circuit of {each} is open in the pool of fingerprint {pool.fingerprint}"
+            for pool in self.pools
+            for each in pool.open_circuits
+        ]
+
+
+class Cleared(msgspec.Struct, frozen=True):
+    """The pools that were cleared, or would be.
+
+    Attributes:
+        pools: of each one its fingerprint, and how many blocks host memory had.
+    """
+
+    pools: dict[str, int]
+
+
+def own_figures(engines: tuple[EngineState, ...], prompt: int, found: int) -> Samples:
+    """The values of `SERVICE_METRICS` of a pool.
+
+    Args:
+        engines: its engines.
+        prompt, found: the totals of `PROMPT_BLOCKS` and `FOUND_BLOCKS`.
+    """
+    away = [each for each in engines if not each.attached]
+    return {
+        ENGINES.name: sum(each.attached for each in engines),
+        GRANTED_BLOCKS.name: sum(each.granted_blocks for each in engines),
+        STALLED_BLOCKS.name: sum(each.granted_blocks + each.held_blocks for each in away),
+        PROMPT_BLOCKS.name: prompt,
+        FOUND_BLOCKS.name: found,
+    }
+
+
+def exposition(state: ServiceState, config: CacheConfig) -> bytes:
+    """The state as metrics, in Prometheus's text format.
+
+    Args:
+        state: the state.
+        config: the service's settings.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(state, config))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class _Collector:
+    def __init__(self, state: ServiceState, config: CacheConfig) -> None:
+        self._state = state
+        self._config = config
+
+    def collect(self) -> Iterator[Family]:
+        """As prometheus_client asks for it."""
+        about = GaugeMetricFamily(PREFIX + INFO_NAME, INFO_TEXT, labels=INFO_LABELS)
+        about.add_metric(info_labels(self._config), 1)
+        yield about
+        sources: dict[Labels, Samples] = {
+            (pool.fingerprint,): pool.figures for pool in self._state.pools
+        }
+        yield from families(PREFIX, _POOL, sources, (*SERVICE_METRICS, *METRICS))

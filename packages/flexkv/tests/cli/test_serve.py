@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service as an operator runs it, and the commands that ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from packages.flexkv.tests.cli.stores import Cache, Flexkv
+from packages.flexkv.tests.service.served import OTHER, Scheduler, keys_of
+
+
+class Node(NamedTuple):
+    root: str
+    port: int
+    process: subprocess.Popen[str]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    environ = os.environ | {
+        "FLEXKV_CPU_CACHE_GB": "0.001",
+        "FLEXKV_RUNTIME_DIR": str(folder / "runtime"),
+    }
+    command = [sys.executable, "-m", "flexkv", "serve", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            assert "listens" in process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    root, port = str(tmp_path / "service"), free_port()
+    with running(tmp_path, root, "--http", str(port)) as process:
+        yield Node(root, port, process)
+
+
+@pytest.fixture
+def engine(node: Node) -> Iterator[Scheduler]:
+    """An engine with three blocks."""
+    with contextlib.closing(Scheduler(node.root)) as one:
+        one.store(keys_of("a", 3))
+        yield one
+
+
+def test_stat_prints_pools_and_engines(flexkv: Flexkv, node: Node, engine: Scheduler) -> None:
+    with contextlib.closing(Scheduler(node.root, about=OTHER)) as other:
+        other.store(keys_of("b", 2))
+        ended = flexkv("stat", node.root)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"{node.root}\n")
+    assert f"process {node.process.pid}\n" in ended.out
+    assert re.findall(r"pool (\w+)\n", ended.out) == ["same", "other"]
+    held = re.findall(r"host +(.*) of .* MiB, (\d) of \d+ blocks\n", ended.out)
+    assert held == [("12.00 KiB", "3"), ("8.00 KiB", "2")]
+    assert (
+        len(re.findall(r"engine +toy: attached, \d+ blocks granted, 0 held, 0 fetches", ended.out))
+        == 2
+    )
+
+
+def test_stat_prints_json_and_takes_the_service_of_the_settings(
+    flexkv: Flexkv, node: Node, engine: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_SERVICE", node.root)
+    ended = flexkv("stat", "--json")
+    assert (ended.code, ended.err) == (0, "")
+    (pool,) = json.loads(ended.out)["services"][node.root]["pools"]
+    assert (pool["fingerprint"], pool["figures"]["blocks:host"]) == ("same", 3)
+
+
+def test_stat_takes_a_service_beside_a_cache(flexkv: Flexkv, node: Node, cache: Cache) -> None:
+    cache.fill(5)
+    ended = flexkv("stat", node.root, cache.root)
+    assert ended.code == 0
+    assert "no engine has attached yet" in ended.out
+    assert "1 folder in total" in ended.out
+
+
+def test_top_shows_the_service(flexkv: Flexkv, node: Node, engine: Scheduler) -> None:
+    engine.cache.record(keys_of("a", 3), prompt=keys_of("a", 4))
+    engine.settle()
+    ended = flexkv("top", node.root, f"127.0.0.1:{node.port}", "--once")
+    assert (ended.code, ended.err) == (0, "")
+    shown = "engines 1   blocks of prompts found - now, 75.0 % since its start"
+    assert ended.out.count(shown) == 2
+    assert len(re.findall(r"12.00 KiB of \d.\d\d MiB", ended.out)) == 2
+
+
+def test_the_port_serves_metrics_and_health(node: Node, engine: Scheduler) -> None:
+    at = f"http://127.0.0.1:{node.port}"
+    with urllib.request.urlopen(f"{at}/health") as answer:
+        assert answer.read() == b"ok\n"
+    with urllib.request.urlopen(f"{at}/metrics") as answer:
+        assert b'service:flexkv_blocks{pool="same",tier="host"} 3.0\n' in answer.read()
+
+
+def test_clear_drops_what_the_service_has(flexkv: Flexkv, node: Node, engine: Scheduler) -> None:
+    would = flexkv("clear", node.root, "--dry-run")
+    assert (would.code, would.out) == (0, f"would clear {node.root}, fingerprint same\n")
+    asked = flexkv("clear", node.root)
+    assert (asked.code, "--yes is missing" in asked.err) == (2, True)
+    wrong = flexkv("clear", node.root, "--yes", "--fingerprint", "0" * 32)
+    assert (wrong.code, "no pool has the fingerprint" in wrong.out) == (1, True)
+    assert engine.cache.lookup(keys_of("a", 3)) == 3
+    ended = flexkv("clear", node.root, "--yes")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == f"cleared {node.root}, fingerprint same, 3 blocks of host memory\n"
+    assert engine.cache.lookup(keys_of("a", 3)) == 0
+
+
+def test_clear_takes_services_or_caches(flexkv: Flexkv, node: Node, cache: Cache) -> None:
+    cache.fill(5)
+    ended = flexkv("clear", node.root, cache.root, "--yes")
+    assert (ended.code, "directories of services alone" in ended.err) == (2, True)
+    assert flexkv("stat", cache.root).out.count("5 used") == 2
+
+
+def test_a_service_that_was_killed_or_hangs_is_named(
+    flexkv: Flexkv, node: Node, engine: Scheduler
+) -> None:
+    node.process.send_signal(signal.SIGSTOP)
+    ended = flexkv("clear", node.root, "--yes")
+    assert (ended.code, "does not answer" in ended.err) == (1, True)
+    node.process.kill()
+    node.process.wait()
+    for command in (["stat"], ["clear", "--yes"], ["top", "--once"]):
+        ended = flexkv(command[0], node.root, *command[1:])
+        assert ended.code == 1
+        assert "no service of FlexKV runs in" in ended.err + ended.out
+
+
+@pytest.mark.parametrize("address", ["", "0", "65536", "x", "host.invalid:80", "127.0.0.1:", "-1"])
+def test_a_wrong_address_is_named(flexkv: Flexkv, tmp_path: Path, address: str) -> None:
+    ended = flexkv("serve", tmp_path / "service", f"--http={address}")
+    assert ended.code == 2
+    assert f"--http is {address!r} on the command line, which cannot be used" in ended.err
+
+
+def test_a_port_of_another_process_is_named(flexkv: Flexkv, node: Node, tmp_path: Path) -> None:
+    ended = flexkv("serve", tmp_path / "another", "--http", node.port)
+    assert (ended.code, "Address already in use" in ended.err) == (2, True)
