@@ -15,6 +15,7 @@ from flexkv.index.block_index import BlockIndex, IndexReader
 from flexkv.service.line import Line
 from flexkv.service.served_cache import ServedCache
 from flexkv.service.served_stores import ServedStores
+from flexkv.service.server import NodeServer
 from flexkv.tiers.link import Link
 from flexkv.transfer.copies import DeviceCopy
 from flexkv.transfer.tier_stack import TierStack
@@ -24,6 +25,11 @@ from packages.tier_blocks import ready_blocks, writing_blocks
 def index_of(cache: KVCache) -> BlockIndex:
     """The blocks in host memory."""
     return cache._index
+
+
+def is_making(server: NodeServer) -> bool:
+    """Whether a pool is being made."""
+    return bool(server._maker._making)
 
 
 def below_of(cache: KVCache) -> TierStack:

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.service import messages as wire
 from flexkv.service import pool
+from flexkv.service.ask import state_of
 from flexkv.service.attach import Attached, join_pool, open_pool
 from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
@@ -39,7 +42,7 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import index_of, line_of, waiting_packets
+from packages.inside import index_of, is_making, line_of, waiting_packets
 
 Attach = Callable[..., Scheduler]
 
@@ -327,6 +330,47 @@ def test_no_service_is_one_clear_error(tmp_path: Path) -> None:
         pytest.raises(ArenaError, match="no service of FlexKV answers in"),
     ):
         Attached(info, 1, arena)
+
+
+@pytest.fixture
+def filling(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Pools of other models are filled until this is set, or the test ends."""
+    filled, create = threading.Event(), pool.PoolMemory.create
+
+    def fill(config: CacheConfig, blocks: wire.PoolBlocks, gb: float | None) -> pool.PoolMemory:
+        if blocks.fingerprint == OTHER.fingerprint:
+            assert filled.wait(60)
+        return create(config, blocks, gb)
+
+    monkeypatch.setattr(pool.PoolMemory, "create", fill)
+    yield filled
+    filled.set()
+
+
+def test_engines_are_served_while_the_pool_of_another_is_filled(
+    service: Service, attach: Attach, filling: threading.Event
+) -> None:
+    one = attach(service)
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(attach, service, about=OTHER) for _ in range(2)]
+        assert one.store(keys_of("a", 3)) == keys_of("a", 3)
+        assert one.load(keys_of("a", 3))
+        assert [each.fingerprint for each in state_of(service.root).pools] == ["same"]
+        assert not any(each.done() for each in both)
+        filling.set()
+        first, second = (each.result(60) for each in both)
+    first.store(keys_of("b", 3))
+    assert second.load(keys_of("b", 3)), "one pool is made for both"
+
+
+@pytest.mark.usefixtures("filling")
+def test_a_service_ends_while_a_pool_is_filled(service: Service) -> None:
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(open_pool, service.root, "toy", OTHER)
+        until(lambda: is_making(service.server))
+        service.close()
+        with pytest.raises(ArenaError, match="closed the connection"):
+            waiting.result(60)
 
 
 def test_a_directory_has_one_service(service: Service) -> None:

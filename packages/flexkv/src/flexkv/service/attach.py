@@ -24,7 +24,7 @@ from flexkv.types.errors import ArenaError
 
 _PATIENCE_SECONDS = 120.0
 """Seconds to wait for the answer to a greeting: the service fills the memory of a new pool first,
-which takes about 5 s per 100 GiB. The service's own loop waits meanwhile."""
+which takes about 5 s per 100 GiB."""
 
 
 class Attached:

@@ -16,6 +16,7 @@ from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
 from flexkv.service.engine_page import READ, SENT, EnginePage
+from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
@@ -50,10 +51,6 @@ Slots of a process of which the service has no more than this lock wait so long.
 
 _MOST_PROMPT = 1 << 20
 """Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
-
-
-class RefusalError(Exception):
-    """What an engine asked for is against the rules. The text is a sentence for its user."""
 
 
 @dataclass(slots=True, eq=False)

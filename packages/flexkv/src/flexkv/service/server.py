@@ -12,13 +12,15 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeGuard
+from functools import partial
 
 from flexkv.service import messages as wire
-from flexkv.service.attached import AttachedEngine, Process, RefusalError
+from flexkv.service.attached import AttachedEngine, Process
 from flexkv.service.engine_page import MOST_ENGINES
+from flexkv.service.lobby import Lobby, Newcomer, RefusalError
 from flexkv.service.operators import Operators
 from flexkv.service.pool import PoolMemory, SharedPool
+from flexkv.service.pool_maker import PoolMaker
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ArenaError
@@ -30,18 +32,10 @@ _BUSY_SECONDS = 0.001
 _IDLE_SECONDS = 0.05
 """Pause of the loop while nothing happens. Not tuned."""
 
-_MEMORY_FDS = 3
-"""Descriptors of memory that `messages.Resume` brings."""
-
-_GREETING_SECONDS = 5.0
-"""Seconds within which a peer must greet. Peers greet at once. Not tuned."""
 _AWAITED_SECONDS = 10.0
 """Seconds after the start in which engines of the service before this one hand their memory back.
 An engine that starts meanwhile waits: with memory of its own, it would not share with them. Not
 tuned."""
-_MOST_GUESTS = 256
-"""Peers that have not greeted yet. Not tuned."""
-
 _GONE_SECONDS = 1.0
 """Seconds between two looks whether engines have ended that a service before this one has left. Not
 tuned."""
@@ -74,11 +68,9 @@ class NodeServer:
         self._memory_gb = memory_gb
         self._pools: dict[wire.PoolBlocks, SharedPool] = {}
         self._engines: dict[tuple[wire.PoolBlocks, int], AttachedEngine] = {}
-        self._guests: dict[socket.socket, float] = {}
         self._selector = selectors.DefaultSelector()
         self._stops = self._is_closed = False
-        self._logged_at = self._refused_at = -_LOGGED_SECONDS
-        self._refused_for = ""
+        self._logged_at = -_LOGGED_SECONDS
         self._looked_at = 0.0
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with ExitStack() as undo:
@@ -86,8 +78,8 @@ class NodeServer:
             undo.callback(self._directory.close)
             if figures is not None:
                 undo.callback(figures.close)
-            self._listener = self._directory.listen(wire.SOCKET, socket.SOCK_SEQPACKET)
-            undo.callback(self._listener.close)
+            listener = self._directory.listen(wire.SOCKET, socket.SOCK_SEQPACKET)
+            undo.callback(listener.close)
             self._operators = Operators(
                 self._directory,
                 figures,
@@ -97,15 +89,14 @@ class NodeServer:
                 wake=self._awake,
             )
             undo.pop_all()
-        self._listener.setblocking(False)
-        self._postponed: list[tuple[socket.socket, int, wire.Open]] = []
+        self._maker = PoolMaker(self._awake)
+        self._lobby = Lobby(listener, self._watch, self._unwatch, self._is_ready, self._admit)
         self._awaits_until = 0.0
         try:
             if self._directory.is_held(wire.ENGINES):
                 self._awaits_until = time.monotonic() + _AWAITED_SECONDS
         except OSError as error:
             logger.warning("cannot see whether engines wait for this service: %s", error)
-        self._watch(self._listener, self._accept)
         self._watch(self._wake, lambda: os.read(self._wake, 1))
 
     @property
@@ -150,110 +141,89 @@ class NodeServer:
         self._is_closed = True
         self._operators.close()
         self._directory.remove(wire.SOCKET)
-        self._listener.close()
+        self._lobby.close()
+        self._maker.close()
         self._directory.close()
         for engine in self._engines.values():
             engine.close()
         for pool in self._pools.values():
             pool.close(flush_seconds)
-        for guest in self._guests:
-            guest.close()
-        for connection, pidfd, _ in self._postponed:
-            connection.close()
-            os.close(pidfd)
         self._selector.close()
         os.close(self._wake)
         woken, self._woken = self._woken, -1
         os.close(woken)
 
-    # Greetings.
+    # Newcomers.
 
-    def _accept(self) -> None:
+    def _is_ready(self, newcomer: Newcomer) -> bool:
+        """Whether a newcomer can be let in. If its pool is missing, begins to make it, unless engines
+        that live may bring it."""
+        greeting = newcomer.greeting
+        if not isinstance(greeting, wire.Open | wire.Resume) or greeting.blocks in self._pools:
+            return True
+        blocks = greeting.blocks
+        if self._maker.is_making(blocks):
+            return False
+        if isinstance(greeting, wire.Resume):
+            taken = [os.dup(fd) for fd in newcomer.memory]
+            make = partial(_resume_pool, self._config, blocks, greeting.slots, taken)
+        elif time.monotonic() < self._awaits_until:
+            return False
+        else:
+            make = partial(_make_pool, self._config, blocks, self._memory_gb)
+        self._maker.begin(blocks, newcomer, make)
+        return False
+
+    def _take_made(self) -> None:
+        """Take the pools that have been made meanwhile."""
+        for blocks, newcomer, result in self._maker.drain():
+            is_resumed = isinstance(newcomer.greeting, wire.Resume)
+            try:
+                if isinstance(result, SharedPool):
+                    self._begin_pool(blocks, result)
+                elif is_resumed or not isinstance(result, ArenaError) or not self._end_idle_pool():
+                    raise result
+            except Exception as error:  # noqa: BLE001 - the others are served on
+                self._lobby.refuse(newcomer, error)
+
+    def _begin_pool(self, blocks: wire.PoolBlocks, pool: SharedPool) -> None:
+        """Serve a pool, for the engines, too, that used it under the service before this one."""
         try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            logger.warning("cannot accept a process: %s", error)
-            return
-        connection.setblocking(False)
-        if len(self._guests) >= _MOST_GUESTS or not wire.is_same_user(connection):
-            logger.warning("refused a process of another user, or one of too many")
-            connection.close()
-            return
-        self._guests[connection] = time.monotonic()
-        self._watch(connection, lambda: self._greet(connection))
-
-    def _greet(self, connection: socket.socket) -> None:
-        fds: list[int] = []
-        try:
-            packet, fds = wire.receive(connection)
-            if not packet:
-                self._dismiss(connection)  # another service asks whether this one lives
-                return
-            messages = wire.read_service(packet)
-            resumes = isinstance(messages[0], wire.Resume) if messages else False
-            if len(messages) != 1 or len(fds) != (1 + _MEMORY_FDS if resumes else 1):
-                raise RefusalError("a greeting is one message with one pidfd, and memory to resume")
-            self._forget_guest(connection)
-            if self._must_wait(messages[0]):
-                self._postponed.append((connection, fds.pop(0), messages[0]))
-                return
-            self._admit(connection, fds.pop(0), messages[0], fds)
-        except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
-            self._refuse(connection, error)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def _must_wait(self, greeting: wire.ToService) -> TypeGuard[wire.Open]:
-        """Whether engines that live may bring the memory that this one asks for."""
-        return (
-            isinstance(greeting, wire.Open)
-            and len(self._postponed) < _MOST_GUESTS
-            and greeting.blocks not in self._pools
-            and time.monotonic() < self._awaits_until
+            for number in range(1, MOST_ENGINES + 1):
+                if pool.is_used_by(number) or pool.cache.granted_to(number):
+                    name = f"number {number}"
+                    engine = AttachedEngine(name, pool, number, begun=True)
+                    self._engines[blocks, number] = engine
+        except BaseException:
+            for key in [key for key in self._engines if key[0] == blocks]:
+                self._engines.pop(key).close()
+            pool.close(0.0)
+            raise
+        self._pools[blocks] = pool
+        self._share(pool)
+        logger.info(
+            "a pool of %d blocks for the models of fingerprint %s, %d of them from before",
+            pool.num_slots,
+            blocks.fingerprint,
+            pool.cache.ready_blocks,
         )
 
-    def _admit_postponed(self) -> None:
-        """Let those in that have waited for memory which has come, or long enough."""
-        waiting, self._postponed = self._postponed, []
-        for connection, pidfd, greeting in waiting:
-            if self._must_wait(greeting):
-                self._postponed.append((connection, pidfd, greeting))
-                continue
-            try:
-                self._admit(connection, pidfd, greeting, [])
-            except Exception as error:  # noqa: BLE001 - as above
-                self._refuse(connection, error)
+    def _end_idle_pool(self) -> bool:
+        """End a pool without engines, because memory for another is missing. Returns False if there
+        is none."""
+        used = {each for each, _ in self._engines}
+        idle = next((each for each in self._pools if each not in used), None)
+        if idle is None:
+            return False
+        logger.info("the pool of fingerprint %s ends for another", idle.fingerprint)
+        self._pools.pop(idle).close(0.0)
+        return True
 
-    def _refuse(self, connection: socket.socket, error: Exception) -> None:
-        self._log_refusal(str(error) or type(error).__name__)
-        with contextlib.suppress(OSError):
-            connection.sendall(wire.packets([wire.Refused(str(error))])[0])
-        self._dismiss(connection)
-
-    def _log_refusal(self, reason: str) -> None:
-        """Log why a process was refused. Processes try again every second or so."""
-        now = time.monotonic()
-        if reason == self._refused_for and now - self._refused_at < _LOGGED_SECONDS:
-            return
-        self._refused_for, self._refused_at = reason, now
-        logger.warning("refused a process: %s", reason)
-
-    def _admit(
-        self, connection: socket.socket, pidfd: int, greeting: wire.ToService, memory: list[int]
-    ) -> None:
-        """Let a process in, by its greeting, with descriptors of memory that it hands back. Owns
-        `pidfd`, and those that it takes out of `memory`."""
-        process = Process(connection, pidfd)
-        made: AttachedEngine | None = None
+    def _admit(self, newcomer: Newcomer) -> None:
+        """Let a process in."""
+        process = Process(newcomer.connection, newcomer.pidfd)
+        greeting, made = newcomer.greeting, None
         try:
-            if not isinstance(greeting, wire.Open | wire.Join | wire.Schedule | wire.Resume):
-                raise RefusalError(f"{type(greeting).__name__} is no greeting")
-            if greeting.protocol != wire.PROTOCOL:
-                raise RefusalError(
-                    f"the engine speaks protocol {greeting.protocol}; allowed: {wire.PROTOCOL}, "
-                    f"the same version of FlexKV as the service"
-                )
             answer: wire.ToEngine
             lent: list[int] = []
             if isinstance(greeting, wire.Open):
@@ -263,7 +233,7 @@ class NodeServer:
                 answer = wire.Opened(engine.ticket, spec.num_slots, spec.boards)
                 lent = [engine.pool.arena.fd]
             elif isinstance(greeting, wire.Resume):
-                engine = self._resume(greeting, process, memory)
+                engine = self._resume(greeting, process, newcomer.memory[0])
                 answer = wire.Resumed()
             else:
                 engine = self._named(greeting.ticket)
@@ -273,30 +243,22 @@ class NodeServer:
                     answer = wire.Scheduled(engine.pool.cache.info.media, engine.pool.policy)
             (packet,) = wire.packets([answer])
             try:
-                socket.send_fds(connection, [packet], lent)
+                socket.send_fds(process.connection, [packet], lent)
             except OSError:
                 if not isinstance(greeting, wire.Resume):
                     raise
                 # An engine that is served again, and has gone meanwhile, leaves as any other.
         except BaseException:
-            os.close(pidfd)
             if made is not None:
                 self._forget(made)
             raise
+        newcomer.pidfd = -1  # the process's
         engine.joined(process)
-        self._watch(pidfd, lambda: self._ended(engine, process))
-        self._watch(connection, lambda: self._serve(engine, process))
+        self._watch(process.pidfd, lambda: self._ended(engine, process))
+        self._watch(process.connection, lambda: self._serve(engine, process))
 
     def _open(self, greeting: wire.Open) -> AttachedEngine:
         blocks = greeting.blocks
-        if blocks not in self._pools:
-            memory = self._make_memory(blocks)
-            self._pools[blocks] = SharedPool(self._config, blocks, memory)
-            logger.info(
-                "a pool of %d blocks for the models of fingerprint %s",
-                self._pools[blocks].num_slots,
-                blocks.fingerprint,
-            )
         used = {number for each, number in self._engines if each == blocks}
         free = (number for number in range(1, MOST_ENGINES + 1) if number not in used)
         number = next(free, None)
@@ -308,26 +270,10 @@ class NodeServer:
         logger.info("engine %r is attached", engine.name)
         return engine
 
-    def _make_memory(self, blocks: wire.PoolBlocks) -> PoolMemory:
-        """Memory for a new pool. If it is missing, pools without engines end, one after the
-        other."""
-        while True:
-            try:
-                return PoolMemory.create(self._config, blocks, self._memory_gb)
-            except ArenaError:
-                used = {each for each, _ in self._engines}
-                idle = next((each for each in self._pools if each not in used), None)
-                if idle is None:
-                    raise
-                logger.info("the pool of fingerprint %s ends for another", idle.fingerprint)
-                self._pools.pop(idle).close(0.0)
-
-    def _resume(self, greeting: wire.Resume, process: Process, memory: list[int]) -> AttachedEngine:
+    def _resume(self, greeting: wire.Resume, process: Process, arena: int) -> AttachedEngine:
         """Serve an engine on, which this service served no more, or a service before it."""
         blocks, number = greeting.blocks, greeting.ticket.client
-        if blocks not in self._pools:
-            self._resume_pool(blocks, greeting.slots, memory)
-        elif not self._pools[blocks].has(memory[0]):
+        if not self._pools[blocks].has(arena):
             raise RefusalError(
                 "engines that started while the service was away have other memory; allowed: to "
                 "start this engine again, which then shares it"
@@ -341,23 +287,6 @@ class NodeServer:
             known.close()
         logger.info("engine %r is attached again", engine.name)
         return engine
-
-    def _resume_pool(self, blocks: wire.PoolBlocks, slots: int, memory: list[int]) -> None:
-        """Go on with memory that a service before this one has left, for all its engines."""
-        fds, memory[:] = memory[:], []
-        taken = PoolMemory.resume(blocks, slots, fds)
-        pool = self._pools[blocks] = SharedPool(self._config, blocks, taken, begun=True)
-        for number in range(1, MOST_ENGINES + 1):
-            if pool.is_used_by(number) or pool.cache.granted_to(number):
-                name = f"number {number}"
-                self._engines[blocks, number] = AttachedEngine(name, pool, number, begun=True)
-        self._share(pool)
-        logger.info(
-            "a pool of %d blocks for the models of fingerprint %s goes on with %d blocks",
-            slots,
-            blocks.fingerprint,
-            pool.cache.ready_blocks,
-        )
 
     def _mates(self, engine: AttachedEngine) -> int:
         """How many engines use its pool."""
@@ -414,11 +343,8 @@ class NodeServer:
             self._looked_at = now
             for engine in self.engines:
                 self._forget_if_gone(engine)
-        if self._postponed:
-            self._admit_postponed()
-        late = [each for each, since in self._guests.items() if now - since > _GREETING_SECONDS]
-        for guest in late:
-            self._dismiss(guest)
+        self._take_made()
+        self._lobby.serve(now)
 
     def _poll(self, pool: SharedPool) -> None:
         """See what has ended in a pool, and tell its engines what has changed."""
@@ -497,10 +423,13 @@ class NodeServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(file)
 
-    def _forget_guest(self, connection: socket.socket) -> None:
-        self._unwatch(connection)
-        self._guests.pop(connection, None)
 
-    def _dismiss(self, connection: socket.socket) -> None:
-        self._forget_guest(connection)
-        connection.close()
+def _make_pool(config: CacheConfig, blocks: wire.PoolBlocks, memory_gb: float | None) -> SharedPool:
+    return SharedPool(config, blocks, PoolMemory.create(config, blocks, memory_gb))
+
+
+def _resume_pool(
+    config: CacheConfig, blocks: wire.PoolBlocks, slots: int, memory: list[int]
+) -> SharedPool:
+    """Go on with memory that a service before this one has left, for all its engines."""
+    return SharedPool(config, blocks, PoolMemory.resume(blocks, slots, memory), begun=True)

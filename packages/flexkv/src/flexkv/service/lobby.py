@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that have connected to the service and are not attached yet: they greet, and may have
+to wait for memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from flexkv.service import messages as wire
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_FDS = 3
+"""Descriptors of memory that `messages.Resume` brings."""
+
+_GREETING_SECONDS = 5.0
+"""Seconds within which a peer must greet. Peers greet at once. Not tuned."""
+_MOST_GUESTS = 256
+"""Peers that have not greeted yet, and as many that have and wait. Not tuned."""
+
+_LOGGED_SECONDS = 60.0
+"""Seconds between two lines about refusals for one reason. Not tuned."""
+
+Greeting: TypeAlias = wire.Open | wire.Join | wire.Schedule | wire.Resume
+
+
+class RefusalError(Exception):
+    """What a process asked for is against the rules. The text is a sentence for its user."""
+
+
+@dataclass(slots=True, eq=False)
+class Newcomer:
+    """A process that has greeted.
+
+    Attributes:
+        connection: to it; owned.
+        greeting: what it wants.
+        pidfd: by which its end shows; owned, unless it is -1.
+        memory: descriptors of the memory that it hands back; owned.
+    """
+
+    connection: socket.socket
+    greeting: Greeting
+    pidfd: int
+    memory: list[int]
+
+    def close_files(self) -> None:
+        """Close the descriptors, and leave the connection open. Idempotent."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        while self.memory:
+            os.close(self.memory.pop())
+
+
+class Lobby:
+    """Single-threaded.
+
+    Args:
+        listener: where processes connect; owned.
+        watch: calls a function whenever a connection can be read.
+        unwatch: ends this. A connection that is not watched is no error.
+        is_ready: whether a newcomer can be let in now. Else it is asked again in each turn.
+        admit: lets a newcomer in, with its connection and pidfd; raises if it is refused.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        watch: Callable[[socket.socket, Callable[[], object]], None],
+        unwatch: Callable[[socket.socket], None],
+        is_ready: Callable[[Newcomer], bool],
+        admit: Callable[[Newcomer], None],
+    ) -> None:
+        self._listener = listener
+        self._watch, self._unwatch = watch, unwatch
+        self._is_ready, self._admit = is_ready, admit
+        self._silent: dict[socket.socket, float] = {}
+        self._waiting: list[Newcomer] = []
+        self._refused_for, self._refused_at = "", -_LOGGED_SECONDS
+        listener.setblocking(False)
+        watch(listener, self._accept)
+
+    def serve(self, now: float) -> None:
+        """Let those in who have waited long enough, and dismiss those who say nothing."""
+        waiting, self._waiting = self._waiting, []
+        for newcomer in waiting:
+            self._receive(newcomer)
+        late = [each for each, since in self._silent.items() if now - since > _GREETING_SECONDS]
+        for connection in late:
+            self._dismiss(connection)
+
+    def refuse(self, newcomer: Newcomer, error: Exception) -> None:
+        """Dismiss a newcomer that waits."""
+        if newcomer in self._waiting:
+            self._waiting.remove(newcomer)
+        newcomer.close_files()
+        self._refuse(newcomer.connection, error)
+
+    def close(self) -> None:
+        """Dismiss all, and listen no more."""
+        self._listener.close()
+        for connection in self._silent:
+            connection.close()
+        for newcomer in self._waiting:
+            newcomer.close_files()
+            newcomer.connection.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("cannot accept a process: %s", error)
+            return
+        connection.setblocking(False)
+        if len(self._silent) >= _MOST_GUESTS or not wire.is_same_user(connection):
+            logger.warning("refused a process of another user, or one of too many")
+            connection.close()
+            return
+        self._silent[connection] = time.monotonic()
+        self._watch(connection, lambda: self._greet(connection))
+
+    def _greet(self, connection: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            packet, fds = wire.receive(connection)
+            if not packet:
+                self._dismiss(connection)  # another service asks whether this one lives
+                return
+            greeting = _greeting_of(wire.read_service(packet), len(fds))
+            if len(self._waiting) >= _MOST_GUESTS:
+                raise RefusalError(f"{_MOST_GUESTS} processes wait; allowed: no more")
+            self._forget(connection)
+            newcomer = Newcomer(connection, greeting, fds.pop(0), fds)
+            fds = []
+        except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
+            self._refuse(connection, error)
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._receive(newcomer)
+
+    def _receive(self, newcomer: Newcomer) -> None:
+        try:
+            if not self._is_ready(newcomer):
+                self._waiting.append(newcomer)
+                return
+            self._admit(newcomer)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._refuse(newcomer.connection, error)
+        newcomer.close_files()
+
+    def _refuse(self, connection: socket.socket, error: Exception) -> None:
+        reason, now = str(error) or type(error).__name__, time.monotonic()
+        # Processes try again every second or so.
+        if reason != self._refused_for or now - self._refused_at >= _LOGGED_SECONDS:
+            self._refused_for, self._refused_at = reason, now
+            logger.warning("refused a process: %s", reason)
+        with contextlib.suppress(OSError):
+            connection.sendall(wire.packets([wire.Refused(str(error))])[0])
+        self._dismiss(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._unwatch(connection)
+        self._silent.pop(connection, None)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+
+def _greeting_of(messages: list[wire.ToService], fds: int) -> Greeting:
+    """The greeting that a packet with so many descriptors is.
+
+    Raises:
+        RefusalError: it is none, or of another protocol.
+    """
+    resumes = bool(messages) and isinstance(messages[0], wire.Resume)
+    if len(messages) != 1 or fds != (1 + _MEMORY_FDS if resumes else 1):
+        raise RefusalError("a greeting is one message with one pidfd, and memory to resume")
+    (greeting,) = messages
+    if not isinstance(greeting, Greeting):
+        raise RefusalError(f"{type(greeting).__name__} is no greeting")
+    if greeting.protocol != wire.PROTOCOL:
+        raise RefusalError(
+            f"the engine speaks protocol {greeting.protocol}; allowed: {wire.PROTOCOL}, the same "
+            f"version of FlexKV as the service"
+        )
+    return greeting
