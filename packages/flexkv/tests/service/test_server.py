@@ -320,7 +320,21 @@ def test_pools_without_engines_make_room_for_others(
     other.close()
 
 
-def test_no_service_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_engine_waits_for_a_service_that_starts(
+    service: Service, attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.close()
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(attach, service)
+        until(lambda: "waiting for it, 30 s at most" in caplog.text)
+        service.start()
+        one = waiting.result(60)
+    assert one.store(keys_of("a", 2)) == keys_of("a", 2)
+    assert caplog.text.count("waiting for it") == 1
+
+
+def test_no_service_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexkv.service.attach._START_SECONDS", 0.2)
     for root in (tmp_path / "missing", tmp_path):
         with pytest.raises(ArenaError, match="no service of FlexKV answers in"):
             open_pool(str(root), "engine", ABOUT)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 
 from flexkv.host.arena import Arena, ArenaSpec
@@ -25,6 +27,14 @@ from flexkv.types.errors import ArenaError
 _PATIENCE_SECONDS = 120.0
 """Seconds to wait for the answer to a greeting: the service fills the memory of a new pool first,
 which takes about 5 s per 100 GiB."""
+
+_START_SECONDS = 30.0
+"""Seconds for which rank 0 waits for a service to listen; the other ranks wait for rank 0 meanwhile,
+see `flexkv.session.meet.MEET_SECONDS`. Not tuned."""
+_RETRY_SECONDS = 0.1
+"""Pause between two looks. Not tuned."""
+
+logger = logging.getLogger(__name__)
 
 
 class Attached:
@@ -129,7 +139,7 @@ class Attached:
 
 
 def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
-    """Ask the service for an arena, as rank 0 of an engine.
+    """Ask the service for an arena, as rank 0 of an engine. Waits for a service that starts.
 
     Args:
         root: runtime directory of the service.
@@ -139,6 +149,7 @@ def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
     Raises:
         ArenaError: no service runs there, or it refuses the engine.
     """
+    _await_service(root)
     greeting = wire.Open(wire.PROTOCOL, engine, _blocks_of(about))
     connection, answer, fds = _greet(root, greeting, 1)
     try:
@@ -155,6 +166,30 @@ def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
     ticket = ServiceTicket(root, given.client, given.token.hex(), engine)
     membership = _member(ticket, connection, arena)
     return Shared(dataclasses.replace(about, spec=spec, service=ticket), arena, membership)
+
+
+def _await_service(root: str) -> None:
+    """Wait until a service listens, for at most `_START_SECONDS`. It may start at the same time as
+    the engine, or again."""
+    end, is_logged = time.monotonic() + _START_SECONDS, False
+    while time.monotonic() < end:
+        try:
+            with RuntimeDirectory(root) as directory:
+                directory.connect(wire.SOCKET, _START_SECONDS, socket.SOCK_SEQPACKET).close()
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            if not is_logged:
+                is_logged = True
+                logger.warning(
+                    "no service of FlexKV listens in %r yet (%s); waiting for it, %g s at most",
+                    root,
+                    error.strerror,
+                    _START_SECONDS,
+                )
+            time.sleep(_RETRY_SECONDS)
+        except OSError:
+            return  # the greeting fails with the same error
+        else:
+            return
 
 
 def join_pool(ticket: ServiceTicket, arena: Arena) -> Membership:

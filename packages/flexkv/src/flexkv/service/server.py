@@ -156,8 +156,8 @@ class NodeServer:
     # Newcomers.
 
     def _is_ready(self, newcomer: Newcomer) -> bool:
-        """Whether a newcomer can be let in. If its pool is missing, begins to make it, unless engines
-        that live may bring it."""
+        """Whether a newcomer can be let in. If its pool is missing, begins to make it, unless
+        engines that live may bring it."""
         greeting = newcomer.greeting
         if not isinstance(greeting, wire.Open | wire.Resume) or greeting.blocks in self._pools:
             return True
