@@ -266,7 +266,8 @@ def lint(session: nox.Session) -> None:
     session.run("zizmor", "--offline", "--quiet", ".github")
     session.run(*schema, "vendor.compose-spec", *_files("deploy", "**/compose.yaml"))
     session.run("hadolint", *_files("deploy", "**/Dockerfile.*"))
-    session.run("kubernetes-validate", "--strict", *_files("deploy/kubernetes", "*.yaml"))
+    for folder in ("deploy/kubernetes", "deploy/node"):
+        session.run("kubernetes-validate", "--strict", *_files(folder, "*.yaml"))
 
 
 @nox.session

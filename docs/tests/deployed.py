@@ -13,7 +13,7 @@ import yaml
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CLUSTER = DEPLOY / "cluster"
-UNITS = sorted(CLUSTER.glob("*.service"))
+UNITS = sorted(DEPLOY.rglob("*.service"))
 
 CLUSTER_COMPOSE: dict[str, Any] = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -24,13 +24,20 @@ KUBERNETES: list[dict[str, Any]] = [
 ]
 (POD,) = [each["spec"]["template"]["spec"] for each in KUBERNETES if each["kind"] == "StatefulSet"]
 (CONTAINER,) = POD["containers"]
+NODE: dict[str, dict[str, Any]] = {
+    each["kind"]: each["spec"]["template"]["spec"]
+    for each in yaml.safe_load_all((DEPLOY / "node" / "kubernetes.yaml").read_text())
+}
+"""Pods of the node's service and of its engines, by the kind of what makes them."""
+(NODE_CACHE,), (NODE_ENGINE,) = (NODE[kind]["containers"] for kind in ("DaemonSet", "Deployment"))
 
 
 def service_of(unit: str) -> Mapping[str, str]:
     """What a unit of systemd says of its service."""
     parser = configparser.ConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(CLUSTER / f"{unit}.service")
+    (path,) = DEPLOY.rglob(f"{unit}.service")
+    parser.read(path)
     return parser["Service"]
 
 
@@ -44,6 +51,7 @@ ENGINES: dict[str, list[str]] = {
     "compose-cuda": COMPOSE["services"]["cuda"]["command"],
     "compose-cpu": ["vllm", "serve", *COMPOSE["services"]["cpu"]["command"]],
     "kubernetes": [*CONTAINER["command"], *CONTAINER["args"]],
+    "kubernetes-node": [*NODE_ENGINE["command"], *NODE_ENGINE["args"]],
     "systemd": command_of("flexkv-vllm"),
 }
 """Command lines of engines: program, `serve`, arguments. That of the image for CPUs is the same

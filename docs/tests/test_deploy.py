@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,16 @@ from docs.tests.deployed import (
     DEPLOY,
     ENGINES,
     KUBERNETES,
+    NODE,
+    NODE_CACHE,
+    NODE_ENGINE,
     POD,
     UNITS,
     command_of,
     service_of,
 )
+from flexkv import cli
+from flexkv.cli import serve
 from flexkv.settings import SETTINGS, load_config
 from integration.harness.connector import CONNECTOR
 
@@ -50,8 +56,9 @@ def test_variables_are_settings() -> None:
         COMPOSE["services"]["cuda"]["environment"],
         COMPOSE["services"]["cpu"]["environment"],
         {each["name"]: each["value"] for each in CONTAINER["env"]},
+        {each["name"]: each["value"] for each in NODE_CACHE["env"]},
     ],
-    ids=["compose-cuda", "compose-cpu", "kubernetes"],
+    ids=["compose-cuda", "compose-cpu", "kubernetes", "kubernetes-node"],
 )
 def test_values_of_settings_are_allowed(environment: dict[str, Any]) -> None:
     values = {name: _COMPOSED.sub(r"\1", str(value)) for name, value in environment.items()}
@@ -75,6 +82,7 @@ def test_engines_are_killed_later_than_they_end() -> None:
     unit = service_of("flexkv-vllm")
     kills = [(each["command"], each["stop_grace_period"]) for each in services]
     kills.append((CONTAINER["args"], POD["terminationGracePeriodSeconds"]))
+    kills.append((NODE_ENGINE["args"], NODE["Deployment"]["terminationGracePeriodSeconds"]))
     kills.append((command_of("flexkv-vllm"), unit["TimeoutStopSec"]))
     for command, seconds in kills:
         given = option(command, "shutdown-timeout")
@@ -93,6 +101,69 @@ def test_a_pod_has_the_memory_and_the_drive_that_its_settings_take() -> None:
         for claim in document["spec"].get("volumeClaimTemplates", []) if "spec" in document else []:
             room = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
             assert int(values["FLEXKV_SSD_CACHE_GB"]) < room
+
+
+def test_engines_of_a_node_find_its_service() -> None:
+    engine = {each["name"]: each["value"] for each in NODE_ENGINE["env"]}
+    root, http, address = NODE_CACHE["args"]
+    assert (load_config({}, environ=engine).service, http) == (root, "--http")
+    (port,) = (each["containerPort"] for each in NODE_CACHE["ports"])
+    assert address == f"0.0.0.0:{port}"
+    mounts = [
+        {each["name"]: each["mountPath"] for each in container["volumeMounts"]}["run"]
+        for container in (NODE_CACHE, NODE_ENGINE)
+    ]
+    assert [root.startswith(f"{each}/") for each in mounts] == [True, True]
+    paths = [
+        each["hostPath"]["path"]
+        for pod in NODE.values()
+        for each in pod["volumes"]
+        if each["name"] == "run"
+    ]
+    assert len(paths) == 2
+    assert len(set(paths)) == 1
+    assert NODE_CACHE["securityContext"] == NODE_ENGINE["securityContext"], "the same user"
+    assert not any({"hostIPC", "hostPID"} & pod.keys() for pod in NODE.values())
+
+
+def test_a_node_has_the_memory_and_the_time_that_its_service_takes() -> None:
+    values = {each["name"]: each["value"] for each in NODE_CACHE["env"]}
+    memory = int(NODE_CACHE["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert int(values["FLEXKV_CPU_CACHE_GB"]) < memory
+    unit = service_of("flexkv-node")
+    assert unit["RuntimeDirectoryMode"] == "0700"
+    seconds = (unit["TimeoutStopSec"], NODE["DaemonSet"]["terminationGracePeriodSeconds"])
+    assert all(int(each) > serve.FLUSH_SECONDS for each in seconds)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command_of("flexkv-node"), [*NODE_CACHE["command"], *NODE_CACHE["args"]]],
+    ids=["systemd", "kubernetes"],
+)
+def test_the_service_of_a_node_takes_its_arguments(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, float | None, str]] = []
+
+    class Begun:
+        def __init__(self, root: str, _: object, gb: float | None, figures: socket.socket) -> None:
+            begun.append((root, gb, figures.getsockname()[0]))
+            figures.close()
+
+        def run(self) -> None: ...
+        def close(self, _: float) -> None: ...
+
+    monkeypatch.setattr(serve, "NodeServer", Begun)
+    monkeypatch.setattr(serve, "listen_at", lambda host, _: socket.create_server((host, 0)))
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve, "configure_logging", lambda _: None)
+    monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "256")
+    assert Path(command[0]).name == "flexkv"
+    assert cli.main(command[1:]) == 0
+    ((root, gb, host),) = begun
+    assert (root.startswith("/run/flexkv"), gb) == (True, 256)
+    assert f"{host}:9470" in command
 
 
 def test_images_have_the_engines_that_the_tests_run() -> None:

@@ -29,7 +29,7 @@ HELP = "run one cache for all engines of a node"
 _LOCAL = "127.0.0.1"
 _MOST_PORT = 65535
 
-_FLUSH_SECONDS = 10.0
+FLUSH_SECONDS = 10.0
 """Seconds for which lower tiers may write waiting blocks at the end. Service managers wait longer
 before they kill. Not tuned."""
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"the service of FlexKV listens in {root}", flush=True)
         server.run()
     finally:
-        server.close(_FLUSH_SECONDS)
+        server.close(FLUSH_SECONDS)
     return 0
 
 

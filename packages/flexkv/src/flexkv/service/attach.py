@@ -29,8 +29,8 @@ _PATIENCE_SECONDS = 120.0
 which takes about 5 s per 100 GiB."""
 
 _START_SECONDS = 30.0
-"""Seconds for which rank 0 waits for a service to listen; the other ranks wait for rank 0 meanwhile,
-see `flexkv.session.meet.MEET_SECONDS`. Not tuned."""
+"""Seconds for which rank 0 waits for a service to listen. The other ranks wait for rank 0 then; see
+`flexkv.session.meet.MEET_SECONDS`. Not tuned."""
 _RETRY_SECONDS = 0.1
 """Pause between two looks. Not tuned."""
 
