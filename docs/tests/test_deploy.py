@@ -156,7 +156,7 @@ def test_the_service_of_a_node_takes_its_arguments(
 
     monkeypatch.setattr(serve, "NodeServer", Begun)
     monkeypatch.setattr(serve, "listen_at", lambda host, _: socket.create_server((host, 0)))
-    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(serve, "configure_logging", lambda _: None)
     monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "256")
     assert Path(command[0]).name == "flexkv"
