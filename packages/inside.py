@@ -176,6 +176,11 @@ def stores_of(cache: ServedCache) -> ServedStores:
     return cache._stores
 
 
+def awaits_service(cache: ServedCache) -> bool:
+    """Whether the service has stores to publish, and lives."""
+    return cache._stores.awaits_answer and not cache._hangs and not cache._line.is_cut
+
+
 def line_of(cache: ServedCache) -> Line:
     """The line of an engine to the node's service."""
     return cache._line
@@ -211,5 +216,5 @@ def assert_served_rest(cache: ServedCache) -> None:
     assert sorted(free_cells(cache._device._board)) == list(range(CELLS))
     assert reader_of(cache).held == 0
     stores = stores_of(cache)
-    assert not any((stores.by_id, stores.by_key, cache._fetches))
+    assert not any((stores.by_id, stores.keys, stores.awaits_answer, cache._fetches))
     assert sorted(stores.free) == sorted(stores.granted)

@@ -24,6 +24,7 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.types.mover import Status
 from integration.bench.rows import Goal, Row
 from packages.flexkv.tests.service.served import FORMAT, Scheduler, until
+from packages.inside import stores_of
 
 BLOCKS = 1312
 """Of a prompt of 20,992 tokens."""
@@ -33,15 +34,24 @@ REQUESTS = 64
 ENGINES = 8
 _REPEATS = 200
 _STORES = 80
+_STEP_SECONDS = 0.005
+"""Between two steps: less than any model takes."""
 
 Say = Callable[[str], None]
 
 
 class _Side:
-    """A cache, and the board on which the copies of its only rank are reported."""
+    """A cache, and the board on which the copies of its only rank are reported.
 
-    def __init__(self, cache: CacheClient, arena: Arena) -> None:
+    Args:
+        has_room: whether a prompt can be stored whole now.
+    """
+
+    def __init__(
+        self, cache: CacheClient, arena: Arena, has_room: Callable[[], bool] = lambda: True
+    ) -> None:
         self.cache = cache
+        self.has_room = has_room
         self._arena = arena
 
     def end(self, transfer: Transfer | None) -> None:
@@ -61,7 +71,7 @@ class _Side:
     def fill(self) -> None:
         """Until each slot has a block, and then those of `keys`."""
         for _ in range(2 * SLOTS // BLOCKS):
-            self.store(_keys(BLOCKS), (0,))
+            _stored(self)
 
     def store(self, keys: Sequence[bytes], starts: Sequence[int]) -> float:
         """Store blocks. Returns seconds of this thread's CPU."""
@@ -131,14 +141,16 @@ def _compare(own: _Side, served: _Side, say: Say) -> list[Row]:
         new = _keys(REQUESTS)
         for side, taken in zip((own, served), stores, strict=True):
             taken.append(side.store(new, range(REQUESTS)))
+        time.sleep(_STEP_SECONDS)  # the service publishes, which the next step sees
     rows.append(_row("service: a decoding step stores 64 blocks", Goal("<=", 1.0), *stores))
     return rows
 
 
 def _stored(side: _Side, keys: Sequence[bytes] | None = None) -> list[bytes]:
     made = list(keys or _keys(BLOCKS))
+    until(side.has_room, side.cache.poll)
     side.store(made, (0,))
-    assert side.cache.lookup(made) == BLOCKS
+    until(lambda: side.cache.lookup(made) == BLOCKS, side.cache.poll)  # a service publishes them
     return made
 
 
@@ -205,8 +217,8 @@ def _served(engines: int) -> Iterator[list[_Side]]:
                 assert process.stdout is not None
                 process.stdout.readline()
                 made = [Scheduler(str(root), step_blocks=2 * BLOCKS)]
-                until(lambda: len(made[0].cache._stores.free) >= BLOCKS, made[0].cache.poll)
-                sides = [_Side(made[0].cache, made[0].arena)]
+                stores = stores_of(made[0].cache)
+                sides = [_Side(made[0].cache, made[0].arena, lambda: len(stores.free) >= BLOCKS)]
                 sides[0].fill()
                 made += [Scheduler(str(root), step_blocks=1) for _ in range(engines - 1)]
                 sides += [_Side(each.cache, each.arena) for each in made[1:]]

@@ -21,7 +21,7 @@ from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status
 from packages.conftest import PATIENCE_SECONDS
-from packages.inside import index_of, stores_of
+from packages.inside import awaits_service, index_of, stores_of
 
 FORMAT = BlockFormat(1, (4096,))
 ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
@@ -171,7 +171,7 @@ class Scheduler:
 
     def settle(self) -> None:
         """Until the service has heard all."""
-        until(lambda: not self.cache.busy, self.cache.poll)
+        until(lambda: not self.cache.busy and not awaits_service(self.cache), self.cache.poll)
 
     def close(self) -> None:
         """Leave the service. Idempotent."""

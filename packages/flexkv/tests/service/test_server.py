@@ -100,10 +100,10 @@ def test_a_wrong_greeting_gets_one_sentence(
     [
         wire.Return([0]),
         wire.Return([-1]),
-        wire.Publish(1, 0, [b"a"], [None], [0], True),
-        wire.Publish(1, -1, [b"a"], [None], [], True),
-        wire.Publish(1, 1 << 40, [b"a"], [None], [], True),
-        wire.Publish(1, 0, [b"a"], [None], [], True),
+        wire.Publish(0, [b"a"], [None], [0], True),
+        wire.Publish(-1, [b"a"], [None], [], True),
+        wire.Publish(1 << 40, [b"a"], [None], [], True),
+        wire.Publish(0, [b"a"], [None], [], True),
         wire.Fetch(1, [b"a" * 4000], False),
         wire.Open(wire.PROTOCOL, "again", wire.PoolBlocks("x", 1, (4096,), 1, ())),
     ],
@@ -155,7 +155,7 @@ def test_a_store_that_no_rank_has_copied_is_not_published(service: Service, atta
     transfer = one.cache.store(keys_of("a", 2), range(2))
     assert transfer is not None
     line_of(one.cache).put(
-        wire.Publish(1, transfer.cell, keys_of("a", 2), [None, b""], list(transfer.slots), True)
+        wire.Publish(transfer.cell, keys_of("a", 2), [None, b""], list(transfer.slots), True)
     )
     one.cache.poll()
     until(lambda: service.engine.has_ended)

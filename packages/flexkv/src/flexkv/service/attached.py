@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
-from flexkv.service.engine_page import READ, SENT, EnginePage
+from flexkv.service.engine_page import PUBLISHED, READ, SENT, EnginePage
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import EngineState
@@ -114,7 +114,7 @@ class AttachedEngine:
         self._scheduler: Process | None = None
         self._reading: Process | None = None  # who holds slots, connected or not
         self._page: EnginePage | None = None
-        self._bell = memoryview(bytearray(8)).cast("I")
+        self._bell = memoryview(bytearray(12)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
         self._claims: set[int] | None = None
@@ -215,7 +215,7 @@ class AttachedEngine:
         if self._scheduler is not None:
             raise RefusalError(f"engine {self.name!r} has a scheduler; allowed: one")
         self.name, self.ticket = greeting.engine, greeting.ticket
-        self._bell[SENT] = self._bell[READ] = 0
+        self._bell[SENT] = self._bell[READ] = self._bell[PUBLISHED] = 0
         self._claims = set()
         self.has_ended = self.watches = False
         known = self._reading
@@ -344,7 +344,7 @@ class AttachedEngine:
             raise
         self._void.difference_update(message.slots)
         if message.last:
-            self.tell(wire.Published(message.store))
+            self._bell[PUBLISHED] = (self._bell[PUBLISHED] + 1) % (1 << 32)
 
     def _take_back(self, slots: Sequence[int]) -> None:
         self._check(slots)

@@ -13,10 +13,10 @@ import numpy as np
 MOST_ENGINES = 63
 """Engines of a pool at once; each has a completion board in the arena and a page. Not tuned."""
 
-SENT, READ = 0, 1
-"""Words of the bell: numbers of packets, modulo 2^32, that the service has sent, and that the
-engine has read. So a step in which nothing has come makes no system call, and the service sends
-nothing new to an engine that is behind."""
+SENT, READ, PUBLISHED = 0, 1, 2
+"""Words of the bell, modulo 2^32: numbers of packets that the service has sent, and that the engine
+has read, and of stores that the service has published. So a step in which nothing has come makes no
+system call, and the service sends nothing new to an engine that is behind."""
 
 _HOLD_BYTES = 2
 _BELL_BYTES = 64
@@ -44,7 +44,7 @@ class EnginePage:
 
     Attributes:
         holds: 16-bit counters, one for each slot, that the engine alone writes.
-        bell: words of 32 bits; see `SENT` and `READ`.
+        bell: words of 32 bits; see `SENT`, `READ` and `PUBLISHED`.
 
     Raises:
         OSError, ValueError: the file cannot be mapped, or has another size.

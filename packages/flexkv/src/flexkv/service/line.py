@@ -9,7 +9,7 @@ import socket
 from collections import deque
 
 from flexkv.service import messages as wire
-from flexkv.service.engine_page import READ, SENT
+from flexkv.service.engine_page import PUBLISHED, READ, SENT
 
 MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
@@ -45,6 +45,12 @@ class Line:
     def has_news(self) -> bool:
         """Whether anything has come. Makes no system call."""
         return bool(self.come) or (not self.is_cut and self._bell[SENT] != self._heard)
+
+    @property
+    def published(self) -> int:
+        """The number of stores that the service has published, modulo 2^32. Makes no system
+        call."""
+        return self._bell[PUBLISHED]
 
     @property
     def busy(self) -> bool:

@@ -136,8 +136,7 @@ class Publish(Message, frozen=True, tag="publish"):
     """Blocks of a store whose ranks have all reported DONE.
 
     Attributes:
-        store: number of the store.
-        cell: its cell of the board.
+        cell: the store's cell of the board.
         keys: keys of the blocks.
         before: for each of them the key of the block before it; empty if that is the one before it
             in `keys`, None for the first of a prefix.
@@ -145,7 +144,6 @@ class Publish(Message, frozen=True, tag="publish"):
         last: whether these are the last blocks of the store.
     """
 
-    store: int
     cell: int
     keys: list[bytes]
     before: list[bytes | None]
@@ -293,12 +291,6 @@ class Recall(Message, frozen=True, tag="recall"):
     count: int
 
 
-class Published(Message, frozen=True, tag="published"):
-    """A store is in the index, as far as it could be. Its cell is free."""
-
-    store: int
-
-
 class Fetched(Message, frozen=True, tag="fetched"):
     """The state of a fetch now; None if no tier has a block to add. Keys and places that the state
     names are those of the whole fetch."""
@@ -329,7 +321,6 @@ ToEngine: TypeAlias = (
     | Refused
     | Granted
     | Recall
-    | Published
     | Fetched
     | Changed
     | NodeFigures

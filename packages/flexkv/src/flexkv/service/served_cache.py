@@ -107,7 +107,8 @@ class ServedCache:
             return not self._is_alone or bool(self._stores.by_id)
         if self._hangs:
             return False
-        return bool(self._stores.by_id or self._line.busy or self._awaits_answer)
+        # What the service publishes meanwhile can wait for a step that has something to do.
+        return bool(self._stores.untold or self._line.busy or self._awaits_fetch)
 
     @property
     def disabled(self) -> bool:
@@ -143,7 +144,7 @@ class ServedCache:
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """See `CacheClient.missing`."""
         absent = self._reader.missing(keys[start:] if start else keys)
-        return [start + i for i in absent if keys[start + i] not in self._stores.by_key]
+        return [start + i for i in absent if keys[start + i] not in self._stores.keys]
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
         """See `CacheClient.query`."""
@@ -277,18 +278,17 @@ class ServedCache:
         return state
 
     @property
-    def _awaits_answer(self) -> bool:
-        """Whether the service is to send something: the word that a store is published, or, several
-        times a second, how far a fetch is."""
-        return any(not each.is_known or not each.state.done for each in self._fetches.values()) or (
-            any(store.is_told for store in self._stores.by_id.values())
-        )
+    def _awaits_fetch(self) -> bool:
+        """Whether the service is to send, several times a second, how far a fetch is."""
+        return any(not each.is_known or not each.state.done for each in self._fetches.values())
 
     @property
     def _hangs(self) -> bool:
         """Whether the service has not answered for too long."""
         asked = self._asked_at
-        return asked is not None and time.monotonic() - asked > 20 * _ANSWER_SECONDS
+        if asked is None or self._stores.has_published:
+            return False
+        return time.monotonic() - asked > 20 * _ANSWER_SECONDS
 
     # Uses.
 
@@ -365,9 +365,8 @@ class ServedCache:
             self._line.come.popleft()
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
-            for store in self._stores.publish():
-                self._device.free_cell(store.cell)
-        if self._asked_at is None and self._awaits_answer:
+            self._publish()
+        if self._asked_at is None and (self._stores.awaits_answer or self._awaits_fetch):
             self._asked_at = time.monotonic()
         self._line.send()
         if self._line.is_cut:
@@ -375,6 +374,15 @@ class ServedCache:
         if ended and not self._stopped and not all(each.done for each in ended):
             self._check_ranks()
         return ended
+
+    def _publish(self) -> None:
+        """Go on with the stores that all ranks have copied."""
+        if not self._line.is_cut:
+            for store in self._stores.drain_published():
+                self._asked_at = None
+                self._device.free_cell(store.cell)
+        for store in self._stores.publish():
+            self._device.free_cell(store.cell)
 
     def _attach_again(self) -> None:
         """The service is gone, or serves this engine no more, until there is a new connection."""
@@ -408,11 +416,6 @@ class ServedCache:
                 self._stores.grant(message.slots)
             case wire.Recall():
                 self._stores.recall(message.count)
-            case wire.Published():
-                if message.store in self._stores.by_id:
-                    store = self._stores.end(message.store)
-                    self._stores.granted.difference_update(store.slots)
-                    self._device.free_cell(store.cell)
             case wire.Fetched():
                 fetch = self._fetches.get(FetchId(message.fetch))
                 if fetch is not None:

@@ -4,6 +4,7 @@ the service has granted for them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class PlannedStore:
         dropped: positions of blocks that must not be published.
         has_ended: whether all ranks have copied it.
         is_told: whether the service knows.
+        is_void: whether its blocks may be stored anew.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -49,9 +51,12 @@ class PlannedStore:
     dropped: set[int] = field(default_factory=set)
     has_ended: bool = False
     is_told: bool = False
+    is_void: bool = False
 
-    def parts(self, number: int) -> list[wire.Publish]:
-        """The messages that publish its blocks, as the store of this number."""
+    def parts(self) -> list[wire.Publish]:
+        """The messages that publish its blocks."""
+        if not self.dropped and len(self.keys) <= _PART:
+            return [wire.Publish(self.cell, self.keys, self.before, self.slots, True)]
         places = self._kept() if self.dropped else range(len(self.keys))
         made = []
         for start in range(0, len(places), _PART):
@@ -61,7 +66,6 @@ class PlannedStore:
                 before[0] = self.keys[part[0] - 1]
             made.append(
                 wire.Publish(
-                    number,
                     self.cell,
                     [self.keys[place] for place in part],
                     before,
@@ -91,7 +95,7 @@ class ServedStores:
         granted: all slots that the service has granted and not got back.
         free: those of them that no store has.
         by_id: the stores, in the order of their ids.
-        by_key: for the key of each of their blocks the store.
+        keys: keys of their blocks, but for those that are not published in any case.
     """
 
     def __init__(self, reader: IndexReader, line: Line) -> None:
@@ -100,7 +104,24 @@ class ServedStores:
         self.granted: set[int] = set()
         self.free: list[int] = []
         self.by_id: dict[int, PlannedStore] = {}
-        self.by_key: dict[bytes, int] = {}
+        self.keys: set[bytes] = set()
+        self._told: deque[int] = deque()
+        self._published = 0
+
+    @property
+    def untold(self) -> int:
+        """The number of stores of which the service has not been told."""
+        return len(self.by_id) - len(self._told)
+
+    @property
+    def has_published(self) -> bool:
+        """Whether the service has published stores that have not been drained."""
+        return bool(self._told) and self._line.published != self._published
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the service has been told of stores that it has not published."""
+        return bool(self._told)
 
     def grant(self, slots: Sequence[int]) -> None:
         """The service grants slots."""
@@ -126,26 +147,27 @@ class ServedStores:
         """A store of the blocks at `positions` that have no slot and can be found by a prefix, as
         far as there are slots, which it has taken. `begin` or `undo` follows."""
         absent, starts = set(self._reader.missing(keys)), set(prefix_starts)
-        new = [place for place in positions if place in absent and keys[place] not in self.by_key]
+        new = [place for place in positions if place in absent and keys[place] not in self.keys]
         made = PlannedStore()
         known = {keys[place] for place in new}
         if len(known) < len(new):
             new = _without_repetitions(keys, new)
 
         def alone() -> list[int]:
-            """Those whose predecessors are neither in the index nor in this store: mostly none."""
+            """Those whose predecessors are neither in the index nor in this store."""
             return [
                 place
                 for place in new
                 if place not in starts and place - 1 in absent and keys[place - 1] not in known
             ]
 
-        before = (self.by_key.get(keys[place - 1]) for place in alone())
-        made.builds_on = {store for store in before if store is not None}
-        while lost := [place for place in alone() if keys[place - 1] not in self.by_key]:
-            made.refused += len(lost)
-            known.difference_update(keys[place] for place in lost)
-            new = [place for place in new if keys[place] in known]
+        if len(new) < len(absent):  # else each predecessor that is absent is new
+            before = (self._store_of(keys[place - 1]) for place in alone())
+            made.builds_on = {store for store in before if store is not None}
+            while lost := [place for place in alone() if keys[place - 1] not in self.keys]:
+                made.refused += len(lost)
+                known.difference_update(keys[place] for place in lost)
+                new = [place for place in new if keys[place] in known]
         made.refused += max(0, len(new) - len(self.free))
         del new[len(self.free) :]
         made.keys = [keys[place] for place in new]
@@ -153,14 +175,23 @@ class ServedStores:
             None if place in starts else b"" if place - 1 == last else keys[place - 1]
             for place, last in zip(new, [-2, *new], strict=False)
         ]
-        made.slots = [self.free.pop() for _ in new]
+        left = len(self.free) - len(new)
+        made.slots = self.free[left:]
+        del self.free[left:]
         return made
+
+    def _store_of(self, key: bytes) -> int | None:
+        """The store under way that has a block on which later ones may build."""
+        if key not in self.keys:
+            return None
+        stores = ((number, store) for number, store in self.by_id.items() if not store.is_void)
+        return next((number for number, store in stores if key in store.keys), None)
 
     def begin(self, number: int, cell: int, store: PlannedStore) -> None:
         """A planned store is under way."""
         store.cell = cell
         self.by_id[number] = store
-        self.by_key.update(dict.fromkeys(store.keys, number))
+        self.keys.update(store.keys)
 
     def undo(self, store: PlannedStore) -> None:
         """A planned store could not begin."""
@@ -169,9 +200,8 @@ class ServedStores:
     def end(self, number: int) -> PlannedStore:
         """A store is over: nobody knows of it any more. Its slots are the caller's."""
         store = self.by_id.pop(number)
-        for key in store.keys:
-            if self.by_key.get(key) == number:
-                del self.by_key[key]
+        if not store.is_void:
+            self.keys.difference_update(store.keys)
         return store
 
     def publish(self) -> list[PlannedStore]:
@@ -188,9 +218,11 @@ class ServedStores:
             before = (self.by_id.get(each) for each in store.builds_on)
             if any(each is not None and not each.is_told for each in before):
                 continue
-            parts = store.parts(number)
+            parts = store.parts()
             # In one statement: no error can come between the messages and the note of them.
             store.is_told = bool(parts) and self._line.put(*parts)
+            if store.is_told:
+                self._told.append(number)
             if self._line.is_cut:
                 self.free += store.slots
             else:
@@ -199,8 +231,22 @@ class ServedStores:
                 over.append(self.end(number))
         return over
 
+    def drain_published(self) -> list[PlannedStore]:
+        """The stores that the service has published since the last call. They have ended, and their
+        slots are the index's."""
+        count = (self._line.published - self._published) % (1 << 32)
+        # More than were told: the next service has set the number to zero.
+        if not count or count > len(self._told):
+            return []
+        self._published = (self._published + count) % (1 << 32)
+        ended = [self.end(self._told.popleft()) for _ in range(count)]
+        for store in ended:
+            self.granted.difference_update(store.slots)
+        return ended
+
     def claim(self) -> None:
         """Tell a service that did not grant them which slots this engine has."""
+        self._published = 0
         slots = sorted(self.granted)
         for start in range(0, max(len(slots), 1), wire.MOST_KEYS):
             part = slots[start : start + wire.MOST_KEYS]
@@ -210,6 +256,7 @@ class ServedStores:
         """The service is gone. Its index has the blocks of the stores that it was told of, or its
         successor frees their slots. Returns these stores, which have ended."""
         told = [self.end(number) for number, store in list(self.by_id.items()) if store.is_told]
+        self._told.clear()
         for store in told:
             self.granted.difference_update(store.slots)
         return told
@@ -217,9 +264,10 @@ class ServedStores:
     def discard_all(self) -> None:
         """Publish none of the stores under way. Their blocks may be stored anew."""
         for store in self.by_id.values():
+            store.is_void = True
             if not store.is_told:
                 store.dropped.update(range(len(store.keys)))
-        self.by_key.clear()
+        self.keys.clear()
 
     def recover(self, under_way: Collection[int]) -> None:
         """After an error that may have lost some: the stores are those under way, and those that
@@ -227,5 +275,9 @@ class ServedStores:
         for number, store in list(self.by_id.items()):
             if number not in under_way and not store.has_ended:
                 self.end(number)
+        alive = [store for store in self.by_id.values() if not store.is_void]
+        self.keys = {key for store in alive for key in store.keys}
+        told = [number for number, store in self.by_id.items() if store.is_told]
+        self._told.extend(set(told).difference(self._told))  # one at most, the latest
         used = {slot for store in self.by_id.values() for slot in store.slots}
         self.free = sorted(self.granted - used)
