@@ -13,10 +13,49 @@ from typing import Any
 
 import pytest
 
-from flexkv import ConfigError, EngineVersionError
+from flexkv import ConfigError, EngineVersionError, LayoutError
 from flexkv_sglang import plugin
 from flexkv_sglang.compat import check_version
 from flexkv_sglang.settings import read_settings
+
+UNSET: dict[str, Any] = {
+    "flexkv_config_file": None,
+    "enable_unified_cache_external_linker": False,
+    "unified_cache_external_linker_backend": "mooncake",
+    "unified_cache_external_linker_config": None,
+    "speculative_algorithm": None,
+    "model_impl": "auto",
+    "model": SimpleNamespace(is_hybrid_swa=False, is_multimodal=False, ssm=False),
+}
+"""SGLang's settings if the command line has none."""
+
+LINKED: dict[str, Any] = {
+    "enable_flexkv": False,
+    "enable_unified_cache_external_linker": True,
+    "unified_cache_external_linker_backend": "dynamic",
+    "unified_cache_external_linker_config": {
+        "linker": "FlexKVLinker",
+        "linker_module_path": "flexkv_sglang.linker",
+    },
+}
+"""SGLang's own flags that stand for FlexKV's."""
+
+
+class Speculation:
+    """SGLang's names of ways to guess tokens."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    @classmethod
+    def from_string(cls, name: str | None) -> Speculation:
+        return cls(name)
+
+    def is_speculative(self) -> bool:
+        return self._name is not None
+
+    def has_draft_kv(self) -> bool:
+        return self._name != "NGRAM"
 
 
 class SGLang:
@@ -28,6 +67,11 @@ class SGLang:
         self.hooks: dict[str, Callable[..., Any]] = {}
         modules = {
             "sglang": {"__version__": version},
+            "sglang.srt.arg_groups.model_override_base": {
+                "model_config_of": lambda arguments: arguments.model
+            },
+            "sglang.srt.mem_cache.kv_cache_builder": {"uses_ssm_state": lambda model: model.ssm},
+            "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": Speculation},
             "sglang.srt.arg_groups.overrides": {
                 "declare_resolution": lambda _, __, **chosen: self.declared.update(chosen),
                 "resolving_view": lambda arguments: arguments,
@@ -52,11 +96,12 @@ class SGLang:
 
     def start(self, **arguments: Any) -> dict[str, Any]:
         """Resolve SGLang's arguments; returns what was declared."""
-        given = SimpleNamespace(**{"enable_flexkv": True, "flexkv_config_file": None} | arguments)
-        done = []
-        (step,) = self.steps.values()
-        step(given, done.append)
-        assert done == [given]
+        given = SimpleNamespace(**UNSET | {"enable_flexkv": True} | arguments)
+        done: list[Any] = []
+        for step in self.steps.values():
+            step(given, done.append)
+            vars(given).update(self.declared)
+        assert done == [given, given]
         return self.declared
 
 
@@ -115,6 +160,13 @@ def test_a_wrong_setting_stops_sglang_before_it_reads_weights(
         ("enable_hierarchical_cache", True, "--enable-hierarchical-cache (--enable-hicache) is"),
         ("enable_lmcache", True, "--enable-lmcache is set"),
         ("disable_radix_cache", True, "off, by --disable-radix-cache or by SGLang's choice"),
+        ("enable_hisparse", True, "--enable-hisparse is set"),
+        ("enable_unified_memory", True, "--enable-unified-memory is set"),
+        ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding is set"),
+        ("enable_pd_role_switch", True, "--enable-pd-role-switch is set; .* keep their role"),
+        ("radix_cache_backend", "other", "--radix-cache-backend is 'other'"),
+        ("hicache_storage_backend", "file", "--hicache-storage-backend is 'file'"),
+        ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype is nvfp4, which keeps scales"),
         ("dllm_algorithm", "LowConfidence", "--dllm-algorithm is 'LowConfidence'"),
         ("disaggregation_mode", "decode", "also --disaggregation-decode-enable-radix-cache"),
     ],
@@ -124,6 +176,64 @@ def test_what_cannot_be_cached_right_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.sub(r"([()])", r"\\\1", said)):
         sglang.start(**{name: value})
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm is EAGLE, whose draft keeps"),
+        ("is_hybrid_swa", True, "keeps SWA beside full .*--disable-hybrid-swa-memory of SGLang$"),
+        ("ssm", True, "of --model-path keeps MAMBA beside full attention"),
+    ],
+)
+def test_a_model_or_draft_that_cannot_be_cached_is_refused(
+    sglang: SGLang, linked: bool, name: str, value: Any, said: str
+) -> None:
+    chosen = LINKED if linked else {}
+    if name in UNSET:
+        chosen = chosen | {name: value}
+    else:
+        chosen = chosen | {"model": SimpleNamespace(**vars(UNSET["model"]) | {name: value})}
+    with pytest.raises((ConfigError, LayoutError), match=said):
+        sglang.start(**chosen)
+
+
+def test_a_draft_without_kv_starts(sglang: SGLang) -> None:
+    assert sglang.start(speculative_algorithm="NGRAM")
+
+
+def test_multimodal_models_that_transformers_runs_are_refused(sglang: SGLang) -> None:
+    model = SimpleNamespace(**vars(UNSET["model"]) | {"is_multimodal": True})
+    assert sglang.start(model=model)
+    with pytest.raises(ConfigError, match="--model-impl is transformers"):
+        sglang.start(model=model, model_impl="transformers")
+
+
+def test_what_sglang_resolves_for_the_model_is_refused(sglang: SGLang) -> None:
+    first, last = sglang.steps.values()
+    given = SimpleNamespace(**UNSET | LINKED)
+    first(given, lambda _: None)
+
+    def choose(settings: Any) -> None:
+        settings.disable_radix_cache = True
+
+    with pytest.raises(ConfigError, match="by SGLang's choice for this model"):
+        last(given, choose)
+
+
+def test_sglangs_own_flags_are_checked_as_the_flag_is(
+    sglang: SGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sglang.start(**LINKED) == {}
+    with pytest.raises(ConfigError, match="--pp-size"):
+        sglang.start(**LINKED, pp_size=2)
+    other = LINKED["unified_cache_external_linker_config"] | {"linker_module_path": "other.linker"}
+    assert sglang.start(**LINKED | {"unified_cache_external_linker_config": other}, pp_size=2) == {}
+    wrong = {"linker_extra_config": {"cpu_cache_gb": "much"}}
+    named = LINKED["unified_cache_external_linker_config"] | wrong
+    with pytest.raises(ConfigError, match="cpu_cache_gb"):
+        sglang.start(**LINKED | {"unified_cache_external_linker_config": named})
 
 
 @pytest.mark.parametrize(
@@ -159,6 +269,12 @@ def test_a_decode_server_that_keeps_hicaches_memory_is_refused(sglang: SGLang) -
     said = "--disaggregation-decode-retraction-backup is host_pool"
     with pytest.raises(ConfigError, match=said):
         sglang.start(**DECODE, disaggregation_decode_retraction_backup="host_pool")
+
+
+def test_a_decode_server_that_receives_into_hicaches_memory_is_refused(sglang: SGLang) -> None:
+    said = "--disaggregation-decode-host-receive-threshold is 0.5"
+    with pytest.raises(ConfigError, match=said):
+        sglang.start(**DECODE, disaggregation_decode_host_receive_threshold=0.5)
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.20"])

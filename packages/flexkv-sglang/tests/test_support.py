@@ -30,3 +30,8 @@ def test_a_draft_with_kv_of_its_own_is_refused() -> None:
     params = SimpleNamespace(sidecar_draft_device_pools=(object(),))
     with pytest.raises(LayoutError, match=r"\(--speculative-algorithm\) keeps a draft"):
         check_cache([FULL], params)
+
+
+def test_a_prefix_cache_that_sglang_turned_off_is_refused() -> None:
+    with pytest.raises(LayoutError, match="off for multimodal models that Transformers runs"):
+        check_cache([FULL], SimpleNamespace(disable=True))

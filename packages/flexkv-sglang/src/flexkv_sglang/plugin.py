@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flexkv import CacheConfig
 from flexkv_sglang.compat import check_version, sglang_version
-from flexkv_sglang.settings import linker_config, read_settings
-from flexkv_sglang.support import check_disk, check_settings
+from flexkv_sglang.settings import LINKER_MODULE, linker_config, read_settings
+from flexkv_sglang.support import check_disk, check_model, check_settings
 
-_STEP = "handle_hicache_ratio_default"
-"""The first step about caches, of those in which SGLang resolves its command line."""
+_FIRST = "handle_hicache_ratio_default"
+"""The first step about caches, of those in which SGLang resolves its command line. The flags are
+then as the user wrote them."""
+_LAST = "handle_model_capability_adjustments"
+"""The step after which SGLang changes none of what FlexKV reads."""
 _FACTORY = "sglang.srt.mem_cache.registry.default_radix_cache_factory"
 
 
@@ -28,12 +32,13 @@ def register() -> None:
     except ImportError:
         _refuse_later()
         return
-    register_resolution_hook(_STEP)(resolve)
+    register_resolution_hook(_FIRST)(resolve)
+    register_resolution_hook(_LAST)(check_resolved)
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Turn `--enable-flexkv` into the flags of the external linker. Checks all settings before
-    SGLang loads weights.
+    SGLang loads weights, and before SGLang refuses flags that the user has not written.
 
     Args:
         server_args: SGLang's settings, of which flags are changed.
@@ -50,16 +55,54 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         config = read_settings(made["linker_extra_config"])
         chosen: dict[str, Any] = {"enable_flexkv": False}
         if config.enable:
-            check_version(config.allow_untested_engine, sglang_version())
-            check_settings(settings)
-            check_disk(settings, config)
+            _check(settings, config)
             chosen |= {
                 "enable_unified_cache_external_linker": True,
                 "unified_cache_external_linker_backend": "dynamic",
                 "unified_cache_external_linker_config": made,
             }
         declare_resolution(server_args, "flexkv_sglang", **chosen)
+    elif _is_linked(settings):
+        named = settings.unified_cache_external_linker_config
+        _check(settings, read_settings(named.get("linker_extra_config") or {}))
     previous(server_args)
+
+
+def check_resolved(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Refuse what SGLang has chosen for the model, before it loads weights.
+
+    Args:
+        server_args: SGLang's settings.
+        previous: SGLang's own function for this step; called first.
+
+    Raises:
+        FlexKVError: FlexKV cannot cache the model with these settings.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    previous(server_args)
+    settings = resolving_view(server_args)
+    if _is_linked(settings):
+        check_settings(settings)
+        check_model(settings, model_config_of(server_args))
+
+
+def _check(settings: Any, config: CacheConfig) -> None:
+    check_version(config.allow_untested_engine, sglang_version())
+    check_settings(settings)
+    check_disk(settings, config)
+
+
+def _is_linked(settings: Any) -> bool:
+    """Whether SGLang's settings name FlexKV's linker."""
+    named = settings.unified_cache_external_linker_config
+    return (
+        bool(settings.enable_unified_cache_external_linker)
+        and settings.unified_cache_external_linker_backend == "dynamic"
+        and isinstance(named, dict)
+        and named.get("linker_module_path") == LINKER_MODULE
+    )
 
 
 def _refuse_later() -> None:

@@ -14,6 +14,9 @@ from flexkv.types.errors import ConfigError
 _SOURCE = "--unified-cache-external-linker-config"
 _FILE = "config_file"
 
+LINKER_MODULE = "flexkv_sglang.linker"
+"""The module that SGLang imports for FlexKV's linker."""
+
 
 def read_settings(extra: dict[str, Any]) -> CacheConfig:
     """Combine the settings of the command line, the environment and the settings file.
@@ -46,6 +49,6 @@ def linker_config(path: str | None) -> dict[str, Any]:
     """
     return {
         "linker": "FlexKVLinker",
-        "linker_module_path": "flexkv_sglang.linker",
+        "linker_module_path": LINKER_MODULE,
         "linker_extra_config": {} if path is None else {_FILE: path},
     }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from flexkv import CacheConfig
@@ -19,18 +19,38 @@ _ONE = {
 SGLang's settings: the flags. With them, the ranks that hold a token's pages do not go in step or
 are on several machines."""
 
-_OTHER_CACHES = {
-    "enable_hierarchical_cache": "--enable-hierarchical-cache (--enable-hicache)",
-    "enable_lmcache": "--enable-lmcache",
+_ON_DEVICE = "SGLang's prefix cache on the device"
+_OWN_POOL = "pages that keep their place on the device"
+_OFF = {
+    "enable_hierarchical_cache": ("--enable-hierarchical-cache (--enable-hicache)", _ON_DEVICE),
+    "enable_lmcache": ("--enable-lmcache", _ON_DEVICE),
+    "enable_hisparse": ("--enable-hisparse", _OWN_POOL),
+    "enable_unified_memory": ("--enable-unified-memory", _OWN_POOL),
+    "enable_kv_cache_sharding": ("--enable-kv-cache-sharding", _OWN_POOL),
+    "prefill_only_disable_kv_cache": ("--prefill-only-disable-kv-cache", "a KV cache"),
+    "disaggregation_decode_enable_offload_kvcache": (
+        "--disaggregation-decode-enable-offload-kvcache",
+        "none, because FlexKV stores the answers",
+    ),
+    "enable_pd_role_switch": ("--enable-pd-role-switch", "servers that keep their role"),
 }
-"""SGLang's settings for other caches behind its own, and their flags."""
+"""SGLang's switches that must be off: the flag of each, and what FlexKV allows instead."""
+
+_UNSET = {
+    "radix_cache_backend": "--radix-cache-backend",
+    "hicache_storage_backend": "--hicache-storage-backend",
+}
+"""SGLang's names of other caches, and their flags."""
+
+_WITH_SCALES = ("mxfp8", "nvfp4", "fp4_mx_block16")
+"""Values of `--kv-cache-dtype` with which SGLang keeps scales beside the pages."""
 
 
 def check_settings(settings: Any) -> None:
     """Refuse settings of SGLang with which FlexKV cannot cache pages.
 
     Args:
-        settings: SGLang's settings.
+        settings: SGLang's settings, as the user wrote them or as SGLang has resolved them.
 
     Raises:
         ConfigError: a setting is not allowed. The message names it, its value and the allowed one.
@@ -40,11 +60,13 @@ def check_settings(settings: Any) -> None:
         if value not in {None, 1}:
             raise ConfigError(f"SGLang's {flag} is {value}; allowed with FlexKV: 1")
     _check_decode(settings)
-    for name, flag in _OTHER_CACHES.items():
+    for name, (flag, allowed) in _OFF.items():
         if getattr(settings, name, False):
-            raise ConfigError(
-                f"SGLang's {flag} is set; allowed with FlexKV: SGLang's prefix cache on the device"
-            )
+            raise ConfigError(f"SGLang's {flag} is set; allowed with FlexKV: {allowed}")
+    for name, flag in _UNSET.items():
+        value = getattr(settings, name, None)
+        if value is not None:
+            raise ConfigError(f"SGLang's {flag} is {value!r}; allowed with FlexKV: none")
     if getattr(settings, "disable_radix_cache", False):
         raise ConfigError(
             "SGLang's prefix cache is off, by --disable-radix-cache or by SGLang's choice for this "
@@ -55,6 +77,12 @@ def check_settings(settings: Any) -> None:
         raise ConfigError(
             f"SGLang's --dllm-algorithm is {algorithm!r}; allowed with FlexKV: none, because "
             f"diffusion models rewrite their pages"
+        )
+    dtype = getattr(settings, "kv_cache_dtype", None)
+    if dtype in _WITH_SCALES:
+        raise ConfigError(
+            f"SGLang's --kv-cache-dtype is {dtype}, which keeps scales beside the pages; allowed "
+            f"with FlexKV: any but {', '.join(_WITH_SCALES)}"
         )
 
 
@@ -91,11 +119,48 @@ def _check_decode(settings: Any) -> None:
             "SGLang's --disaggregation-mode is decode, which turns its prefix cache off; allowed "
             "with FlexKV: also --disaggregation-decode-enable-radix-cache"
         )
+    threshold = getattr(settings, "disaggregation_decode_host_receive_threshold", 1)
+    if threshold < 1:
+        raise ConfigError(
+            f"SGLang's --disaggregation-decode-host-receive-threshold is {threshold:g}, with which "
+            f"HiCache's host memory receives the pages; allowed with FlexKV: 1"
+        )
     if getattr(settings, "disaggregation_decode_retraction_backup", None) == "host_pool":
         raise ConfigError(
             "SGLang's --disaggregation-decode-retraction-backup is host_pool, which HiCache keeps; "
             "allowed with FlexKV: cpu_tensor, none"
         )
+
+
+def check_model(settings: Any, model: Any) -> None:
+    """Refuse a model and a draft that keep state outside the pages of one pool, as far as that is
+    known before SGLang has read weights; `check_cache` refuses the rest.
+
+    Args:
+        settings: SGLang's resolved settings.
+        model: SGLang's configuration of the model.
+
+    Raises:
+        ConfigError: the settings name a draft model with KV of its own.
+        LayoutError: there is other state than that of full attention. The message names it.
+    """
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    algorithm = SpeculativeAlgorithm.from_string(settings.speculative_algorithm)
+    if algorithm.is_speculative() and algorithm.has_draft_kv():
+        raise ConfigError(
+            f"SGLang's --speculative-algorithm is {settings.speculative_algorithm}, whose draft "
+            f"keeps KV in pages of its own; allowed with FlexKV: none, or a draft without KV, such "
+            f"as NGRAM"
+        )
+    if settings.model_impl == "transformers" and model.is_multimodal:
+        raise ConfigError(
+            "SGLang's --model-impl is transformers, with which its prefix cache is off for "
+            "multimodal models; allowed with FlexKV: auto, sglang"
+        )
+    kinds = {"SWA": bool(model.is_hybrid_swa), "MAMBA": bool(uses_ssm_state(model))}
+    _refuse_states([kind for kind, kept in kinds.items() if kept])
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
@@ -108,16 +173,30 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
     Raises:
         LayoutError: there is other state than that of full attention. The message names it.
     """
-    others = sorted(each.name for each in components if each.name != "FULL")
-    if others:
-        windows = ", or --disable-hybrid-swa-memory of SGLang" if others == ["SWA"] else ""
+    if getattr(params, "disable", False):
         raise LayoutError(
-            f"the model keeps {', '.join(others)} beside full attention; allowed: full attention "
-            f"(MHA, MLA, DSA) in all layers{windows}"
+            "SGLang's prefix cache is off for multimodal models that Transformers runs; allowed: a "
+            "model of SGLang's own (--model-impl sglang)"
         )
+    _refuse_states([each.name for each in components if each.name != "FULL"])
     drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools", "mtp_draft_mamba_pools")
     if any(getattr(params, name, ()) for name in drafts):
         raise LayoutError(
             "speculative decoding (--speculative-algorithm) keeps a draft model's KV in pages of "
             "its own; allowed: none, or a draft without KV, such as NGRAM"
         )
+
+
+def _refuse_states(kinds: Collection[str]) -> None:
+    """Refuse SGLang's kinds of state beside full attention.
+
+    Raises:
+        LayoutError: there are any.
+    """
+    if not kinds:
+        return
+    windows = ", or --disable-hybrid-swa-memory of SGLang" if set(kinds) == {"SWA"} else ""
+    raise LayoutError(
+        f"the model of --model-path keeps {', '.join(sorted(kinds))} beside full attention; "
+        f"allowed with FlexKV: full attention (MHA, MLA, DSA) in all layers{windows}"
+    )
