@@ -8,9 +8,10 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 
-from flexkv_sglang.ranks import CpuGroup, OneRank, ranks_of
+from flexkv_sglang.ranks import CpuGroup, OneRank, ranks_of, together
 
 PATIENCE_SECONDS = 60.0
 
@@ -24,7 +25,13 @@ def run(rank: int, store: Path, answers: Connection) -> None:
     first = ranks.agree([5, 1 << 62, -1], 3)
     second = ranks.agree([rank], 1)
     everywhere, here = ranks.all(True), ranks.all(rank == 0)
-    answers.send((ranks.rank, ranks.count, first, second, everywhere, here))
+    errors = (
+        ranks.first_error(None),
+        ranks.first_error("no room" if rank == 1 else None),
+        ranks.first_error(f"ä {rank}"),
+        ranks.first_error("x" * 5000 if rank == 1 else None),
+    )
+    answers.send((ranks.rank, ranks.count, first, second, everywhere, here, errors))
     signal.pause()  # to leave before the other rank has its numbers could cut it off
 
 
@@ -40,7 +47,8 @@ def test_the_first_rank_speaks_for_all(tmp_path: Path) -> None:
     try:
         for rank, (receiver, _) in enumerate(pipes):
             assert receiver.poll(PATIENCE_SECONDS)
-            assert receiver.recv() == (rank, 2, [5, 1 << 62, -1], [0], True, False)
+            errors = (None, (1, "no room"), (0, "ä 0"), (1, "x" * 2048))
+            assert receiver.recv() == (rank, 2, [5, 1 << 62, -1], [0], True, False, errors)
     finally:
         for child in children:
             child.kill()
@@ -52,3 +60,9 @@ def test_an_engine_of_one_rank_asks_nobody() -> None:
     assert isinstance(ranks, OneRank)
     assert ranks.agree([3, 4], 2) == [3, 4]
     assert [ranks.all(holds) for holds in (True, False)] == [True, False]
+    assert [ranks.first_error(text) for text in (None, "no room")] == [None, (0, "no room")]
+
+
+def test_an_error_of_one_rank_alone_goes_on_as_it_is() -> None:
+    with pytest.raises(OSError, match="no room"), together(OneRank()):
+        raise OSError("no room")

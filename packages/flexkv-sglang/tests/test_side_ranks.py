@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 
 class Threads:
-    """Ranks that are threads. A rank that calls `agree` or `all` alone waits until the test fails.
+    """Ranks that are threads. A rank that makes a call alone waits until the test fails.
 
     Args:
         rank: number of this one.
@@ -57,6 +57,10 @@ class Threads:
         held = all(self._votes)
         self._meeting.wait(PATIENCE_SECONDS)
         return held
+
+    def first_error(self, text: str | None) -> tuple[int, str] | None:
+        assert self.all(text is None), text
+        return None
 
 
 class Engine:

@@ -29,7 +29,7 @@ from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.metrics import Metrics
 from flexkv_sglang.pages import describe_pages
-from flexkv_sglang.ranks import ranks_of
+from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import read_settings
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
@@ -49,7 +49,8 @@ class FlexKVLinker(UnifiedCacheLinker):
     Borrows SGLang's pools and streams. Owns its side of the cache, its stream and its metrics.
 
     Raises:
-        FlexKVError: a setting, SGLang's version, its configuration or its pools are not allowed.
+        FlexKVError: a setting, SGLang's version, its configuration or its pools are not allowed, or
+            another rank cannot start.
     """
 
     def __init__(
@@ -61,36 +62,42 @@ class FlexKVLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        config = read_settings(extra_config or {})
-        if not config.enable:
-            raise ConfigError("enable is False (ENABLE_FLEXKV); allowed with FlexKV's linker: True")
-        configure_logging(config)
-        settings, model = resolving_view(server_args), model_config_of(server_args)
-        version = sglang_version()
-        check_version(config.allow_untested_engine, version)
-        check_settings(settings)
-        check_cache(components, params)
+        ranks = ranks_of(params.attn_tp_cache_group or params.tp_cache_group)
+        with together(ranks):
+            config = read_settings(extra_config or {})
+            if not config.enable:
+                raise ConfigError(
+                    "enable is False (ENABLE_FLEXKV); allowed with FlexKV's linker: True"
+                )
+            configure_logging(config)
+            settings, model = resolving_view(server_args), model_config_of(server_args)
+            version = sglang_version()
+            check_version(config.allow_untested_engine, version)
+            check_settings(settings)
+            check_cache(components, params)
+            pool = params.token_to_kv_pool_allocator.get_kvcache()
+            latent = model.attention_arch == AttentionArch.MLA
+            heads = 1 if latent else model.get_total_num_kv_heads()
+            pages = describe_pages(pool, params.page_size, heads=heads, ranks=ranks.count)
+            engine = Engine(settings, model, version, params.page_size, bool(params.is_eagle))
         self.forward_stream = forward_stream
         self._page_size: int = params.page_size
-        ranks = ranks_of(params.attn_tp_cache_group or params.tp_cache_group)
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
-        heads = 1 if model.attention_arch == AttentionArch.MLA else model.get_total_num_kv_heads()
-        pages = describe_pages(pool, self._page_size, heads=heads, ranks=ranks.count)
-        self.side: RankSide = start_rank(
-            config,
-            Engine(settings, model, version, self._page_size, bool(params.is_eagle)),
-            pages,
-            ranks,
-        )
-        self.side.weights_return = bool(getattr(settings, "enable_weights_cpu_backup", False))
         self.pools = {PoolName.KV: pool}
-        self.layer_done_counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
-        device = next(iter(pages.tensors.values())).device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._metrics = Metrics(config, _metric_labels(), leads=self.side.leads)
-        if params.enable_kv_cache_events:
-            self.side.watch()
-        hooks.serve(self.side)
+        self.side: RankSide = start_rank(config, engine, pages, ranks)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            with together(ranks):
+                backup = getattr(settings, "enable_weights_cpu_backup", False)
+                self.side.weights_return = bool(backup)
+                counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
+                self.layer_done_counter = counter
+                device = next(iter(pages.tensors.values())).device
+                self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+                self._metrics = Metrics(config, _metric_labels(), leads=self.side.leads)
+                if params.enable_kv_cache_events:
+                    self.side.watch()
+                hooks.serve(self.side)
+            undo.pop_all()
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         with self.side.boundary.guard("lookup", "it is a miss", loses=False):

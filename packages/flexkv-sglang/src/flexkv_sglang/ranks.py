@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from flexkv.engine.boundary import ErrorBoundary
+from flexkv.types.errors import RankError
+
+logger = logging.getLogger("flexkv.sglang")
+
+_TEXT_BYTES = 2048
+"""Bytes of an error's text that other ranks get. Longer texts are cut off."""
 
 
 class Ranks(Protocol):
@@ -38,6 +46,44 @@ class Ranks(Protocol):
     def all(self, holds: bool) -> bool:
         """Whether `holds` is true on all ranks. Waits until all ranks have called."""
         ...
+
+    def first_error(self, text: str | None) -> tuple[int, str] | None:
+        """The lowest rank that has an error, and the error's text; None if no rank has one. The
+        same on all ranks. Waits until all ranks have called.
+
+        Args:
+            text: of this rank's error; None if it has none.
+        """
+        ...
+
+
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """All ranks leave the block in the same way: if it raises on one, it raises on all. Otherwise
+    the others would wait for that rank in their next exchange. The block makes none itself.
+
+    Args:
+        ranks: of the engine; all of them enter the block.
+
+    Raises:
+        RankError: the block raised on another rank only. On the rank itself, its own error goes on.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+        if ranks.count > 1:
+            # Another rank may raise first, and SGLang then kills this one.
+            logger.error(
+                "FlexKV cannot start on rank %d; no rank starts", ranks.rank, exc_info=error
+            )
+    first = ranks.first_error(None if failed is None else str(failed) or type(failed).__name__)
+    if failed is not None:
+        raise failed
+    if first is not None:
+        rank, text = first
+        raise RankError(f"rank {rank} of the engine cannot start: {text}")
 
 
 class Exchanges:
@@ -102,6 +148,9 @@ class OneRank:
     def all(self, holds: bool) -> bool:
         return holds
 
+    def first_error(self, text: str | None) -> tuple[int, str] | None:
+        return None if text is None else (0, text)
+
 
 class CpuGroup:
     """The ranks of a group of SGLang's whose messages are CPU tensors.
@@ -128,6 +177,19 @@ class CpuGroup:
         least = torch.distributed.ReduceOp.MIN
         torch.distributed.all_reduce(message, least, group=self._group)
         return bool(message)
+
+    def first_error(self, text: str | None) -> tuple[int, str] | None:
+        message = torch.tensor(self.count if text is None else self.rank)
+        least = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(message, least, group=self._group)
+        failed = int(message)
+        if failed == self.count:
+            return None
+        own = (text or "").encode()[:_TEXT_BYTES] if failed == self.rank else b""
+        said = torch.tensor(list(own.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        source = torch.distributed.get_global_rank(self._group, failed)
+        torch.distributed.broadcast(said, src=source, group=self._group)
+        return failed, bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def ranks_of(group: Any | None) -> Ranks:

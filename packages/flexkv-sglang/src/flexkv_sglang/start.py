@@ -22,7 +22,7 @@ from flexkv.session import Session
 from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process
 from flexkv_sglang.pages import Pages
-from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.ranks import Ranks, together
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.side import RankSide
 
@@ -72,53 +72,62 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         The side of this rank. The caller closes it.
 
     Raises:
-        FlexKVError: the pages cannot be copied, or the arena or a disk cannot be opened.
+        FlexKVError: the pages cannot be copied, or the arena or a disk cannot be opened, on this
+            rank or on another one.
     """
-    identity = [
-        *model_identity(engine.settings, engine.model, engine.version),
-        f"dtypes: {', '.join(pages.traits)}",
-        f"pairs of tokens: {engine.is_bigram}",
-    ]
-    boundary = ErrorBoundary()
-    worker = start_worker(
-        config,
-        _engine_id(ranks),
-        RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank),
-        device_of(pages.tensors),
-        identity=identity,
-        boundary=boundary,
-    )
-    cache = None
-    if ranks.rank == 0:
-        keeps = config.names_lower_tier and outlives_process(engine.settings)
-        with contextlib.ExitStack() as undo:
-            undo.callback(worker.close)
-            cache = make_own_cache(
-                config, worker.session, keeps_blocks=keeps, follows_requests=True
+    with contextlib.ExitStack() as undo:
+        boundary = ErrorBoundary()
+        with together(ranks):
+            identity = [
+                *model_identity(engine.settings, engine.model, engine.version),
+                f"dtypes: {', '.join(pages.traits)}",
+                f"pairs of tokens: {engine.is_bigram}",
+            ]
+            device = device_of(pages.tensors)
+        engine_id = _engine_id(ranks)
+        with together(ranks):
+            worker = start_worker(
+                config,
+                engine_id,
+                RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank),
+                device,
+                identity=identity,
+                boundary=boundary,
             )
-            undo.pop_all()
-        _log_start(worker.session, engine.page_size)
-    (waits,) = ranks.agree([int(cache is not None and bool(cache.info.media))], 1)
-    chooser = make_chooser(
-        config,
-        LoadMode.LAYERWISE,
-        worker.session.arena.spec,
-        cache,
-        on_cores=engine.settings.device == "cpu",
-    )
-    return RankSide(
-        worker,
-        ranks,
-        cache,
-        page_size=engine.page_size,
-        chooser=chooser,
-        may_wait=bool(waits),
-        boundary=boundary,
-        recorder=None
-        if cache is None
-        else _make_recorder(config, engine, cache.info.slot_bytes, chooser),
-        options=config.request_options,
-    )
+            undo.callback(worker.close)
+        cache = None
+        with together(ranks):
+            if ranks.rank == 0:
+                keeps = config.names_lower_tier and outlives_process(engine.settings)
+                cache = make_own_cache(
+                    config, worker.session, keeps_blocks=keeps, follows_requests=True
+                )
+                undo.callback(cache.close)
+                _log_start(worker.session, engine.page_size)
+        (waits,) = ranks.agree([int(cache is not None and bool(cache.info.media))], 1)
+        with together(ranks):
+            chooser = make_chooser(
+                config,
+                LoadMode.LAYERWISE,
+                worker.session.arena.spec,
+                cache,
+                on_cores=engine.settings.device == "cpu",
+            )
+            side = RankSide(
+                worker,
+                ranks,
+                cache,
+                page_size=engine.page_size,
+                chooser=chooser,
+                may_wait=bool(waits),
+                boundary=boundary,
+                recorder=None
+                if cache is None
+                else _make_recorder(config, engine, cache.info.slot_bytes, chooser),
+                options=config.request_options,
+            )
+        undo.pop_all()
+        return side
 
 
 def _make_recorder(

@@ -20,6 +20,10 @@ class LayoutError(FlexKVError):
     """The engine's KV cache has a layout that FlexKV cannot describe."""
 
 
+class RankError(FlexKVError):
+    """Another rank of the engine cannot start."""
+
+
 class ArenaError(FlexKVError):
     """The shared host memory cannot be created, attached or owned."""
 
