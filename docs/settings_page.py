@@ -47,7 +47,19 @@ In the first two places a setting has its own name, in the environment the name 
 """
 
 
+_OF_SERVER = (
+    "Under SGLang's linker with `--dp-size`, it is that of the server, and each engine has an "
+    "equal part. "
+)
 ENGINES = {
+    "cpu_cache_gb": f"{_OF_SERVER}The default's bounds are divided in the same way.",
+    "ssd_cache_gb": f"{_OF_SERVER.strip()}",
+    "ssd_write_gb_per_day": f"{_OF_SERVER.strip()}",
+    "mooncake_segment_gb": f"{_OF_SERVER.strip()}",
+    "ssd_in_use": (
+        "vLLM's data-parallel engines need `own`. Under SGLang's linker, the engines of one "
+        "server (`--dp-size`) count as one engine: each has a folder with either value."
+    ),
     "eviction_policy": (
         "FlexKV follows whole requests under vLLM's connectors, for models with one KV cache "
         "group, and under SGLang's linker."

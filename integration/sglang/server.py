@@ -68,8 +68,11 @@ class ServerConfig:
     def environment(self) -> dict[str, str]:
         """The environment of the server's processes."""
         base = dict(environment.FOR_ENGINES)
-        if self.tensor_parallel_size > 1:
-            base[environment.CORES] = cores_of_ranks(self.tensor_parallel_size)
+        attention = self.flags.get("enable_dp_attention", False)
+        engines = 1 if attention else self.flags.get("dp_size", 1)
+        ranks = self.tensor_parallel_size * engines
+        if ranks > 1:
+            base[environment.CORES] = cores_of_ranks(ranks)
         return os.environ | base | dict(self.env)
 
 

@@ -150,6 +150,7 @@ class Rank:
         pool_heads: of this rank.
         pool: a real one of SGLang, instead of one that is made.
         settings: FlexKV's.
+        engines: of the server.
         pool_options: of `make_pool`.
     """
 
@@ -163,6 +164,7 @@ class Rank:
         pool_heads: int = HEADS,
         pool: Any = None,
         settings: dict[str, Any] | None = None,
+        engines: int = 1,
         **pool_options: Any,
     ) -> None:
         write_weights(folder)
@@ -174,7 +176,7 @@ class Rank:
         config = CacheConfig(
             **{"cpu_cache_gb": 1 / 256, "runtime_dir": str(folder / "run")} | (settings or {})
         )
-        engine = Engine(make_settings(folder), make_model(), "0.5.23", size, False)
+        engine = Engine(make_settings(folder), make_model(), "0.5.23", size, False, engines)
         self.side: RankSide = start_rank(config, engine, self.pages, ranks)
 
     def close(self) -> None:

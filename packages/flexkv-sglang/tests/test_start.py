@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from sglang_world import Rank
@@ -14,6 +15,15 @@ def test_auto_follows_requests(make_rank: Callable[..., Rank], made_policies: li
     make_rank()
     make_rank(settings={"eviction_policy": "lru"})
     assert made_policies == ["hazard", "lru"]
+
+
+def test_each_engine_of_a_server_has_a_folder(
+    make_rank: Callable[..., Rank], tmp_path: Path
+) -> None:
+    disk = {"ssd_cache_gb": 1 / 64, "ssd_cache_dir": (str(tmp_path / "disk"),)}
+    for _ in range(2):
+        make_rank(settings=disk, engines=2)
+    assert len(list((tmp_path / "disk").iterdir())) == 2
 
 
 @pytest.mark.parametrize(("page_size", "advised"), [(4, True), (64, False)])

@@ -214,7 +214,7 @@ def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
             scheduler.start_scheduler(make_kv_cache_config(BLOCKS))
         assert mapped_arenas() <= before  # though the traceback keeps the arena's object
         (kept,) = folder.iterdir()
-        claim(str(folder), kept.name, share=False).release()
+        claim(str(folder), kept.name, owners=1).release()
         del raised
     finally:
         worker.shutdown()

@@ -81,6 +81,22 @@ def test_a_directory_that_is_not_open_is_shown_to_other_processes(tmp_path: Path
         assert read_states(disk.session_root) == []
 
 
+def test_each_engine_of_a_server_has_a_folder_and_no_other_one_has(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    run = str(tmp_path / "run")
+    disk = CacheConfig(ssd_cache_gb=1 / 1024, ssd_cache_dir=(str(root),), runtime_dir=run)
+    with led(tmp_path / "run") as session:
+        opened = [open_tiers(disk, session, POLICIES["lru"], engines=2)[0] for _ in range(3)]
+        assert len(list(root.iterdir())) == 2
+        (shown,) = read_states(disk.session_root)
+        assert shown["writes"] == "connecting"
+        own = dataclasses.replace(disk, ssd_in_use="own")
+        opened += open_tiers(own, session, POLICIES["lru"], engines=2)
+        assert len(list(root.iterdir())) == 3
+        for each in opened:
+            assert each.tier.close()
+
+
 def test_mooncake_is_left_after_a_bucket_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mooncake", reason="needs pip install 'flexkv[mooncake]'")
     from integration.harness.mooncake_master import MooncakeMaster

@@ -30,7 +30,7 @@ from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.metrics import Metrics
 from flexkv_sglang.pages import describe_pages
 from flexkv_sglang.ranks import ranks_of, together
-from flexkv_sglang.settings import read_settings
+from flexkv_sglang.settings import read_settings, share_of_engine
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
 from flexkv_sglang.support import check_cache, check_settings
@@ -79,7 +79,11 @@ class FlexKVLinker(UnifiedCacheLinker):
             latent = model.attention_arch == AttentionArch.MLA
             heads = 1 if latent else model.get_total_num_kv_heads()
             pages = describe_pages(pool, params.page_size, heads=heads, ranks=ranks.count)
-            engine = Engine(settings, model, version, params.page_size, bool(params.is_eagle))
+            engines = int(settings.dp_size)
+            engine = Engine(
+                settings, model, version, params.page_size, bool(params.is_eagle), engines
+            )
+            config = share_of_engine(config, engines)
         self.forward_stream = forward_stream
         self._page_size: int = params.page_size
         self.pools = {PoolName.KV: pool}

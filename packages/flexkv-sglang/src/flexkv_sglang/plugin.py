@@ -14,7 +14,7 @@ from typing import Any
 from flexkv import CacheConfig
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.settings import LINKER_MODULE, linker_config, read_settings
-from flexkv_sglang.support import check_disk, check_model, check_settings
+from flexkv_sglang.support import check_model, check_settings
 
 _FIRST = "handle_hicache_ratio_default"
 """The first step about caches, of those in which SGLang resolves its command line. The flags are
@@ -91,7 +91,6 @@ def check_resolved(server_args: Any, previous: Callable[[Any], None]) -> None:
 def _check(settings: Any, config: CacheConfig) -> None:
     check_version(config.allow_untested_engine, sglang_version())
     check_settings(settings)
-    check_disk(settings, config)
 
 
 def _is_linked(settings: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -39,6 +40,27 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
     if config.service is not None:
         raise not_served(config.service)
     return config
+
+
+def share_of_engine(config: CacheConfig, engines: int) -> CacheConfig:
+    """The settings of one engine of a server with data parallelism: each size that is given is that
+    of the server, and each engine has an equal part of it.
+
+    Args:
+        config: the settings of the server.
+        engines: engines of the server.
+    """
+    return dataclasses.replace(
+        config,
+        cpu_cache_gb=_part(config.cpu_cache_gb, engines),
+        ssd_cache_gb=_part(config.ssd_cache_gb, engines),
+        ssd_write_gb_per_day=_part(config.ssd_write_gb_per_day, engines),
+        mooncake_segment_gb=config.mooncake_segment_gb / engines,
+    )
+
+
+def _part(size: float | None, engines: int) -> float | None:
+    return None if size is None else size / engines
 
 
 def linker_config(path: str | None) -> dict[str, Any]:

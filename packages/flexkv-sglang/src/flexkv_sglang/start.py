@@ -48,6 +48,7 @@ class Engine:
         version: SGLang's version.
         page_size: tokens of a page.
         is_bigram: whether SGLang hashes pairs of tokens.
+        engines: engines of the server (data parallelism), of which this is one.
     """
 
     settings: Any
@@ -55,6 +56,7 @@ class Engine:
     version: str
     page_size: int
     is_bigram: bool
+    engines: int = 1
 
 
 def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) -> RankSide:
@@ -63,7 +65,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
     All ranks call this at the same time.
 
     Args:
-        config: FlexKV's settings.
+        config: FlexKV's settings, with this engine's part of all sizes.
         engine: SGLang's settings, model and version.
         pages: the pages of this rank; their tensors stay SGLang's.
         ranks: all ranks of the engine; borrowed by the side for its lifetime.
@@ -93,6 +95,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 device,
                 identity=identity,
                 boundary=boundary,
+                engines=engine.engines,
             )
             undo.callback(worker.close)
         cache = None
@@ -100,7 +103,11 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             if ranks.rank == 0:
                 keeps = config.names_lower_tier and outlives_process(engine.settings)
                 cache = make_own_cache(
-                    config, worker.session, keeps_blocks=keeps, follows_requests=True
+                    config,
+                    worker.session,
+                    keeps_blocks=keeps,
+                    follows_requests=True,
+                    engines=engine.engines,
                 )
                 undo.callback(cache.close)
                 _log_start(worker.session, engine.page_size)

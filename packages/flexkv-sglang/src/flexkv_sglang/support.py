@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from flexkv import CacheConfig
 from flexkv.types.errors import ConfigError, LayoutError
 
 _ONE = {
@@ -83,25 +82,6 @@ def check_settings(settings: Any) -> None:
         raise ConfigError(
             f"SGLang's --kv-cache-dtype is {dtype}, which keeps scales beside the pages; allowed "
             f"with FlexKV: any but {', '.join(_WITH_SCALES)}"
-        )
-
-
-def check_disk(settings: Any, config: CacheConfig) -> None:
-    """Refuse data parallelism with a disk of which only the first engine could use the directory.
-
-    Args:
-        settings: SGLang's settings.
-        config: FlexKV's settings.
-
-    Raises:
-        ConfigError: see above.
-    """
-    engines = getattr(settings, "dp_size", 1) or 1
-    if engines > 1 and config.ssd_cache_gb and config.ssd_in_use == "error":
-        raise ConfigError(
-            f"SGLang's --dp-size (--data-parallel-size) is {engines} and ssd_in_use is 'error'; "
-            f"allowed with a disk: ssd_in_use=own (FLEXKV_SSD_IN_USE), with which each of the "
-            f"engines has a cache of ssd_cache_gb of its own"
         )
 
 

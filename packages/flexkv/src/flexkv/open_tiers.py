@@ -13,7 +13,7 @@ from flexkv.session import Session
 from flexkv.session.store_states import StoreStates
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.disk import MakePolicy, open_disk_tier
+from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
 from flexkv.tiers.remote import RemoteLimits
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
@@ -43,13 +43,16 @@ def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int],
     return make
 
 
-def open_tiers(config: CacheConfig, session: Session, policy: MakePolicy) -> list[AttachedTier]:
+def open_tiers(
+    config: CacheConfig, session: Session, policy: MakePolicy, engines: int = 1
+) -> list[AttachedTier]:
     """Open the tiers below the arena that the settings name.
 
     Args:
         config: FlexKV's settings.
         session: the session of the arena; borrowed.
         policy: makes the eviction policy of a disk.
+        engines: of a server with these settings, each of which has a folder of its own on a disk.
 
     Returns:
         The tiers, the fastest first. The caller closes them.
@@ -61,7 +64,7 @@ def open_tiers(config: CacheConfig, session: Session, policy: MakePolicy) -> lis
     """
     tiers = []
     if config.ssd_cache_gb is not None:
-        tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy))
+        tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy, engines))
     with _closed_on_error(tiers):
         return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
 
@@ -106,7 +109,7 @@ def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
 
 
 def _open_disk(
-    config: CacheConfig, session: Session, size_gb: float, policy: MakePolicy
+    config: CacheConfig, session: Session, size_gb: float, policy: MakePolicy, engines: int
 ) -> AttachedTier:
     spec = session.arena.spec
     day_gb = config.ssd_write_gb_per_day
@@ -115,7 +118,7 @@ def _open_disk(
         session.info.fingerprint,
         spec.format.slot_bytes,
         int(size_gb * GIB),
-        share=config.ssd_in_use == "own",
+        owners=MAX_OWNERS if config.ssd_in_use == "own" else engines,
         keep_others=config.ssd_other_models == "keep",
         day_bytes=None if day_gb is None else int(day_gb * GIB),
         queue_bytes=_queue_bytes(spec),

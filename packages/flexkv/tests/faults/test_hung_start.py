@@ -134,7 +134,7 @@ def test_a_directory_that_fails_is_used_with_its_blocks_once_it_works(
     files = Failing(code)
     with unopened(tmp_path, slots=SLOTS, files=files, why=os.strerror(code)) as client:
         assert len(errors(caplog)) == 1
-        claim(str(tmp_path), FINGERPRINT, False).release()  # others may have it meanwhile
+        claim(str(tmp_path), FINGERPRINT, 1).release()  # others may have it meanwhile
         files.code = 0
         client.adopt()
         assert client.read(KEYS) == [DONE] * SLOTS
@@ -165,10 +165,10 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, root: Path) -> tuple[threading.Ev
     answers = threading.Event()
     claimed: list[Folder] = []
 
-    def slow_claim(path: str, fingerprint: str, share: bool) -> Folder:
+    def slow_claim(path: str, fingerprint: str, owners: int) -> Folder:
         if path == str(root):
             assert answers.wait(PATIENCE_SECONDS)
-        folder = claim(path, fingerprint, share)
+        folder = claim(path, fingerprint, owners)
         if path == str(root):
             claimed.append(folder)
         return folder
@@ -233,7 +233,7 @@ def test_a_directory_that_answers_after_the_end_is_free_for_others(
             client.tier.clear()
     answers.set()
     until(lambda: bool(claimed) and claimed[0].lock < 0)
-    claim(str(late), FINGERPRINT, False).release()
+    claim(str(late), FINGERPRINT, 1).release()
 
 
 def test_a_drive_that_opens_after_the_end_is_closed(
@@ -253,7 +253,7 @@ def test_a_drive_that_opens_after_the_end_is_closed(
         assert begun.wait(PATIENCE_SECONDS)
     answers.set()
     assert late._opening.close(PATIENCE_SECONDS)
-    claim(str(tmp_path), FINGERPRINT, False).release()
+    claim(str(tmp_path), FINGERPRINT, 1).release()
 
 
 def test_a_drive_that_is_open_and_not_used_yet_is_closed_and_reset(
@@ -321,7 +321,7 @@ def test_folders_beside_one_that_is_refused_are_given_back(tmp_path: Path) -> No
     for paths in (["good", "file"], ["file", "good"]):
         with pytest.raises(DiskError, match="cannot use the cache directory"):
             opened(*(tmp_path / name for name in paths)).__enter__()
-        claim(str(tmp_path / "good"), FINGERPRINT, False).release()
+        claim(str(tmp_path / "good"), FINGERPRINT, 1).release()
 
 
 def test_an_error_that_nobody_expects_keeps_no_folder(
@@ -336,7 +336,7 @@ def test_an_error_that_nobody_expects_keeps_no_folder(
         assert "MemoryError" in errors(caplog)[0]
     until(lambda: tier.has_news)
     assert tier.close()
-    claim(str(tmp_path), FINGERPRINT, False).release()
+    claim(str(tmp_path), FINGERPRINT, 1).release()
 
 
 def test_ctrl_c_while_a_drive_hangs_keeps_no_folder(
@@ -353,4 +353,4 @@ def test_ctrl_c_while_a_drive_hangs_keeps_no_folder(
     monkeypatch.setattr(opening.Opening, "await_check", interrupted)
     with pytest.raises(KeyboardInterrupt):
         open_disk_tier([good, str(folder)], FINGERPRINT, SLOT, capacity_of(SLOTS, 2))
-    claim(good, FINGERPRINT, False).release()
+    claim(good, FINGERPRINT, 1).release()

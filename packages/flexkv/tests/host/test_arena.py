@@ -95,6 +95,19 @@ def test_size_follows_the_setting_and_the_memory_there_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "pool", "size"), [(None, 0, 4), (None, 5, 10), (None, 10, 12.5), (10.0, 5, 10)]
+)
+def test_each_engine_of_a_server_takes_its_part_by_default(
+    monkeypatch: pytest.MonkeyPatch, setting: float | None, pool: int, size: float
+) -> None:
+    monkeypatch.setattr(arena_module, "available_memory", lambda promised=(): 100 * GIB)
+    monkeypatch.setattr(arena_module, "free_huge_pages", lambda: 0)
+    block_format = BlockFormat(1, (1 << 20,))
+    spec = plan_arena(block_format, setting, pool_blocks=pool << 10, engines=4)
+    assert spec.slots_bytes == size * GIB
+
+
+@pytest.mark.parametrize(
     ("setting", "pool", "size"),
     [
         (None, 0, 16),

@@ -17,7 +17,7 @@ from flexkv.engine.weights import digest
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import TierFigures
 from flexkv.tiers.blocking import BlockingTier, Blocks
-from flexkv.tiers.disk import DiskTier, open_disk_tier
+from flexkv.tiers.disk import MAX_OWNERS, DiskTier, open_disk_tier
 from flexkv.tiers.disk.follower import FollowerTier
 from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.place import Place
@@ -250,7 +250,7 @@ class PoolStores:
             fingerprint,
             pool.slot_bytes,
             int(config.ssd_cache_gb * GIB * share),
-            share=config.ssd_in_use == "own" or place.copies > 1,
+            owners=MAX_OWNERS if config.ssd_in_use == "own" or place.copies > 1 else 1,
             keep_others=config.ssd_other_models == "keep",
             day_bytes=None if day_gb is None else int(day_gb * GIB * share),
             queue_bytes=_QUEUE_BYTES,

@@ -32,6 +32,7 @@ def open_rank(
     start: Callable[[Arena, int], Movers],
     *,
     pool_blocks: int = 0,
+    engines: int = 1,
 ) -> tuple[Session, Movers]:
     """Meet the other ranks, and start the movers between this rank's pages and the arena.
 
@@ -42,7 +43,7 @@ def open_rank(
         shard: the shard of this rank.
         ranks: the number of ranks of the engine.
         start: makes the movers for an arena and a number of threads. May raise ValueError.
-        pool_blocks: see `plan_arena`.
+        pool_blocks, engines: see `plan_arena`.
 
     Returns:
         The session and the movers. The caller closes the movers, then the session.
@@ -54,7 +55,9 @@ def open_rank(
     cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
     threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
     with running_on(cpus):
-        session = meet(config, engine_id, shard, ranks, threads, pool_blocks=pool_blocks)
+        session = meet(
+            config, engine_id, shard, ranks, threads, pool_blocks=pool_blocks, engines=engines
+        )
         with closed_on_error(session):
             try:
                 return session, start(session.arena, threads)
@@ -70,6 +73,7 @@ def meet(
     threads: int,
     *,
     pool_blocks: int = 0,
+    engines: int = 1,
 ) -> Session:
     """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
     if shard.rank > 0 and engine_id is not None:
@@ -81,7 +85,8 @@ def meet(
         return session
 
     def plan(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
-        return plan_arena(block_format, config.cpu_cache_gb, promised, pool_blocks=pool_blocks)
+        gb = config.cpu_cache_gb
+        return plan_arena(block_format, gb, promised, pool_blocks=pool_blocks, engines=engines)
 
     if engine_id is None:
         if config.service is not None:

@@ -43,6 +43,7 @@ def make_own_cache(
     *,
     keeps_blocks: bool,
     follows_requests: bool,
+    engines: int = 1,
 ) -> KVCache:
     """Make the cache over the arena of `session`, with the lower tiers that the settings name.
 
@@ -53,6 +54,7 @@ def make_own_cache(
             cache has no lower tiers.
         follows_requests: whether the caller reports to the cache each request with all blocks of
             its prompt, and its end. It decides what `eviction_policy=auto` selects.
+        engines: see `open_tiers`.
 
     Returns:
         The cache, which the caller closes.
@@ -71,7 +73,9 @@ def make_own_cache(
     return KVCache(
         session.arena,
         policy,
-        open_tiers(config, session, policy_maker(config, follows_requests)) if keeps_blocks else [],
+        open_tiers(config, session, policy_maker(config, follows_requests), engines)
+        if keeps_blocks
+        else [],
         policy_name=name,
         pin_seconds=config.pin_seconds,
     )

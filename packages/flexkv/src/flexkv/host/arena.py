@@ -119,6 +119,7 @@ def plan_arena(
     promised: Sequence[Promise] = (),
     *,
     pool_blocks: int = 0,
+    engines: int = 1,
 ) -> ArenaSpec:
     """Size the arena.
 
@@ -128,6 +129,7 @@ def plan_arena(
         promised: memory that other processes are about to take.
         pool_blocks: engine blocks of the engine's own KV cache on each rank; 0 if it has none. If
             host memory is no larger, a warning is logged.
+        engines: engines of a server, of which each is about to take an arena of the default size.
 
     Raises:
         ArenaError: the memory is not available, or too small for a single block.
@@ -139,7 +141,8 @@ def plan_arena(
     pool_slots = pool_blocks // block_format.engine_blocks
     pool_bytes = pool_slots * block_format.slot_bytes
     if cpu_cache_gb is None:
-        wanted = int(min(max(DEFAULT_CACHE_GB * GIB, _POOLS * pool_bytes), available / 2))
+        least = DEFAULT_CACHE_GB * GIB / engines
+        wanted = int(min(max(least, _POOLS * pool_bytes), available / 2 / engines))
     else:
         wanted = int(cpu_cache_gb * GIB)
     allowed = f"at most {available / GIB:.2f} GiB, which are available on this machine now"

@@ -145,8 +145,7 @@ class CacheConfig:
         "error",
         "What a second engine with the same model does if a directory is in use. `error`: it "
         "logs an error, does without the directory, and uses it once the first engine has "
-        "ended. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`; "
-        "data-parallel engines need this.",
+        "ended. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`.",
     )
     ssd_other_models: str = setting(
         choice(("keep", "remove")),

@@ -28,8 +28,8 @@ from faults.faulty_files import HangingFiles, NoDirectFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexkv.tiers.disk import MAX_OWNERS, open_disk_tier, slabs
 from flexkv.tiers.disk import drive as disk_drive
-from flexkv.tiers.disk import open_disk_tier, slabs
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.table import VERSION
 from flexkv.tiers.job import Outcome, Priority
@@ -295,13 +295,19 @@ def test_a_refused_directory_leaves_no_other_open(tmp_path: Path) -> None:
 
 
 def test_a_second_owner_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
-    with opened(tmp_path, share=True) as first, opened(tmp_path, share=True, salt=b"2") as second:
+    with (
+        opened(tmp_path, owners=MAX_OWNERS) as first,
+        opened(tmp_path, owners=MAX_OWNERS, salt=b"2") as second,
+    ):
         first.write(names(20))
         assert second.found(names(20)) == []
         second.write(names(20))
         assert first.read(names(20)) == second.read(names(20)) == [DONE] * 20
     # Which of the two a later one gets, it gets whole.
-    with opened(tmp_path, share=True) as first, opened(tmp_path, share=True, salt=b"2") as second:
+    with (
+        opened(tmp_path, owners=MAX_OWNERS) as first,
+        opened(tmp_path, owners=MAX_OWNERS, salt=b"2") as second,
+    ):
         assert first.read(names(20)) == second.read(names(20)) == [DONE] * 20
 
 

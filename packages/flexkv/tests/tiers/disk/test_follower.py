@@ -15,7 +15,7 @@ from disk_blocks import FINGERPRINT, SLOT, buffers, bytes_of, names, opened
 from faults.faulty_files import Fault, FaultyFiles
 
 from flexkv.tiers.disk import follower
-from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.cache_directory import MAX_OWNERS, claim
 from flexkv.tiers.disk.files import Files
 from flexkv.tiers.disk.followed import FollowedFolder
 from flexkv.tiers.disk.follower import FollowerTier
@@ -186,8 +186,8 @@ def test_blocks_behind_the_end_of_a_table_are_not_found(tmp_path: Path) -> None:
 
 def test_all_folders_of_a_kind_are_read(tmp_path: Path) -> None:
     with (
-        opened(tmp_path, share=True) as one,
-        opened(tmp_path, share=True) as two,
+        opened(tmp_path, owners=MAX_OWNERS) as one,
+        opened(tmp_path, owners=MAX_OWNERS) as two,
         following(tmp_path) as tier,
     ):
         one.write(names(2))
@@ -198,8 +198,8 @@ def test_all_folders_of_a_kind_are_read(tmp_path: Path) -> None:
 
 
 def test_a_later_folder_is_read_when_the_first_was_removed(tmp_path: Path) -> None:
-    first = claim(str(tmp_path), FINGERPRINT, False)
-    with opened(tmp_path, share=True) as owner, following(tmp_path) as tier:
+    first = claim(str(tmp_path), FINGERPRINT, 1)
+    with opened(tmp_path, owners=MAX_OWNERS) as owner, following(tmp_path) as tier:
         first.release()
         shutil.rmtree(first.path)
         owner.write(names(2))

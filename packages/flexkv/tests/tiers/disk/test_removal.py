@@ -9,28 +9,29 @@ from disk_blocks import FINGERPRINT, opened
 from disk_folders import OTHER, OURS, TABLE, made
 
 from flexkv.tiers.disk import removal
-from flexkv.tiers.disk.cache_directory import Folder, claim, folders
+from flexkv.tiers.disk.cache_directory import MAX_OWNERS, Folder, claim, folders
 from flexkv.tiers.disk.removal import Removal, check_room, make_room, remove, remove_others
 from flexkv.tiers.disk.table import VERSION
 from flexkv.types.errors import DiskError
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_only_what_nobody_owns_is_removed(tmp_path: Path, share: bool) -> None:
-    mine = claim(str(tmp_path), OURS, False)
-    sibling = str(tmp_path / f"{OURS}-1")
+@pytest.mark.parametrize("owners", [1, 2])
+def test_only_what_nobody_owns_is_removed(tmp_path: Path, owners: int) -> None:
+    mine = claim(str(tmp_path), OURS, 1)
+    sibling, unused = (str(tmp_path / f"{OURS}-{number}") for number in (1, 2))
     (tmp_path / OURS / "table").write_bytes(TABLE)
-    for path in [sibling, str(tmp_path / OTHER)]:
+    for path in [sibling, unused, str(tmp_path / OTHER)]:
         made(path)
-    busy = claim(str(tmp_path), "0c" * 32, False)
+    busy = claim(str(tmp_path), "0c" * 32, 1)
     (tmp_path / ("0c" * 32) / "table").write_bytes(TABLE)
     (tmp_path / "notes.txt").write_text("not a cache")
     (tmp_path / ("0d" * 32)).mkdir()  # named like a cache, but without a table
     (tmp_path / ("0d" * 32) / "lock").touch()
-    gone = {str(tmp_path / OTHER)} if share else {str(tmp_path / OTHER), sibling}
-    remove_others(str(tmp_path), mine.path, share)
+    kept = {sibling} if owners == 2 else set()
+    gone = {str(tmp_path / OTHER), sibling, unused} - kept
+    remove_others(str(tmp_path), mine.path, owners)
     assert not any(map(os.path.exists, gone))
-    left = {mine.path, busy.path} | ({sibling} if share else set())
+    left = {mine.path, busy.path} | kept
     assert set(folders(str(tmp_path))) == left
     assert (tmp_path / "notes.txt").exists()
     assert (tmp_path / ("0d" * 32) / "lock").exists()
@@ -39,7 +40,7 @@ def test_only_what_nobody_owns_is_removed(tmp_path: Path, share: bool) -> None:
 
 
 def test_an_owned_folder_is_not_removed(tmp_path: Path) -> None:
-    folder = claim(str(tmp_path), OURS, False)
+    folder = claim(str(tmp_path), OURS, 1)
     (tmp_path / OURS / "table").write_bytes(TABLE)
     assert remove(folder.path) is Removal.IN_USE
     folder.release()
@@ -57,7 +58,7 @@ def test_a_folder_is_claimed_while_its_removal_goes_on(
 
     def slow(name: str, *, dir_fd: int | None = None) -> None:
         if not claimed:
-            claimed.append(claim(str(tmp_path), OURS, False))
+            claimed.append(claim(str(tmp_path), OURS, 1))
             (path / "table").write_bytes(TABLE)
         real(name, dir_fd=dir_fd)
 
@@ -90,8 +91,8 @@ def test_a_removal_that_was_cut_off_is_made_up_for(
     assert left.name.startswith(f"{OTHER}.removed-")
     assert (left / "lock").exists()
     assert folders(str(tmp_path)) == []
-    mine = claim(str(tmp_path), OURS, False)
-    remove_others(str(tmp_path), mine.path, False)
+    mine = claim(str(tmp_path), OURS, 1)
+    remove_others(str(tmp_path), mine.path, 1)
     assert not left.exists()
     mine.release()
 
@@ -136,9 +137,9 @@ def test_what_only_looks_like_a_folder_of_ours_is_left_as_it_is(
     elif isinstance(table, bytes):
         (path / "table").write_bytes(table)
     before = sorted(path.iterdir())
-    mine = claim(str(tmp_path), OURS, False)
+    mine = claim(str(tmp_path), OURS, 1)
     assert folders(str(tmp_path)) == []
-    remove_others(str(tmp_path), mine.path, False)
+    remove_others(str(tmp_path), mine.path, 1)
     with pytest.raises(OSError, match="holds no table of FlexKV"):
         remove(str(path))
     assert sorted(path.iterdir()) == before
@@ -174,7 +175,7 @@ def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
     root = str(tmp_path / "cache")
     assert folders(root) == []
     with pytest.raises(DiskError, match="Not a directory"):
-        claim(root, OURS, False)
+        claim(root, OURS, 1)
     with pytest.raises(OSError, match="holds no table"):
         remove(os.path.join(root, OTHER))
     assert sorted(victim.iterdir()) == before
@@ -212,13 +213,13 @@ def left_in(root: Path) -> set[str]:
 )
 def test_no_more_is_removed_than_room_is_needed(disk: Path, size: int, left: str) -> None:
     """The folders that were used longest ago leave first: b, then c, then d."""
-    mine = claim(str(disk), "a" * 32, False)
+    mine = claim(str(disk), "a" * 32, 1)
     filled(disk / ("d" * 32), 2 * MIB, 3)
     filled(disk / ("b" * 32), 2 * MIB, 1)
     filled(disk / ("c" * 32), 2 * MIB, 2)
-    check_room(str(disk), mine.path, size * MIB, False)
+    check_room(str(disk), mine.path, size * MIB, 1)
     assert left_in(disk) == set("abcd")
-    make_room(str(disk), mine.path, size * MIB, False)
+    make_room(str(disk), mine.path, size * MIB, 1)
     assert left_in(disk) == set(left)
     mine.release()
 
@@ -226,9 +227,9 @@ def test_no_more_is_removed_than_room_is_needed(disk: Path, size: int, left: str
 def test_what_a_folder_has_already_needs_no_room(disk: Path) -> None:
     filled(disk / ("a" * 32), 8 * MIB, 1)
     filled(disk / ("b" * 32), MIB, 2)
-    mine = claim(str(disk), "a" * 32, False)
-    check_room(str(disk), mine.path, 8 * MIB, False)
-    make_room(str(disk), mine.path, 8 * MIB, False)
+    mine = claim(str(disk), "a" * 32, 1)
+    check_room(str(disk), mine.path, 8 * MIB, 1)
+    make_room(str(disk), mine.path, 8 * MIB, 1)
     assert left_in(disk) == {"a", "b"}
     mine.release()
 
@@ -240,15 +241,15 @@ def test_a_folder_that_another_engine_removes_meanwhile_is_no_room(
     filled(disk / ("c" * 32), 4 * MIB, 2)
     found = removal._others
 
-    def found_before_it_went(root: str, mine: str, share: bool) -> list[str]:
-        paths = found(root, mine, share)
+    def found_before_it_went(root: str, mine: str, owners: int) -> list[str]:
+        paths = found(root, mine, owners)
         if gone.exists():
             assert remove(str(gone)) is Removal.REMOVED
         return paths
 
     monkeypatch.setattr(removal, "_others", found_before_it_went)
-    mine = claim(str(disk), "a" * 32, False)
-    check_room(str(disk), mine.path, MIB, False)
+    mine = claim(str(disk), "a" * 32, 1)
+    check_room(str(disk), mine.path, MIB, 1)
     mine.release()
 
 
@@ -257,15 +258,15 @@ def test_a_room_that_there_cannot_be_is_refused_before_anything_is_removed(
     disk: Path, why: str
 ) -> None:
     other = filled(disk / (("a" * 32 + "-1") if why == "same model" else "b" * 32), 8 * MIB, 1)
-    busy = claim(str(disk), "b" * 32, False) if why == "in use" else None
+    busy = claim(str(disk), "b" * 32, 1) if why == "in use" else None
     if why == "newer format":
         (other / "table").write_bytes(b"FLEXKVTB" + bytes([VERSION + 1]))
     if why == "not ours":
         (other / "table").write_bytes(b"my thesis")
-    mine = claim(str(disk), "a" * 32, True)
+    mine = claim(str(disk), "a" * 32, MAX_OWNERS)
     size = (11 if why == "too large" else 5) * MIB
     with pytest.raises(DiskError, match=r"asks for 0\.0[01] GiB .* has 0\.00 GiB left; allowed: "):
-        check_room(str(disk), mine.path, size, True)
+        check_room(str(disk), mine.path, size, MAX_OWNERS)
     assert (other / "slab-00000").stat().st_size == 8 * MIB
     mine.release()
     if busy is not None:
@@ -276,8 +277,8 @@ def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     path = made(tmp_path / OTHER)
     (path / "table").write_bytes(b"FLEXKVTB" + bytes([VERSION + 1]))
     before = sorted(path.iterdir())
-    mine = claim(str(tmp_path), OURS, False)
-    remove_others(str(tmp_path), mine.path, False)
+    mine = claim(str(tmp_path), OURS, 1)
+    remove_others(str(tmp_path), mine.path, 1)
     with pytest.raises(OSError, match=f"is of format {VERSION + 1}"):
         remove(str(path))
     assert sorted(path.iterdir()) == before
@@ -286,7 +287,7 @@ def test_a_folder_of_a_newer_format_is_left_alone(tmp_path: Path) -> None:
 
 def test_what_a_removal_that_was_cut_off_left_always_goes(disk: Path) -> None:
     filled(disk / ("b" * 32 + ".removed-0123"), MIB, 1)
-    mine = claim(str(disk), "a" * 32, False)
-    make_room(str(disk), mine.path, MIB, False)
+    mine = claim(str(disk), "a" * 32, 1)
+    make_room(str(disk), mine.path, MIB, 1)
     assert left_in(disk) == {"a"}
     mine.release()

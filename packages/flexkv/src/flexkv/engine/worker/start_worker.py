@@ -25,6 +25,7 @@ def start_worker(
     boundary: ErrorBoundary,
     fails_by_request: bool = False,
     alone: bool = True,
+    engines: int = 1,
 ) -> WorkerSide:
     """Meet the other ranks, start the mover, and measure the time of a load.
 
@@ -37,6 +38,7 @@ def start_worker(
             `block_identity`.
         boundary: ends, counts and logs run-time errors.
         fails_by_request, alone: see `WorkerSide`.
+        engines: see `plan_arena`.
 
     Returns:
         The worker side, which the caller closes.
@@ -53,7 +55,13 @@ def start_worker(
 
     shard = pages.shard(identity, device.numa_node)
     session, mover = open_rank(
-        config, engine_id, shard, pages.ranks, start, pool_blocks=layout.num_blocks
+        config,
+        engine_id,
+        shard,
+        pages.ranks,
+        start,
+        pool_blocks=layout.num_blocks,
+        engines=engines,
     )
     side = WorkerSide(
         session,

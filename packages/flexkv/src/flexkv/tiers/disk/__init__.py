@@ -15,13 +15,22 @@ from typing import TypeAlias
 
 from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
 from flexkv.tiers.base import States
+from flexkv.tiers.disk.cache_directory import MAX_OWNERS
 from flexkv.tiers.disk.disk_store import DiskStore
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles
 from flexkv.tiers.disk.opening import DriveSpec, Opening
 from flexkv.tiers.disk.tier import DiskTier
 
-__all__ = ["DiskStore", "DiskTier", "Drive", "MakePolicy", "OsFiles", "open_disk_tier"]
+__all__ = [
+    "MAX_OWNERS",
+    "DiskStore",
+    "DiskTier",
+    "Drive",
+    "MakePolicy",
+    "OsFiles",
+    "open_disk_tier",
+]
 
 MakePolicy: TypeAlias = Callable[[int], AnyPolicy]
 """Makes the eviction policy for a number of slots."""
@@ -37,7 +46,7 @@ def open_disk_tier(
     slot_bytes: int,
     capacity: int,
     *,
-    share: bool = False,
+    owners: int = 1,
     keep_others: bool = True,
     day_bytes: int | None = None,
     queue_bytes: int = QUEUE_BYTES,
@@ -58,7 +67,8 @@ def open_disk_tier(
         fingerprint: the fingerprint of the blocks, hexadecimal.
         slot_bytes: bytes of a block, a multiple of 4 KiB.
         capacity: the most bytes on disk, of all directories together; each gets an equal part.
-        share: whether this process makes folders of its own if another engine owns the present
+        owners: how many engines may have a cache of these blocks in the directories, at most
+            `MAX_OWNERS`. This process makes folders of its own if other engines own the present
             ones.
         keep_others: whether folders of other models that no engine uses stay while there is room.
         day_bytes: bytes that may be written in 24 hours, of all directories together; None for no
@@ -95,7 +105,7 @@ def open_disk_tier(
                 fingerprint,
                 slot_bytes,
                 capacity // parts,
-                share,
+                owners,
                 keep_others,
                 None if day_bytes is None else day_bytes // parts,
                 min(queue_bytes // parts, QUEUE_BYTES),

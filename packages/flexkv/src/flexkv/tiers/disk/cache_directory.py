@@ -147,13 +147,14 @@ def path_of(root: str, fingerprint: str, number: int) -> str:
     return os.path.join(root, f"{fingerprint}-{number}" if number else fingerprint)
 
 
-def claim(root: str, fingerprint: str, share: bool) -> Folder:
+def claim(root: str, fingerprint: str, owners: int) -> Folder:
     """Lock the folder of `fingerprint` below `root`. Creates it if it is missing.
 
     Args:
         root: the cache directory; created if it is missing.
         fingerprint: fingerprint of the blocks, hexadecimal.
-        share: whether to use the next folder if another process owns the first.
+        owners: how many engines may have folders there, at most `MAX_OWNERS`. If another process
+            owns the first folder, the next one is used.
 
     Returns:
         The folder, which the caller releases.
@@ -169,10 +170,10 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
         try:
             chosen = os.fstat(above)
             _refuse_others(root, chosen, stat.S_IWOTH)
-            for number in range(MAX_OWNERS if share else 1):
-                # With `share`, trying the next folder takes less time than waiting for this one.
+            for number in range(owners):
+                # Trying the next folder takes less time than waiting for this one.
                 path = path_of(root, fingerprint, number)
-                folder = _make(path, above, 1 if share else _TRIES)
+                folder = _make(path, above, _TRIES if owners == 1 else 1)
                 if folder is None:
                     continue
                 try:
@@ -190,7 +191,7 @@ def claim(root: str, fingerprint: str, share: bool) -> Folder:
             f"made or can replace",
             error,
         ) from None
-    raise UnavailableError(_taken(root, fingerprint, share))
+    raise UnavailableError(_taken(root, fingerprint, owners))
 
 
 def has_table(folder: int) -> bool:
@@ -358,12 +359,18 @@ def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
         )
 
 
-def _taken(root: str, fingerprint: str, share: bool) -> str:
+def _taken(root: str, fingerprint: str, owners: int) -> str:
     path = os.path.join(root, fingerprint)
-    if share:
+    if owners == MAX_OWNERS:
         return (
             f"all {MAX_OWNERS} folders {path}* from ssd_cache_dir are in use; allowed: "
             f"{MAX_OWNERS} engines of the same model and settings on one directory"
+        )
+    if owners > 1:
+        return (
+            f"the {owners} folders {path}* from ssd_cache_dir are in use, one of them by process "
+            f"{owner(path)}; allowed: one server with {owners} engines per directory, or "
+            f"ssd_in_use=own, with which each engine has a cache of its own there"
         )
     return (
         f"{path} from ssd_cache_dir is in use by process {owner(path)}; allowed: one engine per "

@@ -43,6 +43,7 @@ class DriveSpec:
         root: the cache directory.
         name: prefix of the names of its threads.
         capacity: the most bytes on disk, of this directory.
+        owners: see `claim`.
         day_bytes: bytes that may be written in 24 hours, to this directory; None for no limit.
         queue_bytes: bytes that may wait for this directory.
         policy: makes the eviction policy for a number of slots.
@@ -53,7 +54,7 @@ class DriveSpec:
     fingerprint: str
     slot_bytes: int
     capacity: int
-    share: bool
+    owners: int
     keep_others: bool
     day_bytes: int | None
     queue_bytes: int
@@ -210,17 +211,17 @@ class Opening:
         spec = self._spec
         try:
             with contextlib.ExitStack() as undo:
-                folder = claim(spec.root, spec.fingerprint, spec.share)
+                folder = claim(spec.root, spec.fingerprint, spec.owners)
                 undo.callback(folder.release)
                 check_table(folder)
                 close_to_others(folder)
                 size = bytes_of(spec.capacity, spec.slot_bytes)
-                check_room(spec.root, folder.path, size, spec.share)
+                check_room(spec.root, folder.path, size, spec.owners)
                 self._checked.set()
                 self._allowed.wait()
                 if self._closed:
                     raise UnavailableError(f"{spec.root} was given up")
-                make_room(spec.root, folder.path, size, spec.share)
+                make_room(spec.root, folder.path, size, spec.owners)
                 store = DiskStore(
                     spec.files,
                     folder,
@@ -239,7 +240,7 @@ class Opening:
                         spec.root,
                     )
                 if not spec.keep_others:
-                    remove_others(spec.root, folder.path, spec.share)
+                    remove_others(spec.root, folder.path, spec.owners)
                 drive = _drive_of(store, spec)
                 undo.pop_all()
                 return drive

@@ -25,6 +25,7 @@ from flexkv.tiers.disk.cache_directory import (
     lock_folder,
     may_be_ours,
     newer_version,
+    path_of,
 )
 from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
 from flexkv.tiers.disk.slabs import is_slab
@@ -44,14 +45,14 @@ class Removal(enum.Enum):
     """FlexKV's files are removed; the folder and the other files stay."""
 
 
-def check_room(root: str, mine: str, size: int, share: bool) -> None:
+def check_room(root: str, mine: str, size: int, owners: int) -> None:
     """Check that `make_room` can find enough room. Changes nothing.
 
     Args:
         root: see `make_room`.
         mine: see `make_room`.
         size: see `make_room`.
-        share: see `make_room`.
+        owners: see `make_room`.
 
     Raises:
         UnavailableError: there is too little room now, or a system call failed.
@@ -59,7 +60,7 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
     """
     has, left = disk_bytes(mine), free_bytes(root)
     removable = 0
-    for path in _others(root, mine, share):
+    for path in _others(root, mine, owners):
         # Another engine that starts may remove the folder meanwhile.
         with contextlib.suppress(OSError):
             removable += disk_bytes(path)
@@ -73,7 +74,7 @@ def check_room(root: str, mine: str, size: int, share: bool) -> None:
         )
 
 
-def make_room(root: str, mine: str, size: int, share: bool) -> None:
+def make_room(root: str, mine: str, size: int, owners: int) -> None:
     """Make room for the folder `mine` to grow to `size` bytes.
 
     If the file system has too little room, other folders of FlexKV below `root` are removed until
@@ -84,29 +85,30 @@ def make_room(root: str, mine: str, size: int, share: bool) -> None:
         root: the cache directory.
         mine: path of the folder that is kept.
         size: bytes that its files will take on disk, those present included.
-        share: whether folders of the same fingerprint stay, for engines that are about to start.
+        owners: see `claim`. Folders that so many engines with the same blocks use stay, for those
+            that are about to start.
 
     Raises:
         DiskError: `root` cannot be read.
     """
     need = size - disk_bytes(mine)
-    for path in _others(root, mine, share):
+    for path in _others(root, mine, owners):
         if REMOVED in os.path.basename(path) or free_bytes(root) < need:
             _remove(path)
 
 
-def remove_others(root: str, mine: str, share: bool) -> None:
+def remove_others(root: str, mine: str, owners: int) -> None:
     """Remove all folders that `make_room` may remove.
 
     Args:
         root: see `make_room`.
         mine: see `make_room`.
-        share: see `make_room`.
+        owners: see `make_room`.
 
     Raises:
         DiskError: `root` cannot be read.
     """
-    for path in _others(root, mine, share):
+    for path in _others(root, mine, owners):
         _remove(path)
 
 
@@ -115,7 +117,7 @@ def _remove(path: str) -> None:
     with contextlib.suppress(OSError):
         count = disk_bytes(path)
         if remove(path) is Removal.REMOVED:
-            logger.info("removed %s, %.2f GiB of another model", path, count / _GIB)
+            logger.info("removed %s, %.2f GiB that no engine used", path, count / _GIB)
 
 
 def free_bytes(root: str) -> float:
@@ -129,13 +131,14 @@ def free_bytes(root: str) -> float:
     return said.f_bavail * said.f_frsize if said.f_blocks else math.inf
 
 
-def _others(root: str, mine: str, share: bool) -> list[str]:
-    """Folders of FlexKV below `root`, except `mine`, that no process owns and no newer FlexKV
-    wrote. With `share`, those of the same fingerprint are left out. The one that was owned longest
-    ago comes first."""
+def _others(root: str, mine: str, owners: int) -> list[str]:
+    """Folders of FlexKV below `root` that no process owns and no newer FlexKV wrote, except those
+    of `owners` engines with the blocks of `mine`. The one that was owned longest ago comes
+    first."""
+    kept = {path_of(root, fingerprint_of(mine), number) for number in range(owners)}
     found: dict[str, float] = {}
     for path in folders(root, leftovers=True):
-        if path == mine or (share and fingerprint_of(path) == fingerprint_of(mine)):
+        if path == mine or path in kept:
             continue
         # A folder that cannot be read is another user's.
         with contextlib.suppress(OSError):
