@@ -41,6 +41,8 @@ In the first two places a setting has its own name, in the environment the name 
 - An empty variable counts as not set.
 - FlexKV ignores the variables that Kubernetes sets for a Service named `flexkv`
   (`FLEXKV_SERVICE_HOST`, `FLEXKV_PORT_80_TCP`, ...). One line of the log names them.
+- A setting that has no effect, such as `ssd_admission` without a disk, does not stop the
+  start. The log names it, with the reason.
 
 | setting | variable | unit | default |
 |---|---|---|---|
@@ -101,7 +103,8 @@ def _section(setting: Setting) -> str:
         + f"- Variable: `{setting.variable}`\n"
         f"- Unit: {setting.kind.unit}\n"
         f"- Allowed: {setting.allowed}\n"
-        f"- Default: {default}\n"
+        + (f"- Takes effect with: `{setting.acts_with}`\n" if setting.acts_with else "")
+        + f"- Default: {default}\n"
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from flexkv import ConfigError, EngineVersionError, LayoutError
+from flexkv import CacheConfig, ConfigError, EngineVersionError, LayoutError
 from flexkv_sglang import plugin
 from flexkv_sglang.compat import check_version
-from flexkv_sglang.settings import read_settings
+from flexkv_sglang.settings import read_settings, report_ignored
 
 UNSET: dict[str, Any] = {
     "flexkv_config_file": None,
@@ -126,6 +126,38 @@ def test_the_flag_alone_starts_the_linker(sglang: SGLang) -> None:
 
 def test_without_the_flag_nothing_changes(sglang: SGLang) -> None:
     assert sglang.start(enable_flexkv=False) == {}
+
+
+def test_variables_without_the_flag_are_said_to_have_no_effect(
+    sglang: SGLang, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "3")
+    for name in ("unified_cache_external_linker_config", "hicache_storage_backend_extra_config"):
+        sglang.start(enable_flexkv=False, **{name: '{"module_path": "flexkv_sglang.x"}'})
+    sglang.start()
+    assert not caplog.records
+    sglang.start(enable_flexkv=False)
+    (line,) = caplog.messages
+    assert line.startswith("FLEXKV_CPU_CACHE_GB: set, but without effect")
+
+
+def test_lmcaches_variables_are_said_to_have_no_effect(
+    sglang: SGLang, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
+    sglang.start(enable_flexkv=False)
+    assert not caplog.records
+    sglang.start()
+    (line,) = caplog.messages
+    assert line.startswith("LMCACHE_CHUNK_SIZE: set, but without effect on FlexKV")
+
+
+def test_settings_that_the_linker_ignores_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    report_ignored(CacheConfig(min_load_tokens=3))
+    assert not caplog.records
+    report_ignored(CacheConfig(block_tokens=32, load_mode="auto", pin_seconds=7))
+    begins = [each.partition(":")[0] for each in caplog.messages]
+    assert begins == ["block_tokens", "load_mode", "pin_seconds"]
 
 
 def test_flexkv_that_is_turned_off_leaves_sglang_alone(

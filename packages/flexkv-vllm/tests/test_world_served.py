@@ -56,6 +56,15 @@ def served(make_world: MakeWorld, service: Service, **options: Any) -> ServedWor
     return world
 
 
+def test_settings_that_the_service_has_are_said_to_have_no_effect(
+    make_service: MakeService, make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    served(make_world, make_service(), settings={"pin_seconds": 7})
+    (line,) = (each for each in caplog.messages if "without effect" in each)
+    assert line.endswith("has settings of its own: set it there")
+    assert "pin_seconds" in line
+
+
 def test_an_engine_loads_what_another_has_stored(
     make_service: MakeService, make_world: MakeWorld
 ) -> None:

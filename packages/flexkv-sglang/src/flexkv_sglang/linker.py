@@ -30,7 +30,7 @@ from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.metrics import Metrics
 from flexkv_sglang.pages import describe_pages
 from flexkv_sglang.ranks import ranks_of, together
-from flexkv_sglang.settings import read_settings, share_of_engine
+from flexkv_sglang.settings import read_settings, report_ignored, share_of_engine
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
 from flexkv_sglang.support import check_cache, check_settings
@@ -84,6 +84,8 @@ class FlexKVLinker(UnifiedCacheLinker):
                 settings, model, version, params.page_size, bool(params.is_eagle), engines
             )
             config = share_of_engine(config, engines)
+            if ranks.rank == 0:
+                report_ignored(config)
         self.forward_stream = forward_stream
         self._page_size: int = params.page_size
         self.pools = {PoolName.KV: pool}

@@ -8,13 +8,17 @@ hit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from flexkv import CacheConfig
+from flexkv.settings.without_effect import lmcaches_variables, own_variables
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.settings import LINKER_MODULE, linker_config, read_settings
 from flexkv_sglang.support import check_model, check_settings
+
+logger = logging.getLogger(__name__)
 
 _FIRST = "handle_hicache_ratio_default"
 """The first step about caches, of those in which SGLang resolves its command line. The flags are
@@ -22,6 +26,12 @@ then as the user wrote them."""
 _LAST = "handle_model_capability_adjustments"
 """The step after which SGLang changes none of what FlexKV reads."""
 _FACTORY = "sglang.srt.mem_cache.registry.default_radix_cache_factory"
+
+_CONFIGURATIONS = (
+    "unified_cache_external_linker_config",
+    "hicache_storage_backend_extra_config",
+)
+"""SGLang's settings by which FlexKV is used without `--enable-flexkv`."""
 
 
 def register() -> None:
@@ -38,7 +48,8 @@ def register() -> None:
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Turn `--enable-flexkv` into the flags of the external linker. Checks all settings before
-    SGLang loads weights, and before SGLang refuses flags that the user has not written.
+    SGLang loads weights, and before SGLang refuses flags that the user has not written. Logs
+    settings of FlexKV where SGLang does not use it.
 
     Args:
         server_args: SGLang's settings, of which flags are changed.
@@ -56,6 +67,9 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         chosen: dict[str, Any] = {"enable_flexkv": False}
         if config.enable:
             _check(settings, config)
+            theirs = lmcaches_variables()
+            if theirs:
+                logger.warning("%s", theirs)
             chosen |= {
                 "enable_unified_cache_external_linker": True,
                 "unified_cache_external_linker_backend": "dynamic",
@@ -65,6 +79,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     elif _is_linked(settings):
         named = settings.unified_cache_external_linker_config
         _check(settings, read_settings(named.get("linker_extra_config") or {}))
+    elif not any(_names_flexkv(settings, each) for each in _CONFIGURATIONS):
+        _report_unused()
     previous(server_args)
 
 
@@ -102,6 +118,20 @@ def _is_linked(settings: Any) -> bool:
         and isinstance(named, dict)
         and named.get("linker_module_path") == LINKER_MODULE
     )
+
+
+def _names_flexkv(settings: Any, name: str) -> bool:
+    return "flexkv" in str(getattr(settings, name, "")).lower()
+
+
+def _report_unused() -> None:
+    ours = own_variables()
+    if ours:
+        logger.warning(
+            "%s: set, but without effect, because SGLang does not use FlexKV; to use it: "
+            "--enable-flexkv",
+            ours,
+        )
 
 
 def _refuse_later() -> None:

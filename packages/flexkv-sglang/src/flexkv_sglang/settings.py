@@ -10,6 +10,7 @@ from typing import Any
 from flexkv import CacheConfig, load_config
 from flexkv.engine.open_rank import not_served
 from flexkv.settings import CONFIG_PATH_VARIABLE
+from flexkv.settings.without_effect import report_without_effect
 from flexkv.types.errors import ConfigError
 
 _SOURCE = "--unified-cache-external-linker-config"
@@ -17,6 +18,13 @@ _FILE = "config_file"
 
 LINKER_MODULE = "flexkv_sglang.linker"
 """The module that SGLang imports for FlexKV's linker."""
+
+_IGNORED = {
+    "block_tokens": "a block is one page of SGLang: see --page-size",
+    "load_mode": "SGLang's linker loads layer by layer",
+    "pin_seconds": "SGLang's requests cannot pin blocks",
+}
+"""The settings that have no effect under SGLang's linker, with the reasons."""
 
 
 def read_settings(extra: dict[str, Any]) -> CacheConfig:
@@ -61,6 +69,11 @@ def share_of_engine(config: CacheConfig, engines: int) -> CacheConfig:
 
 def _part(size: float | None, engines: int) -> float | None:
     return None if size is None else size / engines
+
+
+def report_ignored(config: CacheConfig) -> None:
+    """Log the settings that are set and have no effect under SGLang's linker."""
+    report_without_effect(config, _IGNORED)
 
 
 def linker_config(path: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.pool import Pool
-from flexkv_vllm.settings import flush_seconds, read_settings
+from flexkv_vllm.settings import flush_seconds, read_settings, report_ignored
 from flexkv_vllm.start_scheduler import make_request_side
 from flexkv_vllm.worker_calls import WorkerCalls
 
@@ -78,6 +78,7 @@ class Adapter(WorkerCalls):
     def start_scheduler(self, kv_cache_config: KVCacheConfig | None) -> None:
         if self._config.enable:
             warn_if_newer()
+            report_ignored(self._config)
             self._scheduler, self._events = make_request_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._boundary
             )

@@ -10,11 +10,10 @@ effect are logged there, once.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flexkv.settings import CONFIG_PATH_VARIABLE, SETTINGS
+from flexkv.settings.without_effect import lmcaches_variables, own_variables
 from flexkv_vllm.compat.versions import CONNECTOR_NAME
 
 if TYPE_CHECKING:
@@ -60,11 +59,9 @@ def report_without_effect(given: KVTransferConfig | None, used: KVTransferConfig
         used: the configuration that vLLM uses.
     """
     if _uses_flexkv(used):
-        theirs = _given_variables(name for name in os.environ if name.startswith("LMCACHE_"))
+        theirs = lmcaches_variables()
         if theirs and not any("LMCache" in str(name) for name, _ in _connectors(used)):
-            logger.warning(
-                "%s: set, but without effect on FlexKV; `flexkv migrate` translates them", theirs
-            )
+            logger.warning("%s", theirs)
     elif _uses_flexkv(given):
         logger.error(
             "vLLM replaces FlexKV by %s, because --kv-offloading-size is set: FlexKV keeps no "
@@ -72,8 +69,7 @@ def report_without_effect(given: KVTransferConfig | None, used: KVTransferConfig
             used.kv_connector if used is not None else None,
         )
     else:
-        known = (each.variable for each in SETTINGS.values() if each.variable.startswith("FLEXKV_"))
-        ours = _given_variables((*known, CONFIG_PATH_VARIABLE))
+        ours = own_variables()
         if ours:
             logger.warning(
                 "%s: set, but without effect, because vLLM does not use FlexKV; to use it: "
@@ -81,10 +77,6 @@ def report_without_effect(given: KVTransferConfig | None, used: KVTransferConfig
                 ours,
                 CONNECTOR_NAME,
             )
-
-
-def _given_variables(names: Iterable[str]) -> str:
-    return ", ".join(sorted(name for name in names if os.environ.get(name)))
 
 
 def _uses_flexkv(transfer: KVTransferConfig | None) -> bool:

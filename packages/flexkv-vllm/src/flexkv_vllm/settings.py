@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
 from flexkv.engine.scheduler.request_options import BOTH, OptionsReader, Role
 from flexkv.settings import configure_logging
+from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import check_version
 from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
 
@@ -50,6 +51,11 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
         check_attention(vllm_config)
         check_pooling(vllm_config)
     return config
+
+
+def report_ignored(config: CacheConfig) -> None:
+    """Log the settings that are set and have no effect in this engine. For its scheduler."""
+    report_without_effect(config)
 
 
 _ROLES = {

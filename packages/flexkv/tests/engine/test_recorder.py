@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flexkv.engine import recorder as module
-from flexkv.engine.recorder import Recorder, open_recorder, warn_unrecorded
+from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.plan.read import read_trace
 from flexkv.settings import load_config
 from packages.conftest import PATIENCE_SECONDS
@@ -342,12 +342,3 @@ def records_once_it_can(recorder: Recorder, path: Path, name: str) -> None:
     record(recorder, name, KEYS[:2])
     recorder.close()
     assert read_trace(str(path)).trace.requests
-
-
-def test_where_nothing_can_be_recorded_a_message_says_so(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_unrecorded(load_config({}, environ={}), "here")
-    assert not caplog.records
-    warn_unrecorded(load_config({"trace": str(path)}, environ={}), "here")
-    assert f"trace is '{path}', but FlexKV records no requests here" in caplog.text

@@ -6,12 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flexkv.engine.open_rank import not_served
-from flexkv.settings import CacheConfig, load_config
+from flexkv.settings import SETTINGS, CacheConfig, load_config
 from flexkv.types.errors import ConfigError
 
 _SOURCE = "--hicache-storage-backend-extra-config"
 _PAGES = "interface_v1"
 _OF_SGLANG = {"backend_name", "module_path", "class_name", _PAGES, "allocator"}
+
+_ADMISSION = "ssd_admission"
+IGNORED = {
+    name: "FlexKV keeps HiCache's pages on disk only, and SGLang decides the rest"
+    for name in SETTINGS
+    if name not in {"enable", "log_level"} and not name.startswith("ssd_")
+} | {_ADMISSION: "HiCache decides which pages are written (--hicache-write-policy)"}
+"""The settings that have no effect under HiCache, with the reasons."""
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None) -> CacheConfig:

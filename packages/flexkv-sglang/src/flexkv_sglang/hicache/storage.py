@@ -28,9 +28,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.recorder import warn_unrecorded
 from flexkv.settings import GIB, configure_logging
-from flexkv_sglang.hicache.backend_settings import read_settings
+from flexkv.settings.without_effect import report_without_effect
+from flexkv_sglang.hicache.backend_settings import IGNORED, read_settings
 from flexkv_sglang.hicache.engine import (
     check_engine,
     engine_copies,
@@ -61,7 +61,8 @@ class FlexKVStorage(HiCacheStorage):
     def __init__(self, config: HiCacheStorageConfig, options: dict[str, Any]) -> None:
         settings = read_settings(config.extra_config or {}, None)
         configure_logging(settings)
-        warn_unrecorded(settings, "under HiCache")
+        if settings.enable and config.tp_rank == config.pp_rank == 0:
+            report_without_effect(settings, IGNORED)
         check_engine()
         self._boundary = ErrorBoundary()
         self._counts = bool(config.enable_storage_metrics)

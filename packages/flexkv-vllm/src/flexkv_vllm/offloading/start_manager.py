@@ -14,6 +14,7 @@ from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.hit_reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.start import attach_session, make_chooser, make_own_cache, make_recorder
+from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
@@ -21,6 +22,10 @@ from flexkv_vllm.offloading.prompts import OffloadedPrompts
 from flexkv_vllm.offloading.requests import RequestMaker
 
 logger = logging.getLogger("flexkv.vllm")
+
+_IGNORED = {
+    "load_mode": "vLLM's OffloadingConnector loads before the step that computes a request",
+}
 
 
 def make_manager(
@@ -41,6 +46,7 @@ def make_manager(
         DiskError: a cache directory cannot be used.
     """
     warn_if_newer()
+    report_without_effect(settings, _IGNORED)
     offer_only_what_was_computed()
     follow_connector(_prompts_of)
     session = attach_session(settings, config.engine_id)
@@ -69,12 +75,6 @@ def make_manager(
             prompts=OffloadedPrompts(maker, chooser, reports, boundary),
         )
         undo.pop_all()
-    if settings.load_mode != LoadMode.ASYNC.value:
-        logger.warning(
-            "load_mode is %r, but vLLM's OffloadingConnector loads before the step that computes a "
-            "request; load_mode has no effect",
-            settings.load_mode,
-        )
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",
         spec.num_slots,

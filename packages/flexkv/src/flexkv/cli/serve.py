@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import signal
 import socket
+from dataclasses import replace
 
 from flexkv.cli.common import read_settings
 from flexkv.service.door import listen_at
 from flexkv.service.server import NodeServer
 from flexkv.settings import configure_logging
+from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import ConfigError
 
@@ -32,6 +34,9 @@ _MOST_PORT = 65535
 FLUSH_SECONDS = 10.0
 """Seconds for which lower tiers may write waiting blocks at the end. Service managers wait longer
 before they kill. Not tuned."""
+
+_IGNORED = engines_settings("a service runs no engine: set it for the engines")
+"""The settings that have no effect in a service, with the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not root:
         raise ConfigError("serve needs DIR, or the setting service; allowed: a directory")
     configure_logging(config)
+    report_without_effect(replace(config, service=None), _IGNORED)
     figures = None if args.http is None else _listen(args.http)
     server = NodeServer(root, config, config.cpu_cache_gb, figures)
     for each in (signal.SIGTERM, signal.SIGINT):

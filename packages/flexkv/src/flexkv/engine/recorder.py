@@ -380,21 +380,6 @@ def open_recorder(
     return None
 
 
-def warn_unrecorded(config: CacheConfig, where: str) -> None:
-    """Log a warning if `trace` is set where FlexKV cannot record requests.
-
-    Args:
-        config: FlexKV's settings.
-        where: where FlexKV runs, such as "under HiCache".
-    """
-    if config.trace is not None:
-        logger.warning(
-            "trace is %r, but FlexKV records no requests %s; nothing is recorded",
-            config.trace,
-            where,
-        )
-
-
 def _open(path: str) -> int:
     """Open a new file, or a recording at its end. Refuses symbolic links, files that are not
     regular, files that other users own or can read, and files that another process records to. The

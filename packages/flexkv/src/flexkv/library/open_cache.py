@@ -14,6 +14,7 @@ from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, Sharding
 from flexkv.library.page_cache import PageCache, open_caches
 from flexkv.settings import CacheConfig, load_config
+from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.system.native import kernels
 from flexkv.types.errors import ConfigError
 from flexkv.types.mover import Mover
@@ -21,6 +22,10 @@ from flexkv.types.mover import Mover
 FLUSH_SECONDS = 30.0
 """Seconds in which lower tiers may write waiting blocks when a cache is closed: enough for 1 GiB, a
 full queue, at 36 MB/s. Not tuned."""
+
+_IGNORED = engines_settings("there is no engine", but=["copy_threads"])
+_IGNORED["log_level"] = "the program configures the logger `flexkv`"
+"""The settings that have no effect without an engine, with the reasons."""
 
 
 def open_cache(
@@ -64,6 +69,7 @@ def open_cache(
             "with them: texts that change whenever equal keys mean other bytes (model, revision, "
             "dtype)"
         )
+    report_without_effect(config, _IGNORED)
     where = _host_memory() if device is None else device
     pages = RankPages(layout, 1, Sharding(1))
     planes, stored = pages.place()

@@ -25,7 +25,7 @@ from flexkv.settings.kinds import (
     paths,
     seconds,
 )
-from flexkv.settings.setting import declared, setting
+from flexkv.settings.setting import ReadBy, declared, setting
 from flexkv.types.admission import ADMISSIONS
 
 GIB = 1 << 30
@@ -84,6 +84,7 @@ class CacheConfig:
         True,
         "Turns FlexKV off without touching the engine's command line.",
         variable="ENABLE_FLEXKV",
+        read_by=ReadBy.ALL,
     )
     cpu_cache_gb: float | None = setting(
         gib(limit="at most the memory that is available at start"),
@@ -101,6 +102,7 @@ class CacheConfig:
         "settings name: `cpu_cache_gb`, `eviction_policy`, `pin_seconds` and those of lower tiers "
         "have no effect in the engine. An engine that cannot use it yet refuses to start. Default: "
         "the engine has a cache of its own.",
+        read_by=ReadBy.ALL,
     )
     eviction_policy: str = setting(
         choice([AUTO, OTHERWISE]),
@@ -133,12 +135,14 @@ class CacheConfig:
         "Which blocks are written to disk. `write_through`: all, once they are in host memory. "
         "`second_hit`: those that a request finds. `on_evict`: those about to be evicted from "
         "host memory.",
+        acts_with="ssd_cache_gb",
     )
     ssd_write_gb_per_day: float | None = setting(
         gib(unit="GiB per 24 hours"),
         None,
         "The most to write to all directories together in any 24 hours, restarts included, to "
         "spare the drives. Blocks beyond the limit stay in host memory only. Default: no limit.",
+        acts_with="ssd_cache_gb",
     )
     ssd_in_use: str = setting(
         choice(("error", "own")),
@@ -146,6 +150,7 @@ class CacheConfig:
         "What a second engine with the same model does if a directory is in use. `error`: it "
         "logs an error, does without the directory, and uses it once the first engine has "
         "ended. `own`: it keeps a cache of its own there, also of `ssd_cache_gb`.",
+        acts_with="ssd_cache_gb",
     )
     ssd_other_models: str = setting(
         choice(("keep", "remove")),
@@ -154,6 +159,7 @@ class CacheConfig:
         "`keep`: it removes them only if the file system lacks room for this model's folder, "
         "those used longest ago first. `remove`: it removes all of them, so that a directory "
         "never has more than `ssd_cache_gb`.",
+        acts_with="ssd_cache_gb",
     )
     ssd_timeout_seconds: float = setting(
         seconds(0.001),
@@ -161,6 +167,7 @@ class CacheConfig:
         "The time limit for one read or write on disk. Blocks that a disk has not delivered by "
         "then are computed. FlexKV skips the disk while half of its threads wait for longer and "
         "no read or write ends.",
+        acts_with="ssd_cache_gb",
     )
     mooncake_master: str | None = setting(
         host_port(),
@@ -180,33 +187,39 @@ class CacheConfig:
         choice(("rdma", "tcp")),
         "tcp",
         "How nodes send blocks to each other.",
+        acts_with="mooncake_master",
     )
     mooncake_device: str = setting(
         devices(),
         "",
         "RDMA devices, separated by commas. Default: those that Mooncake finds.",
+        acts_with="mooncake_master",
     )
     mooncake_segment_gb: float = setting(
         gib(0),
         1.0,
         "Host memory that this engine lends to the Mooncake Store, beside `cpu_cache_gb`. The "
         "blocks in it are lost when the engine ends.",
+        acts_with="mooncake_master",
     )
     mooncake_replicas: int = setting(
         count(1, _MOST_REPLICAS, "copies"),
         1,
         "On how many nodes the Mooncake Store keeps each block.",
+        acts_with="mooncake_master",
     )
     mooncake_admission: str = setting(
         choice(ADMISSIONS),
         "write_through",
         "Which blocks are written to the Mooncake Store; the names are those of `ssd_admission`.",
+        acts_with="mooncake_master",
     )
     mooncake_question_seconds: float = setting(
         seconds(0.0001),
         0.005,
         "How long a request waits for the Mooncake Store to say which of its blocks are there. "
         "Blocks that it has not answered for by then are computed.",
+        acts_with="mooncake_master",
     )
     mooncake_timeout_seconds: float = setting(
         seconds(0.001),
@@ -214,6 +227,7 @@ class CacheConfig:
         "How long the Mooncake Store may take for one read or write. Blocks that do not come by "
         "then are computed. The store is left out while half of FlexKV's calls take longer and "
         "none ends.",
+        acts_with="mooncake_master",
     )
     objects_url: str | None = setting(
         bucket_url(),
@@ -228,18 +242,21 @@ class CacheConfig:
         choice(ADMISSIONS),
         "write_through",
         "Which blocks are written to the bucket; the names are those of `ssd_admission`.",
+        acts_with="objects_url",
     )
     objects_question_seconds: float = setting(
         seconds(0.001),
         0.05,
         "How long a request waits for the bucket to say which of its blocks are there. Blocks "
         "that the bucket has not answered for by then are computed.",
+        acts_with="objects_url",
     )
     objects_timeout_seconds: float = setting(
         seconds(0.001),
         5.0,
         "How long the bucket may take for one read or write. Blocks that do not come by then are "
         "computed. The bucket is left out while half of FlexKV's calls take longer and none ends.",
+        acts_with="objects_url",
     )
     block_tokens: int | None = setting(
         count(1, _MOST_BLOCK_TOKENS, "tokens", "a multiple of the engine's block size"),
@@ -248,6 +265,7 @@ class CacheConfig:
         "engine's block size. Small blocks waste less of a prompt's tail; large blocks cost less "
         "to manage. Default: the smallest multiple whose block over all layers and ranks has 2 "
         "MiB, at most 128 tokens, at least one engine block.",
+        read_by=ReadBy.ENGINE,
     )
     load_mode: str = setting(
         choice(("async", "layerwise", "auto")),
@@ -259,12 +277,14 @@ class CacheConfig:
         "requests would wait longer than one step. Layerwise loads need an engine that begins a "
         "step only when the last one has ended. Models with several kinds of attention are always "
         "loaded `async`.",
+        read_by=ReadBy.ENGINE,
     )
     min_load_tokens: int = setting(
         count(0, _MOST_TOKENS, "tokens"),
         0,
         "Hits of fewer tokens are computed instead of loaded. In addition, FlexKV measures how "
         "long computing and loading take, and loads a hit only if that is faster.",
+        read_by=ReadBy.ENGINE,
     )
     pin_seconds: int = setting(
         count(1, MOST_PIN_SECONDS, "seconds"),
@@ -279,12 +299,14 @@ class CacheConfig:
         "`none` stand for themselves. FlexKV ignores other parameters and logs them. Any client "
         "of the engine can send them. With `pin`, clients may keep up to half of the host memory "
         "for themselves, with `pin_seconds` for a time of their choice.",
+        read_by=ReadBy.ENGINE,
     )
     always_load: bool = setting(
         flag(),
         False,
         "Load every hit, even if the load is expected to take longer than computing. The request "
         "waits longer, but the processor is free for other requests.",
+        read_by=ReadBy.ENGINE,
     )
     copy_threads: int | None = setting(
         count(1, _MOST_THREADS, "threads"),
@@ -292,6 +314,7 @@ class CacheConfig:
         "Threads per worker process that copy between the engine's pages and host memory. They "
         "are used only if the engine's tensors are in host memory. Default: 4, or the number of "
         "usable cores if that is less.",
+        read_by=ReadBy.ENGINE,
     )
     runtime_dir: str | None = setting(
         path("a directory that only this user can write to"),
@@ -302,6 +325,7 @@ class CacheConfig:
         "this user's, and others may not write to this user's unless they are sticky. Default: "
         "`flexkv` in XDG_RUNTIME_DIR if that is this user's with mode 0700, else "
         "/dev/shm/flexkv-UID, or the temporary directory if there is no /dev/shm.",
+        read_by=ReadBy.ALL,
     )
     trace: str | None = setting(
         path("a new file, or of a recording of this user"),
@@ -309,22 +333,27 @@ class CacheConfig:
         "A file to record requests to, for `flexkv plan`: salted digests of blocks, lengths and "
         "times, no text. Only this user can read it. An engine adds to a recording that is there; "
         "each engine needs a file of its own. Default: nothing is recorded.",
+        read_by=ReadBy.ENGINE,
     )
     trace_gb: float = setting(
         gib(),
         1.0,
         "How large the file of `trace` may become; then recording ends. A request takes about 100 "
         "bytes, and 16 for each of its blocks.",
+        acts_with="trace",
+        read_by=ReadBy.ENGINE,
     )
     log_level: str = setting(
         choice(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "OFF")),
         "INFO",
         "The lowest level of messages that FlexKV writes to the engine's log.",
+        read_by=ReadBy.ALL,
     )
     allow_untested_engine: bool = setting(
         flag(),
         False,
         "Start with an engine version outside the supported range, at your own risk.",
+        read_by=ReadBy.ENGINE,
     )
 
     @property

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,17 @@ class ValueKind(Generic[Value_co]):
     shows_place: bool = False
 
 
+class ReadBy(enum.Enum):
+    """The part of FlexKV that a setting concerns."""
+
+    CACHE = enum.auto()
+    """The cache and its tiers. With `service`, the service's own settings count."""
+    ENGINE = enum.auto()
+    """An engine's requests, steps and copies. A service and a program have no use for it."""
+    ALL = enum.auto()
+    """Every process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A setting, as its field of `CacheConfig` declares it.
@@ -52,7 +64,9 @@ class Setting:
         default: the value if no source has one.
         help: the effect, for the settings page. `Default: ...` at its end describes a default that
             is worked out at start.
-        needs: name of the setting without which this one has no meaning; empty for none.
+        needs: name of the setting without which this one is an error; empty for none.
+        acts_with: name of the setting without which this one has no effect; empty for none.
+        read_by: the part of FlexKV that it concerns.
         variable: name of the environment variable.
     """
 
@@ -61,6 +75,8 @@ class Setting:
     default: Any
     help: str
     needs: str
+    acts_with: str
+    read_by: ReadBy
     variable: str
 
     @property
@@ -87,14 +103,22 @@ class Setting:
 
 
 def setting(
-    kind: ValueKind[Value], default: Value, help: str, *, needs: str = "", variable: str = ""
+    kind: ValueKind[Value],
+    default: Value,
+    help: str,
+    *,
+    needs: str = "",
+    acts_with: str = "",
+    read_by: ReadBy = ReadBy.CACHE,
+    variable: str = "",
 ) -> Value:
     """Declare a field of the settings. The arguments are the attributes of `Setting`.
 
     Without `variable`, the variable is `FLEXKV_` and the name in upper case. The return type is
     that of the attribute, so that mypy compares kind, default and annotation.
     """
-    about = {"kind": kind, "help": help, "needs": needs, "variable": variable}
+    about = {"kind": kind, "help": help, "needs": needs, "acts_with": acts_with}
+    about |= {"read_by": read_by, "variable": variable}
     return dataclasses.field(default=default, metadata=about)
 
 
