@@ -18,11 +18,11 @@ from disk_blocks import FINGERPRINT, SLOT, capacity_of, names, opened, unopened
 from hung_calls import wait_for_all_but_one
 
 from flexkv import KVLayout, TensorView, open_cache
-from flexkv.settings import kinds
 from flexkv.tiers import disk
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import OsFiles, open_disk_tier, opening
 from flexkv.tiers.disk.cache_directory import Folder, claim
+from flexkv.tiers.disk.places import check_apart, places_of
 from flexkv.tiers.job import Outcome
 from flexkv.types.errors import DiskError
 from packages.conftest import PATIENCE_SECONDS
@@ -308,12 +308,10 @@ def test_directories_that_answer_are_compared_beside_one_that_hangs(
 ) -> None:
     good = tmp_path / "good"
     (tmp_path / "link").symlink_to(good)
-    paths = (str(folder), str(good))
-    assert kinds.paths().parse(";".join(paths)) == paths
-    with pytest.raises(ValueError):  # noqa: PT011 - the parsers' own, without a message
-        kinds.paths().parse([*paths, str(tmp_path / "link")])
-    with pytest.raises(ValueError):  # noqa: PT011
-        kinds.paths().parse([*paths, str(folder)])
+    paths = [str(folder), str(good)]
+    assert list(places_of(paths)) == [str(good)]
+    with pytest.raises(DiskError, match="is the same directory as"):
+        check_apart(places_of([*paths, str(tmp_path / "link")]))
 
 
 def test_folders_beside_one_that_is_refused_are_given_back(tmp_path: Path) -> None:

@@ -113,6 +113,20 @@ def test_bad_values_name_value_source_and_what_is_allowed(
         assert part in message
 
 
+def test_all_names_are_listed_only_without_a_near_one() -> None:
+    with pytest.raises(ConfigError) as near:
+        load_config({"cpu_cach_gb": 1}, environ={})
+    assert str(near.value) == (
+        "unknown key 'cpu_cach_gb' in load_config (did you mean 'cpu_cache_gb'?); allowed: names "
+        "of settings"
+    )
+    for given in ({"zzz": 1}, {}):
+        with pytest.raises(ConfigError) as far:
+            load_config(given, environ={} if given else {"FLEXKV_QQQQQQ": "1"})
+        assert "did you mean" not in str(far.value)
+        assert ("cpu_cache_gb" if given else "FLEXKV_CPU_CACHE_GB") in str(far.value)
+
+
 def test_misspelt_environment_variable_is_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"FLEXKV_CPU_CACH_GB.*did you mean 'FLEXKV_CPU_CACHE_GB'"

@@ -73,10 +73,15 @@ def _is_private(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """All settings, in the order of the settings page. `load_config` builds it from all sources and
-    checks every value.
+    """All settings, in the order of the settings page. `load_config` builds it from all sources.
+
+    A program may make one, too. Every value is read as one of a file is: a folder may be given as a
+    text, and one that is not allowed is an error.
 
     A new setting is a new field. Its kind has the parser, the unit and the allowed values.
+
+    Raises:
+        ConfigError: a value is not allowed, or a setting lacks the one that it needs.
     """
 
     enable: bool = setting(
@@ -126,7 +131,8 @@ class CacheConfig:
         paths(),
         (),
         "Directories for cached blocks, several separated by `;`. Put each on a local NVMe drive "
-        "of its own; FlexKV distributes blocks over them. Default: none.",
+        "of its own; FlexKV distributes blocks over them. Relative paths and `~` are refused, "
+        "because the processes of an engine may start in other directories. Default: none.",
         needs="ssd_cache_gb",
     )
     ssd_admission: str = setting(
@@ -355,6 +361,18 @@ class CacheConfig:
         "Start with an engine version outside the supported range, at your own risk.",
         read_by=ReadBy.ENGINE,
     )
+
+    def __post_init__(self) -> None:
+        for each in SETTINGS.values():
+            value = getattr(self, each.name)
+            if value is not each.default:
+                read = each.read(value, f"CacheConfig({each.name}=...)")
+                object.__setattr__(self, each.name, read)
+        for each in SETTINGS.values():
+            value = getattr(self, each.name)
+            needed = each.needs and getattr(self, each.needs) == SETTINGS[each.needs].default
+            if needed and value != each.default:
+                raise each.lacks_needed(value, f"CacheConfig({each.name}=...)")
 
     @property
     def names_lower_tier(self) -> bool:

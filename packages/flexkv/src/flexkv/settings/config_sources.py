@@ -130,10 +130,7 @@ def _from_environment(environ: Mapping[str, str], ignored: list[str]) -> dict[st
         elif is_ignored(_setting_of(name), text, f"environment variable {name}"):
             ignored.append(name)
         elif not _INJECTED.fullmatch(name):
-            raise ConfigError(
-                f"unknown environment variable {shorten(name)}{_nearest(name, known)}; "
-                f"allowed: {', '.join(sorted(known))}"
-            )
+            raise ConfigError(f"unknown environment variable {shorten(name)}{_known(name, known)}")
     return given
 
 
@@ -146,10 +143,7 @@ def _from_mapping(
             ignored.append(key)
         elif key not in SETTINGS:
             name = key if isinstance(key, str) else show(key)
-            raise ConfigError(
-                f"unknown key {show(key)} in {source}{_nearest(name, SETTINGS)}; "
-                f"allowed: {', '.join(sorted(SETTINGS))}"
-            )
+            raise ConfigError(f"unknown key {show(key)} in {source}{_known(name, SETTINGS)}")
         elif value is not None:
             where = f"key {key!r} in {source}"
             given[key] = _Given(value, where, SETTINGS[key].read(value, where))
@@ -176,15 +170,12 @@ def _check_needs(given: Mapping[str, _Given]) -> None:
     for name in changed:
         needed = SETTINGS[name].needs
         if needed and needed not in changed:
-            value, source, _ = given[name]
-            raise ConfigError(
-                f"{name} is {show(value)} from {source}, but {needed} is not set; "
-                f"allowed: both set, or neither"
-            )
+            raise SETTINGS[name].lacks_needed(given[name].value, given[name].source)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the nearest known name; empty if none is near.
+def _known(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: a hint at the nearest known one, or all of them if
+    none is near.
 
     Case, the prefix and the order of words do not count: `FLEXKV_ENABLE` is `ENABLE_FLEXKV`.
     """
@@ -192,7 +183,9 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(
         _words(name[:_MOST_COMPARED]), list(by_words), n=1, cutoff=0.6
     )
-    return f" (did you mean {by_words[close[0]]!r}?)" if close else ""
+    if close:
+        return f" (did you mean {by_words[close[0]]!r}?); allowed: names of settings"
+    return f"; allowed: {', '.join(sorted(by_words.values()))}"
 
 
 def _words(name: str) -> str:

@@ -7,13 +7,11 @@ from elsewhere. It raises ValueError without a message; `Setting.read` makes the
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Collection
 
 from flexkv.settings.setting import ValueKind
-from flexkv.types.deadline import call_within
 
 _LEAST_GIB = 1e-6
 """The least size, about 1 KiB. Tests use caches of some KiB."""
@@ -39,11 +37,6 @@ _ANY_HOST = rf"(?:{_HOST}|\[[0-9A-Fa-f:.]{{2,45}}\])"
 _HOST_PORT = re.compile(rf"{_ANY_HOST}:(?P<port>[0-9]{{1,5}})")
 _HTTP_URL = re.compile(rf"https?://{_ANY_HOST}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
-
-_COMPARE_SECONDS = 1.0
-"""Time limit for the directories' answers. Directories that do not answer are not compared with the
-others. The limit is short, because each process of an engine reads the settings more than once. Not
-tuned."""
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _WORDS |= {"0": False, "false": False, "no": False, "off": False}
@@ -166,10 +159,8 @@ def path(of: str) -> ValueKind[str]:
 
 
 def paths() -> ValueKind[tuple[str, ...]]:
-    """Absolute paths, separated by `;` or in a list, of which no two are the same directory.
-
-    With several paths, the parser follows symbolic links, for at most `_COMPARE_SECONDS`.
-    """
+    """Absolute paths, separated by `;` or in a list, of which no two are written alike. Whether two
+    lead to the same directory is checked at start."""
 
     def parse(value: object) -> tuple[str, ...]:
         if isinstance(value, str) and _OTHER_SEPARATOR.search(value):
@@ -178,12 +169,8 @@ def paths() -> ValueKind[tuple[str, ...]]:
             _parse_path(part.strip() if isinstance(part, str) else part)
             for part in _parts(value, ";")
         )
-        if len(paths) > 1:
-            # realpath(3) hangs with a mount that hangs, which a start goes on without.
-            calls = {path: functools.partial(os.path.realpath, path) for path in paths}
-            real = call_within(calls, _COMPARE_SECONDS)
-            if len(calls) != len(paths) or len(set(real.values())) != len(real):
-                raise ValueError
+        if len({os.path.normpath(path) for path in paths}) != len(paths):
+            raise ValueError
         return paths
 
     allowed = "absolute paths separated by `;` (not `,` or `:`), none twice"
@@ -231,12 +218,15 @@ def _matching(unit: str, allowed: str, pattern: re.Pattern[str]) -> ValueKind[st
 
 
 def _parse_path(value: object) -> str:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value:
         raise ValueError
     return value
 
 
 def _parts(value: object, separator: str) -> list[object] | tuple[object, ...]:
+    if isinstance(value, os.PathLike):
+        return [value]
     parts = value.split(separator) if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         raise ValueError

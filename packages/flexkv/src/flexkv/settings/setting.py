@@ -97,6 +97,13 @@ class Setting:
                 f"{show(value)} from {source} is not a valid {self.name}; allowed: {self.allowed}"
             ) from None
 
+    def lacks_needed(self, value: object, source: str) -> ConfigError:
+        """The error of a value from `source` without the setting that it needs."""
+        return ConfigError(
+            f"{self.name} is {show(value)} from {source}, but {self.needs} is not set; "
+            f"allowed: both set, or neither"
+        )
+
     def written(self, value: Any) -> str:
         """The value as a user would write it; empty for None, which stands for no value."""
         return "" if value is None else self.kind.written(value)

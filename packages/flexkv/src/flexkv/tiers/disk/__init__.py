@@ -20,6 +20,7 @@ from flexkv.tiers.disk.disk_store import DiskStore
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles
 from flexkv.tiers.disk.opening import DriveSpec, Opening
+from flexkv.tiers.disk.places import check_apart, places_of
 from flexkv.tiers.disk.tier import DiskTier
 
 __all__ = [
@@ -90,10 +91,12 @@ def open_disk_tier(
         The tier. The caller closes it.
 
     Raises:
-        DiskError: a directory is refused until somebody changes a setting or a file. None is left
-            open.
+        DiskError: a directory is refused until somebody changes a setting or a file, or two are
+            one or in each other. None is left open.
     """
     parts = len(roots)
+    if parts > 1:
+        check_apart(places_of(roots))
     openings: list[Opening] = []
     accepted = False
     began = time.monotonic()
