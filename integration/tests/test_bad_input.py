@@ -55,7 +55,7 @@ def refuse(
         ),
         pytest.param(
             {"cpu_cache_gb": 1e6},
-            ["cpu_cache_gb", "1e+06 GiB"],
+            ["cpu_cache_gb", "1000000 GiB"],
             "available on this machine",
             id="more than the machine has",
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,21 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_settings_are_checked_in_the_first_process(ends: dict[str, str], case: str) -> None:
     assert ends[case].startswith(CASES[case][3])
+
+
+def test_a_bad_setting_ends_vllms_command_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    transfer = {"kv_connector": _OURS, "kv_role": "kv_both"} | _BAD
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(tmp_path)]
+    command += ["--skip-tokenizer-init", "--kv-transfer-config", json.dumps(transfer)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=4 * PATIENCE_SECONDS
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("flexkv.types.errors.ConfigError: unknown key 'cpu_cash_gb'")
 
 
 _REPORT = """

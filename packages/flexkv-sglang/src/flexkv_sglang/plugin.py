@@ -14,6 +14,8 @@ from typing import Any
 
 from flexkv import CacheConfig
 from flexkv.settings.without_effect import lmcaches_variables, own_variables
+from flexkv.system.uncaught import print_without_traceback
+from flexkv.types.errors import FlexKVError
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.settings import LINKER_MODULE, linker_config, read_settings
 from flexkv_sglang.support import check_model, check_settings
@@ -56,12 +58,14 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous: SGLang's own function for this step; called last.
 
     Raises:
-        FlexKVError: a setting or SGLang's version is not allowed.
+        FlexKVError: a setting or SGLang's version is not allowed. If nobody catches it, the process
+            prints it as one line.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     settings = resolving_view(server_args)
     if settings.enable_flexkv:
+        print_without_traceback(FlexKVError)
         made = linker_config(settings.flexkv_config_file)
         config = read_settings(made["linker_extra_config"])
         chosen: dict[str, Any] = {"enable_flexkv": False}

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexkv.settings.without_effect import lmcaches_variables, own_variables
+from flexkv.system.uncaught import print_without_traceback
+from flexkv.types.errors import FlexKVError
 from flexkv_vllm.compat.versions import CONNECTOR_NAME
 
 if TYPE_CHECKING:
@@ -33,8 +35,10 @@ def check_settings(transfer: KVTransferConfig) -> None:
     """Check the settings of a connector that vLLM will create, if it is or contains FlexKV.
 
     Raises:
-        FlexKVError: a setting or vLLM's version is not allowed.
+        FlexKVError: a setting or vLLM's version is not allowed. If nobody catches it, the process
+            prints it as one line.
     """
+    print_without_traceback(FlexKVError)
     for connector, extra in _ours(transfer):
         # Imported here, because all of vLLM's processes load this module.
         if connector == CONNECTOR_NAME:

@@ -144,10 +144,19 @@ def test_host_memory_is_larger_than_the_engines_own_cache(
 
 
 def test_more_than_the_machine_has_is_refused() -> None:
-    with pytest.raises(ArenaError, match=r"cpu_cache_gb is 1e\+06 GiB; allowed: at most \d+"):
+    with pytest.raises(ArenaError, match=r"cpu_cache_gb is 1000000 GiB; allowed: at most \d+"):
         plan_arena(FORMAT, 1e6)
 
 
 def test_less_than_one_block_is_refused() -> None:
-    with pytest.raises(ArenaError, match="less than one block of 12288 bytes; allowed"):
+    with pytest.raises(ArenaError, match="is 1e-06 GiB, less than one block of 12288 bytes; allow"):
         plan_arena(FORMAT, 1e-6)
+
+
+def test_a_default_that_is_too_small_is_not_given_as_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flexkv.host.arena.available_memory", lambda promised: 20000)
+    monkeypatch.setattr("flexkv.host.arena.free_huge_pages", lambda: 0)
+    with pytest.raises(ArenaError, match="cpu_cache_gb is not set, and its default has 10000 byte"):
+        plan_arena(FORMAT, None)

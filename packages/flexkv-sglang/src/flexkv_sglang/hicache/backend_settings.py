@@ -34,9 +34,10 @@ def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None
             does not pass where its pages are.
     """
     if not extra.get(_PAGES):
+        given = f"is {extra[_PAGES]!r}" if _PAGES in extra else "is missing"
         raise ConfigError(
-            f"{_PAGES} is {extra.get(_PAGES)!r} in {_SOURCE}; allowed: 1, with which HiCache "
-            f"passes where its pages are"
+            f"{_PAGES} {given} in {_SOURCE}; allowed: 1, with which HiCache passes where its pages "
+            f"are"
         )
     values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
     config = load_config(values, _SOURCE, environ)

@@ -54,8 +54,9 @@ def remove_older(config: CacheConfig, seconds: float, dry_run: bool) -> tuple[in
         OSError: a file cannot be removed.
     """
     if not (config.objects_url or "").startswith("file://"):
+        given = "is not set" if config.objects_url is None else f"is {config.objects_url!r}"
         raise ConfigError(
-            f"--older-than is on the command line, and objects_url is {config.objects_url!r}; "
+            f"--older-than is on the command line, and objects_url {given}; "
             "allowed: with objects_url=file:///PATH (a bucket's own lifecycle rules expire blocks)"
         )
     from flexkv.tiers.objects.shared_folder import remove_older

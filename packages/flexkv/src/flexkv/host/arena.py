@@ -20,7 +20,7 @@ from typing import Protocol
 from flexkv.host.board import CompletionBoard, board_bytes
 from flexkv.host.memory_file import HUGE_PAGE, Pages, check_seals, create_file, populate
 from flexkv.layout import SLOT_ALIGNMENT, BlockFormat
-from flexkv.settings import GIB
+from flexkv.settings import GIB, SETTINGS
 from flexkv.system.available import Promise, available_memory, free_huge_pages
 from flexkv.system.forks import close_in_children
 from flexkv.system.numa import bytes_by_node
@@ -143,18 +143,21 @@ def plan_arena(
     if cpu_cache_gb is None:
         least = DEFAULT_CACHE_GB * GIB / engines
         wanted = int(min(max(least, _POOLS * pool_bytes), available / 2 / engines))
+        given, asked = "", f"is not set, and its default has {wanted} bytes now"
     else:
         wanted = int(cpu_cache_gb * GIB)
+        given = SETTINGS["cpu_cache_gb"].written(cpu_cache_gb)
+        asked = f"is {given} GiB"
     allowed = f"at most {available / GIB:.2f} GiB, which are available on this machine now"
     if promised:
         waiting = sum(each.size for each in promised) / GIB
         allowed += f" beside {waiting:.2f} GiB that starting engines of this user still take"
     if wanted > available:
-        raise ArenaError(f"cpu_cache_gb is {wanted / GIB:g} GiB; allowed: {allowed}")
+        raise ArenaError(f"cpu_cache_gb is {given} GiB; allowed: {allowed}")
     spec = ArenaSpec(block_format, wanted // block_format.slot_bytes)
     if spec.num_slots == 0:
         raise ArenaError(
-            f"cpu_cache_gb is {wanted / GIB:g} GiB, less than one block of "
+            f"cpu_cache_gb {asked}, less than one block of "
             f"{block_format.slot_bytes} bytes; allowed: room for at least one block, {allowed}"
         )
     if spec.num_slots <= pool_slots:

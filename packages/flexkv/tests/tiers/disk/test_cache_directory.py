@@ -150,6 +150,13 @@ def test_a_lock_that_is_not_ours_is_left_as_it_is(tmp_path: Path, kind: str) -> 
     assert victim.read_text() == "my thesis"
 
 
+def test_a_damaged_lock_in_a_folder_of_flexkv_stops_no_start(tmp_path: Path) -> None:
+    folder = made(tmp_path / OURS)
+    (folder / "lock").write_bytes(b"12\x8b45\n")
+    claim(str(tmp_path), OURS, False).release()
+    assert owner(str(folder)) == str(os.getpid())
+
+
 def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
     folder = claim(str(tmp_path), OURS, 1)
     held, release = os.pipe(), os.pipe()

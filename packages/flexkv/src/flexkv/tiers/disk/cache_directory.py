@@ -124,7 +124,8 @@ def lock_folder(path: str, above: int | None = None) -> Folder | None:
         if not free:
             folder.release()
             return None
-        if not _PID.fullmatch(os.pread(folder.lock, _LOCK_BYTES, 0)):
+        # A folder with a table is FlexKV's, and a damaged lock there is worth nothing.
+        if not _PID.fullmatch(os.pread(folder.lock, _LOCK_BYTES, 0)) and not has_table(folder.fd):
             raise OSError(errno.EEXIST, "is a file of another program", os.path.join(path, LOCK))
         os.ftruncate(folder.lock, 0)
         os.pwrite(folder.lock, f"{os.getpid()}\n".encode(), 0)

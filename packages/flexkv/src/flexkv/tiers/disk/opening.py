@@ -216,7 +216,7 @@ class Opening:
                 check_table(folder)
                 close_to_others(folder)
                 size = bytes_of(spec.capacity, spec.slot_bytes)
-                check_room(spec.root, folder.path, size, spec.owners)
+                check_room(spec.root, folder.path, size, spec.owners, spec.capacity)
                 self._checked.set()
                 self._allowed.wait()
                 if self._closed:

@@ -45,7 +45,7 @@ class Removal(enum.Enum):
     """FlexKV's files are removed; the folder and the other files stay."""
 
 
-def check_room(root: str, mine: str, size: int, owners: int) -> None:
+def check_room(root: str, mine: str, size: int, owners: int, asked: int) -> None:
     """Check that `make_room` can find enough room. Changes nothing.
 
     Args:
@@ -53,6 +53,7 @@ def check_room(root: str, mine: str, size: int, owners: int) -> None:
         mine: see `make_room`.
         size: see `make_room`.
         owners: see `make_room`.
+        asked: bytes that `ssd_cache_gb` gives the folder, for the error.
 
     Raises:
         UnavailableError: there is too little room now, or a system call failed.
@@ -68,9 +69,9 @@ def check_room(root: str, mine: str, size: int, owners: int) -> None:
         said = os.statvfs(root)
         never = size > said.f_blocks * said.f_frsize
         raise (DiskError if never else UnavailableError)(
-            f"ssd_cache_gb asks for {size / _GIB:.2f} GiB in {mine}, which has {has / _GIB:.2f} "
-            f"GiB already, and its file system has {left / _GIB:.2f} GiB left; allowed: a size "
-            f"that fits beside the folders in use"
+            f"ssd_cache_gb asks for {asked / _GIB:g} GiB in {mine}, which has {has / _GIB:.2f} GiB "
+            f"already, and its file system has {left / _GIB:.2f} GiB left; allowed: a size that "
+            f"fits beside the folders in use"
         )
 
 
