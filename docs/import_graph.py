@@ -70,6 +70,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("kernels", "native copies, index, steps", ("flexkv_kernels",)),
     ),
     (Room("library", "a cache without an engine", _of(CORE, "library")),),
+    (Room("preflight", "checks of doctor and of starts", _of(CORE, "preflight")),),
     (
         Room("engine/scheduler", "follows an engine's requests", _of(CORE, "engine.scheduler")),
         Room("engine/worker", "copies of pages, rank by rank", _of(CORE, "engine.worker")),

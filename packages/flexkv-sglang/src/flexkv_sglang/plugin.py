@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexkv import CacheConfig
+from flexkv.preflight.checks import check_start
 from flexkv.settings.without_effect import lmcaches_variables, own_variables
 from flexkv.system.uncaught import print_without_traceback
 from flexkv.types.errors import FlexKVError
@@ -111,6 +112,7 @@ def check_resolved(server_args: Any, previous: Callable[[Any], None]) -> None:
 def _check(settings: Any, config: CacheConfig) -> None:
     check_version(config.allow_untested_engine, sglang_version())
     check_settings(settings)
+    check_start(config)
 
 
 def _is_linked(settings: Any) -> bool:

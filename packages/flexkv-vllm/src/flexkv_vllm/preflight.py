@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from flexkv.preflight.checks import check_start
 from flexkv.settings.without_effect import lmcaches_variables, own_variables
 from flexkv.system.uncaught import print_without_traceback
 from flexkv.types.errors import FlexKVError
@@ -45,13 +46,15 @@ def check_settings(transfer: KVTransferConfig) -> None:
             from flexkv_vllm.connector import FlexKVConnectorV1
             from flexkv_vllm.settings import check_engine, load_extra
 
-            check_engine(load_extra(extra), FlexKVConnectorV1)
+            settings = load_extra(extra)
+            check_engine(settings, FlexKVConnectorV1)
         else:
             from flexkv_vllm.offloading import offload_settings
             from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 
             settings = offload_settings.load_settings(extra)
             offload_settings.check_engine(settings, FlexKVOffloadingManager)
+        check_start(settings)
 
 
 def report_without_effect(given: KVTransferConfig | None, used: KVTransferConfig | None) -> None:

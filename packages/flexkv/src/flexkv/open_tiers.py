@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 
 from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
 from flexkv.host.arena import ArenaSpec
@@ -97,6 +98,30 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
     return tiers
 
 
+def import_mooncake(master: str) -> None:
+    """Import the client of a Mooncake Store, which starts threads.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be imported.
+    """
+    try:
+        import_module("flexkv.tiers.mooncake.open_mooncake")
+    except ImportError as error:
+        raise lacks_client("mooncake_master", master, "mooncake", str(error)) from None
+
+
+def import_objects(url: str) -> None:
+    """Import the client of buckets.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be imported.
+    """
+    try:
+        import_module("flexkv.tiers.objects.open_objects")
+    except ImportError as error:
+        raise lacks_client("objects_url", url, "objects", str(error)) from None
+
+
 @contextlib.contextmanager
 def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
     """Close `tiers` if the block raises, because no cache owns them yet."""
@@ -142,10 +167,9 @@ def _open_disk(
 def _open_mooncake(
     config: CacheConfig, master: str, metadata: str, fingerprint: str, spec: ArenaSpec
 ) -> AttachedTier:
-    try:
-        from flexkv.tiers.mooncake.open_mooncake import MooncakeSettings, open_mooncake_tier
-    except ImportError as error:
-        raise _lacks("mooncake_master", master, "mooncake", error) from None
+    import_mooncake(master)
+    from flexkv.tiers.mooncake.open_mooncake import MooncakeSettings, open_mooncake_tier
+
     settings = MooncakeSettings(
         master,
         metadata,
@@ -168,10 +192,9 @@ def _open_mooncake(
 
 
 def _open_objects(config: CacheConfig, url: str, fingerprint: str, spec: ArenaSpec) -> AttachedTier:
-    try:
-        from flexkv.tiers.objects.open_objects import open_object_tier
-    except ImportError as error:
-        raise _lacks("objects_url", url, "objects", error) from None
+    import_objects(url)
+    from flexkv.tiers.objects.open_objects import open_object_tier
+
     limits = RemoteLimits(
         config.objects_question_seconds,
         config.objects_timeout_seconds,
@@ -188,9 +211,10 @@ def _states(config: CacheConfig, medium: Medium, store: str, fingerprint: str) -
     return StoreStates(config.session_root, about)
 
 
-def _lacks(setting: str, value: str, extra: str, error: ImportError) -> ConfigError:
+def lacks_client(setting: str, value: str, extra: str, why: str) -> ConfigError:
+    """The error of a setting whose store has no client here, with the reason."""
     return ConfigError(
-        f"{setting} is {value!r}, but its client cannot be imported ({error}); allowed: none, or "
+        f"{setting} is {value!r}, but its client cannot be imported ({why}); allowed: none, or "
         f"what `pip install 'flexkv[{extra}]'` installs"
     )
 

@@ -8,17 +8,13 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hung_calls import wait_for_all_but_one
 
-from flexkv.cli.doctor_disk import check_directory, measure
-from flexkv.cli.doctor_findings import Finding, Level, run_checks
+from flexkv.preflight.findings import Level
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
 from packages.flexkv.tests.cli.stores import Cache, Ended, snapshot
@@ -224,53 +220,6 @@ def test_unknown_arguments_are_bad_use(doctor: Doctor, arguments: list[str]) -> 
     assert "unrecognized arguments" in ended.err
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_a_directory_of_others_is_a_problem() -> None:
-    # Below `tmp_path` nobody else reaches anything.
-    with tempfile.TemporaryDirectory() as theirs:
-        pid = os.fork()
-        if pid == 0:
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-            found = list(check_directory(theirs, 1.0, 0.0))
-            os._exit(0 if [each.level for each in found] == [Level.PROBLEM] else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-@pytest.mark.parametrize("below", ["", "deep", "deep/new"])
-def test_a_directory_that_another_user_planted_is_a_problem(tmp_path: Path, below: str) -> None:
-    tmp_path.chmod(0o1777)
-    (tmp_path / "kv" / "deep").mkdir(parents=True)
-    os.chown(tmp_path / "kv", NOBODY, NOBODY)
-    (found,) = check_directory(str(tmp_path / "kv" / below), 1.0, 0.0)
-    assert found.level is Level.PROBLEM
-    assert f"refuses it: {tmp_path / 'kv'}: belongs to user {NOBODY}" in found.text
-
-
-def test_what_hangs_is_a_finding_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_all_but_one(monkeypatch)
-    stop = threading.Event()
-
-    def hangs() -> Iterator[Finding]:
-        stop.wait()
-        yield Finding("drive", Level.OK, "late")
-
-    def breaks() -> Iterator[Finding]:
-        yield Finding("first", Level.OK, "there")
-        raise RuntimeError("oops")
-
-    fine = [Finding("kernel", Level.OK, "new")]
-    found = run_checks({"drive": hangs, "code": breaks, "kernel": lambda: fine}, 0.5)
-    stop.set()
-    assert [(each.check, each.level) for each in found] == [
-        ("drive", Level.PROBLEM),
-        ("code", Level.ADVICE),
-        ("kernel", Level.OK),
-    ]
-    assert found[0].text == "no answer within 0.5 s"
-    assert "oops" in found[1].text
-
-
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Commands under way on what hangs. Each waits 15 s for an answer.
@@ -327,37 +276,6 @@ def test_a_file_of_settings_that_hangs_hides_nothing(waiting: Waiting) -> None:
     assert ended.code == 1
     assert "problem  settings: no answer within 15 s" in ended.out
     assert re.search(r"(ok|advice) +kernel: ", ended.out)
-
-
-def test_a_measurement_writes_no_more_than_a_share_of_the_room(tmp_path: Path) -> None:
-    """On a small file system of its own, in memory."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        watched: list[int] = []
-        stop = threading.Event()
-
-        def watch() -> None:
-            while not stop.is_set():
-                status = os.statvfs(folder)
-                watched.append((status.f_blocks - status.f_bfree) * status.f_frsize)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        speed = measure(str(folder), 1.0)
-        stop.set()
-        thread.join()
-        assert speed.written > 0
-        assert speed.read > 0
-        assert max(watched) <= (100 << 20) // 8
-        (kind, *_) = check_directory(str(folder), 0, 0)
-        assert kind.level is Level.ADVICE
-        assert "memory" in kind.text
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_the_findings_are_json(doctor: Doctor) -> None:

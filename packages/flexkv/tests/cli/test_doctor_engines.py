@@ -20,9 +20,9 @@ from flexkv.version import __version__
 
 ROOT = Path(__file__).parents[4]
 SOURCES = [
-    *(str(ROOT / f"packages/{name}/src") for name in ("flexkv", "flexkv-vllm", "flexkv-sglang")),
-    str(ROOT / "kernels/python"),
+    str(ROOT / f"packages/{name}/src") for name in ("flexkv", "flexkv-vllm", "flexkv-sglang")
 ]
+KERNELS = "flexkv_kernels"
 FOLDERS = {
     "flexkv-kernels": "kernels",
     "flexkv-vllm": "packages/flexkv-vllm",
@@ -89,7 +89,8 @@ def environment(tmp_path: Path) -> Environment:
     made.folder.mkdir()
     for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for path in Path(place).iterdir():
-            if not path.name.startswith(LEFT_OUT) and path.suffix != ".pth":
+            ours = path.name != KERNELS and path.name.startswith(LEFT_OUT)
+            if not ours and path.suffix != ".pth":
                 (made.folder / path.name).symlink_to(path)
     made.install_ours("flexkv-kernels")
     return made

@@ -19,10 +19,8 @@ from collections.abc import Callable, Sequence
 from flexkv.cli.common import (
     Found,
     add_directories,
-    blocks,
     find_folders,
     read_settings,
-    size,
     split_services,
 )
 from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared_blocks
@@ -34,6 +32,7 @@ from flexkv.tiers.disk.inspect import owner_of
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
+from flexkv.types.texts import blocks, size
 
 NAME = "clear"
 HELP = "remove the caches that no engine owns, and clear shared stores"

@@ -20,8 +20,6 @@ from flexkv.tiers.disk import cache_directory
 from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.types.errors import ConfigError, DiskError
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-
 
 def add_directories(parser: argparse.ArgumentParser) -> None:
     """Add the arguments DIR; their value is the list `directories`, empty if there are none."""
@@ -185,25 +183,6 @@ def _roots(given: Sequence[str]) -> tuple[Sequence[str], str]:
             "DIR is missing on the command line, and ssd_cache_dir is not set; allowed: one of them"
         )
     return roots, "ssd_cache_dir"
-
-
-def size(count: int) -> str:
-    """`count` bytes as text with a binary unit, such as `2.00 MiB`."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.2f} {_UNITS[unit]}" if unit else f"{count} bytes"
-
-
-def blocks(count: int) -> str:
-    """`count` blocks as text, such as `1 block` or `1,600 blocks`."""
-    return "1 block" if count == 1 else f"{count:,} blocks"
-
-
-def printable(text: str) -> str:
-    """Text of others, such as a file of a model. A character that a terminal may obey becomes
-    `?`."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def print_json(content: object) -> None:

@@ -8,24 +8,17 @@ problem."""
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from flexkv.cli.common import add_json, print_json, printable
-from flexkv.cli.doctor_disk import check_directory
-from flexkv.cli.doctor_engines import check_engines, check_packages
-from flexkv.cli.doctor_findings import Check, Finding, Level, run_checks, unanswered
-from flexkv.cli.doctor_host import (
-    check_gpu,
-    check_kernel,
-    check_limits,
-    check_memory,
-    check_runtime_dir,
-)
-from flexkv.settings import GIB, SETTINGS, CacheConfig, load_config
+from flexkv.cli.common import add_json, print_json
+from flexkv.preflight.checks import all_checks
+from flexkv.preflight.findings import Finding, Level, problem_of, run_checks, unanswered
+from flexkv.settings import SETTINGS, CacheConfig, load_config
+from flexkv.settings.without_effect import without_effect
 from flexkv.types.deadline import ANSWER_SECONDS, call_within
 from flexkv.types.errors import ConfigError
+from flexkv.types.texts import printable
 
 NAME = "doctor"
 HELP = "check what an engine with FlexKV needs, and say what to change"
@@ -54,20 +47,8 @@ def run(args: argparse.Namespace) -> int:
     config, findings = read.get(
         "settings", (CacheConfig(), [unanswered("settings", ANSWER_SECONDS)])
     )
-    checks: dict[str, Check] = {
-        "kernel": check_kernel,
-        "memory": functools.partial(check_memory, config),
-        "limits": functools.partial(check_limits, config),
-        "GPU": check_gpu,
-        "packages": check_packages,
-        "engine": functools.partial(check_engines, config),
-        "runtime_dir": functools.partial(check_runtime_dir, config),
-    }
-    room = (config.ssd_cache_gb or 0.0) * GIB / max(1, len(config.ssd_cache_dir))
-    for path in config.ssd_cache_dir:
-        checks[f"disk {path}"] = functools.partial(check_directory, path, room, seconds)
     # Drives are measured at the same time, as an engine uses them.
-    findings += run_checks(checks, seconds + ANSWER_SECONDS)
+    findings += run_checks(all_checks(config, seconds), seconds + ANSWER_SECONDS)
     _print(findings, as_json=args.json)
     return 1 if any(each.level is Level.PROBLEM for each in findings) else 0
 
@@ -77,9 +58,7 @@ def _settings() -> tuple[CacheConfig, list[Finding]]:
     try:
         config = load_config()
     except ConfigError as error:
-        text, _, allowed = str(error).partition("; allowed: ")
-        found = Finding("settings", Level.PROBLEM, text, f"allowed: {allowed}" if allowed else "")
-        return CacheConfig(), [found]
+        return CacheConfig(), [problem_of("settings", error)]
     if not config.enable:
         text = "FlexKV is turned off (ENABLE_FLEXKV)"
         return config, [Finding("settings", Level.ADVICE, text, "unset ENABLE_FLEXKV")]
@@ -89,7 +68,11 @@ def _settings() -> tuple[CacheConfig, list[Finding]]:
         for each in SETTINGS.values()
         if getattr(config, each.name) != each.default
     ]
-    return config, [Finding("settings", Level.OK, ", ".join(given) or "all defaults")]
+    unused = [
+        Finding("settings", Level.ADVICE, sentence, "unset them, or set what they need")
+        for sentence in without_effect(config)
+    ]
+    return config, [Finding("settings", Level.OK, ", ".join(given) or "all defaults"), *unused]
 
 
 def _print(findings: Sequence[Finding], *, as_json: bool) -> None:

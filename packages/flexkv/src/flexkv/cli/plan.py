@@ -10,7 +10,7 @@ import argparse
 import functools
 
 from flexkv.cli import plan_options
-from flexkv.cli.common import print_json, size
+from flexkv.cli.common import print_json
 from flexkv.cli.plan_options import Options, read_options
 from flexkv.cli.plan_progress import ProgressShown
 from flexkv.cli.plan_report import Report, as_json, print_report, setting_gib
@@ -22,6 +22,7 @@ from flexkv.plan.saving import LoadCost, PrefillCost, Savings
 from flexkv.plan.sizing import GIB, Limits, size_up
 from flexkv.types.deadline import call_beside
 from flexkv.types.errors import TraceError
+from flexkv.types.texts import size
 
 NAME = "plan"
 HELP = "replay a trace: what memory, disk and policies would bring"

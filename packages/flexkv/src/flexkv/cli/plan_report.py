@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.cli.common import printable, size
 from flexkv.eviction import AUTO, FOLLOWING
 from flexkv.plan.curve import LRUCurve, Point
 from flexkv.plan.model import ModelCache
@@ -16,6 +15,7 @@ from flexkv.plan.read import TraceFile
 from flexkv.plan.replay import Outcome
 from flexkv.plan.saving import PrefillCost
 from flexkv.plan.sizing import DAY_SECONDS, GIB, LEAST_SECONDS, LRU, Row, Sizing
+from flexkv.types.texts import printable, size
 
 _BAR = 16
 """Characters of the longest bar."""

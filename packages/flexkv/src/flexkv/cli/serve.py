@@ -18,6 +18,7 @@ import socket
 from dataclasses import replace
 
 from flexkv.cli.common import read_settings
+from flexkv.preflight.checks import check_start
 from flexkv.service.door import listen_at
 from flexkv.service.server import NodeServer
 from flexkv.settings import configure_logging
@@ -63,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     if not root:
         raise ConfigError("serve needs DIR, or the setting service; allowed: a directory")
     configure_logging(config)
-    report_without_effect(replace(config, service=None), _IGNORED)
+    config = replace(config, service=None)
+    report_without_effect(config, _IGNORED)
+    check_start(config, meets=False)
     figures = None if args.http is None else _listen(args.http)
     server = NodeServer(root, config, config.cpu_cache_gb, figures)
     for each in (signal.SIGTERM, signal.SIGINT):

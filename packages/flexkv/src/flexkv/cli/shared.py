@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from flexkv.open_tiers import import_objects
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import cache_directory
@@ -106,14 +107,10 @@ def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBloc
     url = config.objects_url
     if url is None:
         return
-    try:
-        from flexkv.tiers.objects.object_store import ObjectRecord, Requests, fingerprints_in
-        from flexkv.tiers.objects.open_objects import connect
-    except ImportError as error:
-        raise ConfigError(
-            f"objects_url is {url!r}, but its client cannot be imported ({error}); allowed: none, "
-            "or what `pip install 'flexkv[objects]'` installs"
-        ) from None
+    import_objects(url)
+    from flexkv.tiers.objects.object_store import ObjectRecord, Requests, fingerprints_in
+    from flexkv.tiers.objects.open_objects import connect
+
     store = connect(url, config.objects_timeout_seconds)
     requests = Requests(store, config.objects_timeout_seconds)
     # Whoever can write to the bucket chooses the names there, which a terminal may obey.

@@ -20,11 +20,9 @@ from flexkv.cli.common import (
     Found,
     add_directories,
     add_json,
-    blocks,
     find_folders,
     print_json,
     read_settings,
-    size,
     split_services,
 )
 from flexkv.cli.stat_service import ask_services, print_service
@@ -32,6 +30,7 @@ from flexkv.session.store_states import read_states
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError, DiskError
+from flexkv.types.texts import blocks, size
 
 NAME = "stat"
 HELP = "print contents of caches, and the state of shared stores"

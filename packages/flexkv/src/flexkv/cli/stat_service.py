@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-from flexkv.cli.common import blocks, printable, size
 from flexkv.figures.definitions import (
     BLOCKS,
     BYTES,
@@ -27,6 +26,7 @@ from flexkv.service.state import (
     PoolState,
     ServiceState,
 )
+from flexkv.types.texts import blocks, printable, size
 
 
 def ask_services(roots: Sequence[str]) -> tuple[dict[str, ServiceState], bool]:

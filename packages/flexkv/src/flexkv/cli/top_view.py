@@ -13,7 +13,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from flexkv.cli.common import printable, size
 from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
@@ -26,6 +25,7 @@ from flexkv.service.state import (
     STALLED_BLOCKS,
 )
 from flexkv.tiers.disk.inspect import FolderState
+from flexkv.types.texts import printable, size
 
 _WINDOW_SECONDS = 10.0
 """Seconds over which rates are computed. An engine reports with its steps, which may be seconds

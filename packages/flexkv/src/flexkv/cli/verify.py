@@ -21,11 +21,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from flexkv.cli.common import add_directories, add_json, blocks, find_folders, print_json, size
+from flexkv.cli.common import add_directories, add_json, find_folders, print_json
 from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
 from flexkv.types.deadline import call_beside
 from flexkv.types.errors import DiskError
+from flexkv.types.texts import blocks, size
 
 NAME = "verify"
 HELP = "read every block and verify its checksum"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from flexkv.plan import recording
 from flexkv.settings import GIB, CacheConfig
-from flexkv.system.directories import lasts, open_directory
+from flexkv.system.directories import check_creatable, lasts, open_directory
 from flexkv.system.forks import close_in_children
 from flexkv.system.retries import Retried
 
@@ -380,10 +380,31 @@ def open_recorder(
     return None
 
 
-def _open(path: str) -> int:
+def check_trace(path: str) -> bool:
+    """Check that a recorder could write to a file. Changes nothing.
+
+    Returns:
+        Whether the file exists.
+
+    Raises:
+        OSError: it could not; see `_open`.
+    """
+    try:
+        fd = _open(path, create=False)
+    except FileNotFoundError:
+        if not os.path.isdir(os.path.dirname(path)):  # a recorder creates none
+            raise
+        check_creatable(path)
+        return False
+    os.close(fd)
+    return True
+
+
+def _open(path: str, *, create: bool = True) -> int:
     """Open a new file, or a recording at its end. Refuses symbolic links, files that are not
     regular, files that other users own or can read, and files that another process records to. The
-    directory must not be another user's trap; see `open_directory`.
+    directory must not be another user's trap; see `open_directory`. Without `create`, changes
+    nothing.
 
     Returns:
         The descriptor, which the caller closes. It holds the lock of the file.
@@ -391,7 +412,8 @@ def _open(path: str) -> int:
     Raises:
         OSError: the file cannot be used.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    flags |= os.O_CREAT if create else 0
     try:
         folder = open_directory(os.path.dirname(path))
     except OSError as error:
@@ -412,22 +434,24 @@ def _open(path: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(errno.EAGAIN, "another engine records to it") from None
-        _repair(fd, status.st_size)
+        _check_head(fd, status.st_size)
+        if create:
+            _repair(fd, status.st_size)
         return fd
     except BaseException:
         os.close(fd)
         raise
 
 
-def _repair(fd: int, size: int) -> None:
-    """Remove an incomplete last line, which a killed engine leaves.
-
-    Raises:
-        OSError: the file is no recording of FlexKV, or a system call failed.
-    """
+def _check_head(fd: int, size: int) -> None:
+    """Raises OSError if the file is no recording of FlexKV."""
     start = b'{"%s"' % recording.HEAD.encode()
     if size and os.pread(fd, len(start), 0) != start:
         raise OSError(errno.EEXIST, "a file that is no recording of FlexKV")
+
+
+def _repair(fd: int, size: int) -> None:
+    """Remove an incomplete last line, which a killed engine leaves."""
     end = size
     while end:
         begin = max(0, end - _BUFFER_BYTES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from flexkv.layout.block_format import (
     SLOT_ALIGNMENT,
+    USUAL_BLOCK,
     BlockFormat,
     Sharding,
     block_identity,
@@ -22,6 +23,7 @@ from flexkv.layout.share import share_of
 
 __all__ = [
     "SLOT_ALIGNMENT",
+    "USUAL_BLOCK",
     "BlockFormat",
     "KVLayout",
     "PlacedPlane",

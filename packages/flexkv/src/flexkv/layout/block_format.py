@@ -17,6 +17,10 @@ SLOT_ALIGNMENT = 4096
 """Slots start at multiples of this many bytes, as O_DIRECT requires."""
 
 
+USUAL_BLOCK = 2 << 20
+"""Bytes that a block has at least, unless `block_tokens` or a small model makes it smaller."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Which part of a block each rank holds: `ranks / replicas` parts, each of them held by
@@ -95,10 +99,10 @@ def choose_engine_blocks(
     Args:
         engine_block_tokens: tokens of one engine block.
         engine_block_bytes: bytes of one engine block over all layers and parts.
-        block_tokens: the setting of that name; None chooses as its help text says. From 2 MiB on,
-            larger I/O is hardly faster on NVMe. 128 tokens bound the uncached end of a prompt:
-            with 256, a prompt of 1,000 tokens of which the engine had 896 took 40 ms instead of
-            24 ms on 2 cores.
+        block_tokens: the setting of that name; None chooses as its help text says. From
+            `USUAL_BLOCK` on, larger I/O is hardly faster on NVMe. 128 tokens bound the uncached
+            end of a prompt: with 256, a prompt of 1,000 tokens of which the engine had 896 took 40
+            ms instead of 24 ms on 2 cores.
 
     Raises:
         LayoutError: `block_tokens` is not a multiple of the engine's block size.
@@ -110,7 +114,7 @@ def choose_engine_blocks(
                 f"{engine_block_tokens} tokens; allowed: a multiple of {engine_block_tokens}"
             )
         return block_tokens // engine_block_tokens
-    wanted = -(-(2 << 20) // engine_block_bytes)
+    wanted = -(-USUAL_BLOCK // engine_block_bytes)
     return max(1, min(wanted, 128 // engine_block_tokens))
 
 

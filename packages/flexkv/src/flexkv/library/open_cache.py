@@ -13,6 +13,7 @@ from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, Sharding
 from flexkv.library.page_cache import PageCache, open_caches
+from flexkv.preflight.checks import check_start
 from flexkv.settings import CacheConfig, load_config
 from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.system.native import kernels
@@ -70,6 +71,7 @@ def open_cache(
             "dtype)"
         )
     report_without_effect(config, _IGNORED)
+    check_start(config, meets=False)
     where = _host_memory() if device is None else device
     pages = RankPages(layout, 1, Sharding(1))
     planes, stored = pages.place()

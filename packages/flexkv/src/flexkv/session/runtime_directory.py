@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from flexkv.session.wire import peer_of
-from flexkv.system.directories import open_directory
+from flexkv.system.directories import check_creatable, open_directory
 from flexkv.system.regular_files import open_regular
 from flexkv.types.errors import ArenaError
 
@@ -60,8 +60,8 @@ class RuntimeDirectory:
             if isinstance(error, FileNotFoundError) and not create:
                 raise
             if error.errno == errno.EPERM:
-                raise self._refused(f"{error.filename} {error.strerror}") from None
-            raise self._refused(str(error)) from None
+                raise _refused(path, f"{error.filename} {error.strerror}") from None
+            raise _refused(path, str(error)) from None
 
     def __enter__(self) -> RuntimeDirectory:
         return self
@@ -205,11 +205,7 @@ class RuntimeDirectory:
             self._fd = -1
 
     def _refused(self, why: str) -> ArenaError:
-        return ArenaError(
-            f"runtime_dir {self._path!r} cannot be used: {why}; allowed: an absolute path of a "
-            f"directory that this user can create and write, no symbolic link; no other user may "
-            f"own or write to it or to those above it (chmod go-w), unless root's or sticky"
-        )
+        return _refused(self._path, why)
 
     def _address(self, file: str) -> str:
         # This path fits into the 107 bytes of a socket's address, however long the directory's is.
@@ -260,6 +256,34 @@ class RuntimeDirectory:
             listener.close()
             raise
         return listener
+
+
+def check_runtime_directory(path: str) -> bool:
+    """Check that this user can use or create a runtime directory. Changes nothing.
+
+    Returns:
+        Whether it exists.
+
+    Raises:
+        ArenaError: it cannot be used or created.
+    """
+    try:
+        with RuntimeDirectory(path):
+            return True
+    except FileNotFoundError:
+        try:
+            check_creatable(path)
+        except OSError as error:
+            raise _refused(path, f"{error.filename}: {error.strerror}") from None
+        return False
+
+
+def _refused(path: str, why: str) -> ArenaError:
+    return ArenaError(
+        f"runtime_dir {path!r} cannot be used: {why}; allowed: an absolute path of a directory "
+        f"that this user can create and write, no symbolic link; no other user may own or write to "
+        f"it or to those above it (chmod go-w), unless root's or sticky"
+    )
 
 
 def owned_message(name: str, pid: int) -> str:

@@ -89,6 +89,33 @@ def open_directory(path: str, *, mode_above: int | None = None, private: bool = 
         os.close(walk.fd)
 
 
+def nearest_directory(path: str) -> str:
+    """The path itself if something is there, or else the nearest one above that exists."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path) or "/"
+    return path
+
+
+def check_creatable(path: str) -> None:
+    """Check that this user can create a missing directory, and those above it that are missing.
+    Changes nothing.
+
+    Raises:
+        OSError: with the path of the component that cannot be created, or under which nothing can.
+    """
+    there = nearest_directory(path)
+    if not os.path.isdir(there):
+        raise _not_a_directory(there)
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), there)
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"user {os.geteuid()} cannot write there", there)
+    most = os.pathconf(there, "PC_NAME_MAX")
+    for name in os.path.relpath(path, there).split("/"):
+        if len(os.fsencode(name)) > most:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path)
+
+
 def root_ids() -> set[int]:
     """Ids of the users that root's files seem to belong to. In a user namespace without root, such
     as an unprivileged container's, they show as the overflow user's (user_namespaces(7))."""

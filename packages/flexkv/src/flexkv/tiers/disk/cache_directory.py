@@ -20,7 +20,13 @@ import stat
 import time
 from dataclasses import dataclass
 
-from flexkv.system.directories import WRITABLE, open_directory, root_ids
+from flexkv.system.directories import (
+    WRITABLE,
+    check_creatable,
+    nearest_directory,
+    open_directory,
+    root_ids,
+)
 from flexkv.system.forks import close_in_children
 from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk import table
@@ -178,7 +184,7 @@ def claim(root: str, fingerprint: str, owners: int) -> Folder:
                 if folder is None:
                     continue
                 try:
-                    _check_owner(folder, root, chosen.st_uid)
+                    check_owner(folder, root, chosen.st_uid)
                 except BaseException:
                     folder.release()
                     raise
@@ -186,13 +192,42 @@ def claim(root: str, fingerprint: str, owners: int) -> Folder:
         finally:
             os.close(above)
     except OSError as error:
-        raise disk_error(
-            f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; "
-            f"allowed: a directory that this user can create and write, and that no other user has "
-            f"made or can replace",
-            error,
-        ) from None
+        raise _unusable(root, error) from None
     raise UnavailableError(_taken(root, fingerprint, owners))
+
+
+def check_root(root: str) -> bool:
+    """Check that `claim` can use or create a cache directory, without a folder in it. Changes
+    nothing.
+
+    Returns:
+        Whether the directory exists.
+
+    Raises:
+        DiskError: see `claim`.
+    """
+    there = nearest_directory(root)
+    try:
+        above = open_directory(there)
+        try:
+            status = os.fstat(above)
+        finally:
+            os.close(above)
+        check_creatable(root)
+    except OSError as error:
+        raise _unusable(root, error) from None
+    if there == root:
+        _refuse_others(root, status, stat.S_IWOTH)
+    return there == root
+
+
+def _unusable(root: str, error: OSError) -> DiskError:
+    return disk_error(
+        f"cannot use the cache directory {root} from ssd_cache_dir: {reason_of(error)}; allowed: a "
+        f"directory that this user can create and write, and that no other user has made or can "
+        f"replace",
+        error,
+    )
 
 
 def has_table(folder: int) -> bool:
@@ -283,7 +318,7 @@ def _make(path: str, above: int, tries: int) -> Folder | None:
     return None
 
 
-def _check_owner(folder: Folder, root: str, chosen: int) -> None:
+def check_owner(folder: Folder, root: str, chosen: int) -> None:
     """Refuse a folder of a user whom nobody has chosen.
 
     Args:

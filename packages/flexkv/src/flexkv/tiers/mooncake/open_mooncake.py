@@ -117,7 +117,7 @@ def _join(settings: MooncakeSettings) -> MooncakeDistributedStore:
     """
     # First, because Mooncake tries for 90 s to reach a master that is not there, and notices no
     # master that comes meanwhile.
-    own = _own_address(settings.master)
+    own = own_address(settings.master)
     client = MooncakeDistributedStore()
     code = client.setup(
         own,
@@ -134,7 +134,7 @@ def _join(settings: MooncakeSettings) -> MooncakeDistributedStore:
     return client
 
 
-def _own_address(master: str) -> str:
+def own_address(master: str) -> str:
     """This machine's address on the route to the master, by which other nodes reach it; an IPv6
     address is in brackets.
 

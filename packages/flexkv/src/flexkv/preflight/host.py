@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine: kernel, memory, GPU, FlexKV's runtime directory."""
+"""Checks of the machine: kernel, memory, GPU, FlexKV's runtime directory, service and trace."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import platform
 import re
 import resource
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexkv.cli.common import size
-from flexkv.cli.doctor_findings import Finding, Level
-from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.engine.recorder import check_trace
+from flexkv.layout import USUAL_BLOCK
+from flexkv.preflight.findings import Finding, Level
+from flexkv.service.messages import SOCKET
+from flexkv.session.runtime_directory import RuntimeDirectory, check_runtime_directory
 from flexkv.settings import GIB, CacheConfig
 from flexkv.system.available import available_memory, free_huge_pages
+from flexkv.system.native import kernels
 from flexkv.system.numa import processors_of
-from flexkv.types.errors import ArenaError
+from flexkv.types.errors import ConfigError
+from flexkv.types.texts import size
 
 _OLDEST_KERNEL = (4, 16)
 """memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""
@@ -29,6 +34,9 @@ _FILLING_KERNEL = (5, 14)
 _LEAST_SHM = GIB
 """Bytes in /dev/shm that engines with several ranks should have for themselves; Docker gives
 64 MiB. Not tuned."""
+
+_SERVICE_SECONDS = 5.0
+"""Time limit for the connection to a service, whose loop may be busy. Not tuned."""
 
 _SMI_SECONDS = 5.0
 """Time limit for nvidia-smi, which hangs if the driver does. Not tuned."""
@@ -57,6 +65,9 @@ def check_memory(config: CacheConfig) -> Iterator[Finding]:
     text = f"{size(available)} available to this process, control groups counted"
     if wanted is None:
         yield Finding("memory", Level.OK, f"{text}; cpu_cache_gb is not set: FlexKV chooses")
+    elif wanted < USUAL_BLOCK:
+        text = f"{size(wanted)} wanted, less than one usual block of {size(USUAL_BLOCK)}"
+        yield Finding("memory", Level.PROBLEM, text, "raise cpu_cache_gb: its unit is GiB")
     elif max(available, pool) < wanted:
         change = "lower cpu_cache_gb, or raise the limit of the container or the service"
         yield Finding("memory", Level.PROBLEM, f"{text}, {size(wanted)} wanted", change)
@@ -124,11 +135,10 @@ def check_gpu() -> Iterator[Finding]:
         return
     yield Finding("GPU", Level.OK, f"{len(lines)}: {lines[0]}")
     try:
-        from flexkv_kernels.cuda_device import cuda_unavailable
-    except (ImportError, OSError) as error:
+        reason = kernels("cuda_device").cuda_unavailable()
+    except (ConfigError, OSError) as error:
         yield Finding("GPU", Level.PROBLEM, f"no kernels: {error}", "pip install flexkv-kernels")
         return
-    reason = cuda_unavailable()
     if reason is not None:
         change = "install a build of flexkv-kernels with CUDA, and a driver that is new enough"
         yield Finding("GPU", Level.PROBLEM, f"flexkv-kernels cannot use it: {reason}", change)
@@ -139,22 +149,43 @@ def check_gpu() -> Iterator[Finding]:
 def check_runtime_dir(config: CacheConfig) -> Iterator[Finding]:
     """Check the directory where an engine's processes meet. A missing directory is not created."""
     path = config.session_root
+    exists = check_runtime_directory(path)
+    text = "belongs to this user alone" if exists else "does not exist: an engine creates it"
+    yield Finding("runtime_dir", Level.OK, f"{path} {text}")
+
+
+def check_service(config: CacheConfig) -> Iterator[Finding]:
+    """Check whether the node's service that the settings name listens."""
+    root = config.service
+    if root is None:
+        return
     try:
-        with RuntimeDirectory(path):
-            yield Finding("runtime_dir", Level.OK, f"{path} belongs to this user alone")
-    except FileNotFoundError:
-        parent = Path(path).parent
-        while not parent.exists():
-            parent = parent.parent
-        if os.access(parent, os.W_OK | os.X_OK):
-            yield Finding("runtime_dir", Level.OK, f"{path} does not exist: an engine creates it")
-        else:
-            text = f"{path} does not exist, and user {os.geteuid()} cannot write to {parent}"
-            yield Finding("runtime_dir", Level.PROBLEM, text, "set runtime_dir to another path")
-    except ArenaError as error:
-        yield Finding(
-            "runtime_dir", Level.PROBLEM, str(error), f"chmod 700 {path}, or name another"
-        )
+        with RuntimeDirectory(root) as directory:
+            directory.connect(SOCKET, _SERVICE_SECONDS, socket.SOCK_SEQPACKET).close()
+    except OSError as error:
+        text = f"no service answers in {root} ({error})"
+        yield Finding("service", Level.PROBLEM, text, f"start it first: flexkv serve {root}")
+        return
+    yield Finding("service", Level.OK, f"a service listens in {root}")
+
+
+def check_trace_file(config: CacheConfig) -> Iterator[Finding]:
+    """Check whether requests can be recorded to the file of `trace`, which is not created."""
+    if config.trace is None:
+        return
+    try:
+        exists = check_trace(config.trace)
+    except BlockingIOError as error:
+        text = f"{config.trace}: {error.strerror}"
+        yield Finding("trace", Level.ADVICE, text, "name a file of its own for each engine")
+        return
+    except OSError as error:
+        change = "name a new file in a directory that exists, or a recording of this user alone"
+        text = f"cannot record to {config.trace}: {error.strerror or error}"
+        yield Finding("trace", Level.PROBLEM, text, change)
+        return
+    text = "a recording to add to" if exists else "does not exist: an engine creates it"
+    yield Finding("trace", Level.OK, f"{config.trace} {text}")
 
 
 def _huge_pages(wanted: int | None, pool: int) -> Finding:

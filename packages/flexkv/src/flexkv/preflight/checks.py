@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of checks, for `flexkv doctor` and for every start."""
+
+from __future__ import annotations
+
+import functools
+
+from flexkv.preflight.disk import check_directory, compare_directories, disk_name
+from flexkv.preflight.engines import check_engines, check_packages
+from flexkv.preflight.findings import Check, refuse_start
+from flexkv.preflight.host import (
+    check_gpu,
+    check_kernel,
+    check_limits,
+    check_memory,
+    check_runtime_dir,
+    check_service,
+    check_trace_file,
+)
+from flexkv.preflight.stores import check_mooncake, check_objects, refuse_mooncake, refuse_objects
+from flexkv.session.runtime_directory import check_runtime_directory
+from flexkv.settings import GIB, CacheConfig
+from flexkv.tiers.disk.cache_directory import check_root
+from flexkv.tiers.disk.places import check_apart, places_of
+
+_START_SECONDS = 1.0
+"""Seconds that a start waits for what may hang. It checks all of it later, too. Not tuned."""
+
+_RUNTIME_DIR = "runtime_dir"
+
+
+def all_checks(config: CacheConfig, seconds: float = 0.0) -> list[Check]:
+    """All checks of the settings, in the order of the output.
+
+    Args:
+        config: the settings.
+        seconds: how long each drive is measured; 0 for not at all.
+    """
+    part = functools.partial
+    checks = [
+        Check("kernel", check_kernel),
+        Check("limits", part(check_limits, config)),
+        Check("GPU", check_gpu),
+        Check("packages", check_packages),
+        Check("engine", part(check_engines, config)),
+        Check(
+            _RUNTIME_DIR,
+            part(check_runtime_dir, config),
+            part(check_runtime_directory, config.session_root),
+        ),
+        Check("service", part(check_service, config)),
+        Check("trace", part(check_trace_file, config)),
+    ]
+    # The service has memory and tiers; those of the engine's settings have no effect beside it.
+    return checks if config.service is not None else checks + _checks_of_cache(config, seconds)
+
+
+def check_start(config: CacheConfig, *, meets: bool = True) -> None:
+    """Refuse a start that would fail, before an engine reads its weights.
+
+    Args:
+        config: the settings.
+        meets: whether processes meet in `runtime_dir`. Without it, a start does without that
+            directory if need be.
+
+    Raises:
+        FlexKVError: that of the start.
+    """
+    if config.enable:
+        checks = [each for each in all_checks(config) if meets or each.name != _RUNTIME_DIR]
+        refuse_start(checks, _START_SECONDS)
+
+
+def _checks_of_cache(config: CacheConfig, seconds: float) -> list[Check]:
+    part = functools.partial
+    roots = config.ssd_cache_dir
+    room = (config.ssd_cache_gb or 0.0) * GIB / max(1, len(roots))
+    return [
+        Check("memory", part(check_memory, config)),
+        Check("mooncake", part(check_mooncake, config), part(refuse_mooncake, config)),
+        Check("objects", part(check_objects, config), part(refuse_objects, config)),
+        Check(
+            "disks",
+            part(compare_directories, roots),
+            lambda: check_apart(places_of(roots)) if len(roots) > 1 else None,
+        ),
+        *(
+            Check(
+                disk_name(root), part(check_directory, root, room, seconds), part(check_root, root)
+            )
+            for root in roots
+        ),
+    ]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and what they find. Checks run side by side; one that does not end is a finding, too."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flexkv.types.deadline import HANGS, call_within
+from flexkv.types.errors import FlexKVError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class Level(enum.Enum):
+    """The importance of a finding. The values are those of the output."""
+
+    OK = "ok"
+    """Nothing needs a change."""
+    ADVICE = "advice"
+    """FlexKV starts. A change could make it better."""
+    PROBLEM = "problem"
+    """A start would fail, or the cache would be of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a check.
+
+    Attributes:
+        check: name of the check, the first word of the output.
+        level: importance of the finding.
+        text: the state that the check found.
+        change: the change that the user should make; empty if none is needed.
+    """
+
+    check: str
+    level: Level
+    text: str
+    change: str = ""
+
+
+def _nothing() -> Iterable[Finding]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check of what a start needs.
+
+    Attributes:
+        name: name of the check, the first word of the output.
+        find: finds what is to be said. It may raise the `FlexKVError` of a start, which is a
+            problem.
+        refuse: the part that every start makes, too, before `find`. It raises the `FlexKVError`
+            that the start would raise later, and takes milliseconds unless a file system hangs.
+            None if there is no such part.
+    """
+
+    name: str
+    find: Callable[[], Iterable[Finding]] = _nothing
+    refuse: Callable[[], object] | None = None
+
+
+def run_checks(checks: Sequence[Check], seconds: float) -> list[Finding]:
+    """Run all checks side by side, each in a thread of its own.
+
+    Args:
+        checks: the checks, with names of their own. An exception of a check becomes a finding.
+        seconds: time limit for all checks together. A check that takes longer is left behind in its
+            thread, which does not keep the process.
+
+    Returns:
+        The findings, in the order of `checks`.
+    """
+    calls = {each.name: functools.partial(_run, each) for each in checks}
+    ended = call_within(calls, seconds)
+    return [
+        finding
+        for each in checks
+        for finding in ended.get(each.name, [unanswered(each.name, seconds)])
+    ]
+
+
+def refuse_start(checks: Sequence[Check], seconds: float) -> None:
+    """Make the parts of `checks` that can refuse a start, side by side.
+
+    Args:
+        checks: as for `run_checks`.
+        seconds: time limit for all together. A start goes on without what has not answered by then.
+
+    Raises:
+        FlexKVError: the first error of a check. An `UnavailableError` is none: a start goes on.
+    """
+    calls = {each.name: functools.partial(_refusal, each) for each in checks if each.refuse}
+    for error in call_within(calls, seconds).values():
+        if error is not None:
+            raise error
+
+
+def problem_of(name: str, error: FlexKVError) -> Finding:
+    """Make the finding about an error of a start."""
+    text, _, allowed = str(error).partition("; allowed: ")
+    return Finding(name, Level.PROBLEM, text, f"allowed: {allowed}" if allowed else "")
+
+
+def _run(check: Check) -> list[Finding]:
+    try:
+        if check.refuse is not None:
+            check.refuse()
+        return list(check.find())
+    except FlexKVError as error:
+        return [problem_of(check.name, error)]
+    except Exception as error:  # noqa: BLE001 - a fault of one check must not hide the others
+        text = f"could not be checked: {error!r}"
+        return [Finding(check.name, Level.ADVICE, text, "please report this error")]
+
+
+def _refusal(check: Check) -> FlexKVError | None:
+    """The error with which a check refuses a start; None if it does not."""
+    assert check.refuse is not None
+    try:
+        check.refuse()
+    except UnavailableError:
+        return None
+    except FlexKVError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - what the start needs it finds out by itself
+        logger.warning("%s could not be checked before the start: %r", check.name, error)
+    return None
+
+
+def unanswered(name: str, seconds: float) -> Finding:
+    """Make the finding about a check that did not end within `seconds` seconds."""
+    return Finding(
+        name,
+        Level.PROBLEM,
+        f"no answer within {seconds:g} s",
+        HANGS,
+    )
