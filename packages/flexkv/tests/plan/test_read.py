@@ -389,6 +389,28 @@ def test_a_request_that_is_logged_twice_is_skipped_in_neither(tmp_path: Path) ->
     assert list(trace.skipped.values()) == [1]
 
 
+def test_a_sparse_file_has_an_end(tmp_path: Path) -> None:
+    """To read a TiB would take longer than a test may."""
+    path = tmp_path / "t"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(TraceError, match=r"a line of 268,435,456 characters and more, .* no line"):
+        read_trace(str(path))
+    write(path, mooncake(0, 1024, [5, 6]))
+    os.truncate(path, 1 << 40)
+    read = read_trace(str(path))
+    assert len(read.trace.requests) == 1
+    assert read.trace.skipped == {"in a last line whose end is missing": 1}
+
+
+def test_progress_is_reported_between_long_lines(tmp_path: Path) -> None:
+    line = mooncake(0, 1024, [5, 6]) | {"text": "x" * (1 << 24)}
+    path = write(tmp_path / "t", *[line] * 4)
+    shares: list[float] = []
+    read_trace(path, progress=shares.append)
+    assert len(shares) == 4
+
+
 def test_progress_is_the_share_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *(mooncake(i, 512, [i]) for i in range(5000)))
     shares: list[float] = []

@@ -44,7 +44,8 @@ _LOG_BLOCK_TOKENS = 16
 """Tokens of a block of a log, if the user names no other number: the engines' default."""
 _GZIP = b"\x1f\x8b"
 _LINES = 200
-"""Lines between two reports of the progress."""
+_CHARACTERS = 1 << 24
+"""So many lines or characters lie between two reports of the progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +173,12 @@ def _reported(
 ) -> Iterator[tuple[int, str]]:
     status = os.fstat(raw.fileno())
     known = stat.S_ISREG(status.st_mode) and status.st_size > 0
-    for count, each in enumerate(lines):
-        if known and count % _LINES == 0:
+    count = characters = 0
+    for each in lines:
+        if known and (count % _LINES == 0 or characters >= _CHARACTERS):
             progress(min(1.0, raw.tell() / status.st_size))
+            characters = 0
+        count, characters = count + 1, characters + len(each[1])
         yield each
 
 
@@ -184,6 +188,8 @@ def _read(path: str, lines: Iterable[tuple[int, str]], reading: ReadOptions) -> 
     for number, line in lines:
         if parser is None:
             known = _form_of(line) if reading.form == AUTO else reading.form
+            if known is None and len(line) >= _MOST_LINE:
+                raise _unknown(path, f"a line of {len(line):,} characters and more, and before it")
             if known is None:
                 continue
             parser = _parser(known, reading)
@@ -195,17 +201,22 @@ def _read(path: str, lines: Iterable[tuple[int, str]], reading: ReadOptions) -> 
                 break
             raise TraceError(f"line {number} of {path!r}: {error}") from None
     if parser is None:
-        raise TraceError(
-            f"{path!r} from TRACE on the command line has no line of a known trace; allowed: "
-            f"JSONL with hash_ids or prompt_token_ids, a recording of FlexKV, or a log with token "
-            f"ids ({', '.join(FORMS[1:])}): {_logging(request_logs.VLLM)}; "
-            f"{_logging(request_logs.SGLANG)}"
-        )
+        raise _unknown(path)
     found = parser.finish(path)
     if not cut:
         return found
     skipped: Mapping[str, int] = {**found.trace.skipped, CUT: cut}
     return replace(found, trace=replace(found.trace, skipped=skipped))
+
+
+def _unknown(path: str, beside: str = "") -> TraceError:
+    """The error of a file that is no trace, with what else there is to say of it."""
+    return TraceError(
+        f"{path!r} from TRACE on the command line has {beside and beside + ' '}no line of a known "
+        f"trace; allowed: JSONL with hash_ids or prompt_token_ids, a recording of FlexKV, or a log "
+        f"with token ids ({', '.join(FORMS[1:])}): {_logging(request_logs.VLLM)}; "
+        f"{_logging(request_logs.SGLANG)}"
+    )
 
 
 def _logging(form: str) -> str:
