@@ -115,6 +115,27 @@ def test_an_output_that_cannot_be_written_is_one_clear_error(cache: Cache, name:
     )
 
 
+@pytest.mark.parametrize("arguments", ["--help", "--version", "stat --help", "plan -h"])
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_that_cannot_be_written_is_one_clear_error(
+    cache: Cache, arguments: str, output: str, reason: str, unbuffered: str
+) -> None:
+    ended = shell(f"PYTHONUNBUFFERED={unbuffered} $flexkv {arguments} {output}", cache)
+    assert ended.returncode == 1
+    assert ended.stderr == f"flexkv: error: the output cannot be written: {reason}\n"
+
+
+def test_wrong_usage_is_wrong_usage_without_an_output(cache: Cache) -> None:
+    for output in (">/dev/full", ""):
+        ended = shell(f"$flexkv --nope {output}", cache)
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("usage: flexkv")
+
+
 def test_a_reader_that_has_enough_is_no_error(cache: Cache) -> None:
     cache.fill(2)
     ended = shell("$flexkv stat $DIR | true; exit ${PIPESTATUS[0]}", cache)

@@ -13,12 +13,15 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flexkv.cli import clear, doctor, migrate, plan, serve, stat, top, verify
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 NO = 1
 BAD_USE = 2
@@ -80,13 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: the arguments are not a command, or ask for help.
     """
     _open_standard_streams()
-    args = _parser().parse_args(argv)
-    command: Command = args.command
+    name = "flexkv"
     try:
+        args = _parse(argv)
+        command: Command = args.command
+        name = f"flexkv {command.NAME}"
         code = command.run(args)
         sys.stdout.flush()
     except FlexKVError as error:
-        print(f"flexkv {command.NAME}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         return BAD_USE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -97,9 +102,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         what = "" if error.filename else "the output cannot be written: "
-        print(f"flexkv {command.NAME}: error: {what}{reason_of(error)}", file=sys.stderr)
+        print(f"{name}: error: {what}{reason_of(error)}", file=sys.stderr)
         return NO
     return code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments.
+
+    Raises:
+        SystemExit: help, the version or wrong usage was printed.
+        OSError: the help or the version could not be printed.
+    """
+    try:
+        return _parser().parse_args(argv)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
 
 
 def _open_standard_streams() -> None:
@@ -131,11 +150,28 @@ def _drop_output() -> None:
     os.close(null)
 
 
+class _HelpParser(argparse.ArgumentParser):
+    """A parser that does not swallow the error of a help that cannot be printed."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
+class _Version(argparse.Action):
+    """Prints the version, and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"flexkv {__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _HelpParser(
         prog="flexkv", description="FlexKV keeps KV caches of LLM engines alive past GPU memory."
     )
-    parser.add_argument("--version", action="version", version=f"flexkv {__version__}")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show program's version number and exit"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         own = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
