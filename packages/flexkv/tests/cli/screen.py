@@ -19,7 +19,7 @@ from packages.conftest import PATIENCE_SECONDS
 
 
 class Screen:
-    """A terminal of 200 columns on which a command runs.
+    """A terminal on which a command runs.
 
     Attributes:
         first_modes: modes of the terminal before the command began.
@@ -60,6 +60,18 @@ class Screen:
         self._process.send_signal(signal.SIGINT)
         return self._end()
 
+    def end(self) -> str:
+        """Wait for the end of a command that ends by itself; returns all that it has printed."""
+        printed = b""
+        while (ended := self._process.poll()) is None or self._is_ready():
+            if self._is_ready():
+                printed += os.read(self._master, 1 << 16)
+        assert ended == 0, printed
+        return printed.decode()
+
+    def _is_ready(self) -> bool:
+        return bool(select.select([self._master], [], [], 0.1)[0])
+
     def _end(self) -> int:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._process.poll() is None:
@@ -71,11 +83,11 @@ class Screen:
 
 
 @contextlib.contextmanager
-def on_terminal(*arguments: str) -> Iterator[Screen]:
-    """Runs `flexkv` on a terminal; ends it in any case."""
+def on_terminal(*arguments: str, columns: int = 200) -> Iterator[Screen]:
+    """Runs `flexkv` on a terminal of so many columns; ends it in any case."""
     master, slave = pty.openpty()
     first_modes = termios.tcgetattr(slave)
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
         [sys.executable, "-m", "flexkv", *arguments],

@@ -55,7 +55,7 @@ def test_stat_names_the_process_that_owns_a_folder(flexkv: Flexkv, cache: Cache)
         assert (folder["reads"], folder["writes"]) == ("closed", "closed")
         out = flexkv("stat", cache.root).out
         assert f"in use       by process {process}\n" in out
-        assert "  circuits     reads closed, writes closed\n" in out
+        assert "  circuits     reads ok, writes ok\n" in out
     (folder,) = flexkv("stat", cache.root, "--json").json["folders"]
     assert folder["owner"] is None
 
@@ -166,7 +166,7 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
     assert "  circuits     reads connecting, writes connecting\n" in flexkv("stat").out
     late = time.monotonic() + PATIENCE_SECONDS
     bucket.fault = lambda *_: None
-    while "  circuits     reads closed, writes closed\n" not in flexkv("stat").out:
+    while "  circuits     reads ok, writes ok\n" not in flexkv("stat").out:
         assert time.monotonic() < late
     bucket.fault = lambda *_: (403, "AccessDenied")
     for _ in range(circuit.FAILURES):
@@ -207,3 +207,15 @@ def test_stat_names_a_directory_that_a_running_engine_cannot_open(
     assert "  circuits     reads connecting, writes connecting\n" in ended.out
     states.close()
     assert "does not exist" in flexkv("stat").err
+
+
+@pytest.mark.parametrize("command", ["stat", "verify"])
+def test_a_sparse_table_of_a_tebibyte_has_an_end(
+    flexkv: Flexkv, cache: Cache, command: str
+) -> None:
+    cache.fill(3)
+    os.truncate(cache.folder / "table", 1 << 40)
+    os.truncate(cache.folder / "slab-00000", 1 << 40)
+    ended = flexkv(command, cache.root)
+    assert (ended.code, ended.err) == (0, "")
+    assert ("3 used" if command == "stat" else "3 blocks") in ended.out

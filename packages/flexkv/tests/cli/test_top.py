@@ -30,7 +30,7 @@ def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> N
     assert host.split()[2:4] == ["25.0", "%"]
     assert "75.0 %" in host
     (objects,) = re.findall(r"│ objects .*", ended.out)
-    assert "r open, w connecting" in objects
+    assert "r off, w connecting" in objects
     assert not re.findall(r"│ (disk|mooncake) ", ended.out)  # are not configured
     assert re.search(r"device load .* 12\.00 MiB/s", ended.out)
 
@@ -76,6 +76,28 @@ def test_an_engine_that_does_not_answer_is_named_beside_one_that_does(flexkv: Fl
     assert ended.code == 1
     assert "does not answer: Connection refused" in ended.out
     assert "50.0 % since its start" in ended.out
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_no_figure_is_cut_off_in_a_narrow_terminal(cache: Cache, columns: int) -> None:
+    cache.fill(5, read=2)
+    arguments = ("top", "--once", str(cache.root))
+    with (
+        served() as engine,
+        on_terminal(*arguments, f"127.0.0.1:{engine.port}", columns=columns) as screen,
+    ):
+        shown = screen.end()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    lines = text.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "\u2026" not in text  # what rich puts in place of what it cuts off
+    flat = " ".join(re.split(r"[\s\u2500-\u257f]+", text))
+    for figure in ("25.0 %", "r off, w connecting", "12.00 MiB/s", "2 x stalled of objects"):
+        assert figure in flat
+    assert f"{FINGERPRINT[:16]}" in flat
+    assert ("tier hit rate now tokens/s" in flat) is (columns == 200)
+    assert ("circuits r off, w connecting" in flat) is (columns < 200)
+    assert f"FlexKV {__version__}, host evicts by hazard, hits 1.25 of those of lru, in the" in flat
 
 
 def test_an_engine_goes_away_and_comes_back() -> None:

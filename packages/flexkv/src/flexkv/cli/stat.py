@@ -27,6 +27,7 @@ from flexkv.cli.common import (
 )
 from flexkv.cli.stat_service import ask_services, print_service
 from flexkv.session.store_states import read_states
+from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError, DiskError
@@ -138,7 +139,7 @@ def _print(
         _print_line("tier", store.tier)
         _print_line("fingerprint", store.fingerprint)
         _print_line("in use", f"by process {store.owner}")
-        _print_line("circuits", f"reads {store.reads}, writes {store.writes}")
+        _print_line("circuits", _circuits(store))
         print()
     if not found.folders:
         if not stores and not found.silent:
@@ -152,7 +153,7 @@ def _print(
         _print_line("fingerprint", state.fingerprint)
         _print_line("in use", owner)
         if state.owner is not None:
-            _print_line("circuits", f"reads {state.reads}, writes {state.writes}")
+            _print_line("circuits", _circuits(state))
         _print_line("block size", size(state.block_bytes) if state.slots else "unknown")
         _print_figures(state)
         print()
@@ -200,6 +201,10 @@ def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:
             raise
         print(error, file=sys.stderr)
         return Found([], list(config.ssd_cache_dir)), stores
+
+
+def _circuits(of: StoreState | FolderState) -> str:
+    return f"reads {word_of(str(of.reads))}, writes {word_of(str(of.writes))}"
 
 
 def _total(states: list[FolderState]) -> Totals:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from flexkv.cli.top_metrics import Change, Reading
+from flexkv.cli.top_rows import Rows
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
 from flexkv.figures.definitions import METRICS, STATES, TIERS
@@ -24,6 +24,7 @@ from flexkv.service.state import (
     PROMPT_BLOCKS,
     STALLED_BLOCKS,
 )
+from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState
 from flexkv.types.texts import printable, size
 
@@ -91,13 +92,8 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
         parts.append(_failures(history.failures))
     if not source.gives_figures:
         parts.insert(0, _state(source))
-    return Panel(
-        Group(*parts),
-        title=_plain(title),
-        subtitle=_plain(", ".join(about)),
-        title_align="left",
-        subtitle_align="left",
-    )
+    parts.append(_plain(", ".join(about), style="dim"))
+    return Panel(Group(*parts), title=_plain(title), title_align="left")
 
 
 def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
@@ -110,10 +106,10 @@ def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:
             change = "the drive, the network or the driver behind it hangs (dmesg)"
             parts.append(Text(change, style="yellow"))
     if states is not None:
-        table = _table("folder", "used by", "full", "bytes", "hits", "damaged", "today", "circuits")
+        table = Rows("folder", "used by", "full", "bytes", "hits", "damaged", "today", "circuits")
         for each in states:
-            circuits = _NONE if each.owner is None else f"r {each.reads}, w {each.writes}"
-            table.add_row(
+            circuits = _circuits_of(each)
+            table.add(
                 _plain(each.path.rpartition("/")[2][:16]),
                 _NONE if each.owner is None else str(each.owner),
                 _share(each.used_slots, each.slots),
@@ -179,8 +175,8 @@ def _eviction(change: Change, tier: str) -> list[str]:
     return found
 
 
-def _tiers(change: Change) -> Table:
-    table = _table(
+def _tiers(change: Change) -> Rows:
+    table = Rows(
         "tier", "hit rate", "now", "tokens/s", "full", "bytes", "evicted/s", "dropped/s", "circuits"
     )
     for tier in TIERS:
@@ -191,7 +187,7 @@ def _tiers(change: Change) -> Table:
             continue  # not configured
         used = change.total("bytes", tier)
         recent = change.growth("hit_tokens", tier), change.growth("query_tokens", tier)
-        table.add_row(
+        table.add(
             tier,
             _share(hits, asked),
             _share(*recent),
@@ -207,7 +203,14 @@ def _tiers(change: Change) -> Table:
 
 def _style(circuits: str) -> str:
     """The style of a text with states of circuits: red if a device gets no jobs."""
-    return "red" if "open" in circuits or "connecting" in circuits else ""
+    return "red" if "off" in circuits or "connecting" in circuits else ""
+
+
+def _circuits_of(folder: FolderState) -> str:
+    """The states of the circuits of a folder's owner."""
+    if folder.reads is None or folder.writes is None:
+        return _NONE
+    return f"r {word_of(folder.reads)}, w {word_of(folder.writes)}"
 
 
 def _circuits(change: Change, tier: str) -> str:
@@ -215,14 +218,15 @@ def _circuits(change: Change, tier: str) -> str:
     found = []
     for direction in ("read", "write"):
         counts = {state: change.total("circuits", tier, direction, state) for state in STATES}
-        states = [f"{int(n)} {state}" if n > 1 else state for state, n in counts.items() if n]
+        words = {word_of(state): n for state, n in counts.items() if n}
+        states = [f"{int(n)} {word}" if n > 1 else word for word, n in words.items()]
         if states:
             found.append(f"{direction[0]} {'+'.join(states)}")
     return ", ".join(found)
 
 
-def _links(change: Change) -> Table:
-    table = _table("link", "bytes/s", "one copy", "p50", "p99", "total")
+def _links(change: Change) -> Rows:
+    table = Rows("link", "bytes/s", "one copy", "p50", "p99", "total")
     for link, direction in _LINKS:
         total = change.total("copied_bytes", link, direction)
         if not total:
@@ -230,7 +234,7 @@ def _links(change: Change) -> Table:
         rate = change.rate("copied_bytes", link, direction)
         seconds = change.total("copy_seconds", link, direction)
         times = [_seconds(_latency(change, share, link, direction)) for share in (0.5, 0.99)]
-        table.add_row(
+        table.add(
             f"{link} {direction}",
             _NONE if rate is None else f"{size(int(rate))}/s",
             f"{size(int(total / seconds))}/s" if seconds else _NONE,
@@ -246,19 +250,10 @@ def _latency(change: Change, share: float, link: str, direction: str) -> float |
     return change.quantile(share, "fetch_seconds", link) if direction == "read" else None
 
 
-def _failures(failures: Sequence[tuple[str, str]]) -> Table:
-    table = _table("failures", "what")
-    table.columns[1].justify = "left"
+def _failures(failures: Sequence[tuple[str, str]]) -> Rows:
+    table = Rows("failures", "what", justify="left")
     for when, what in failures:
-        table.add_row(when, Text(what, style="red"))
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add(when, Text(what, style="red"))
     return table
 
 

@@ -33,6 +33,15 @@ class CircuitState(enum.Enum):
     """The device gets no jobs, because it was not reached since the start. Retried."""
 
 
+_WORDS = {CircuitState.CLOSED.value: "ok", CircuitState.OPEN.value: "off"}
+
+
+def word_of(state: str) -> str:
+    """A circuit's state as commands show it. The field's words are easily misread: a closed circuit
+    is well, and an open one lets nothing through."""
+    return _WORDS.get(state, state)
+
+
 class Circuit:
     """Counts the jobs of one kind on one device, such as the reads of a drive. A job counts once,
     however many blocks it moves. Single-threaded.
