@@ -63,7 +63,7 @@ def test_a_path_object_is_one_folder() -> None:
         ({"ssd_cache_dir": "~/kv", "ssd_cache_gb": 1}, "'~/kv' from"),
         ({"ssd_cache_dir": b"/a", "ssd_cache_gb": 1}, "b'/a' from"),
         ({"ssd_cache_dir": ("/a", "b"), "ssd_cache_gb": 1}, "('/a', 'b') from"),
-        ({"ssd_cache_dir": "/a"}, "('/a',) from CacheConfig(ssd_cache_dir=...), but ssd_cache_gb"),
+        ({"ssd_cache_dir": "/a"}, "'/a' from CacheConfig(ssd_cache_dir=...), but ssd_cache_gb"),
         ({"cpu_cache_gb": -1}, "-1 from CacheConfig(cpu_cache_gb=...) is not a valid"),
         ({"enable": None}, "None from CacheConfig(enable=...)"),
         ({"log_level": "loud"}, "'loud' from"),
@@ -74,6 +74,10 @@ def test_a_program_gets_one_clear_error(given: dict[str, Any], shown: str) -> No
         CacheConfig(**given)
     assert shown in str(caught.value)
     assert "; allowed: " in str(caught.value)
+
+
+def test_a_size_of_zero_turns_off_what_needs_it() -> None:
+    assert CacheConfig(ssd_cache_gb=0, ssd_cache_dir="/a") == CacheConfig()  # type: ignore[arg-type]
 
 
 def test_settings_without_shared_stores_are_allowed() -> None:

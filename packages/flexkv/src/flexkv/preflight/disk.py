@@ -80,6 +80,9 @@ def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]
         yield Finding(name, Level.OK, "does not exist yet: an engine creates it")
         return
     yield from _folders(name, path)
+    if not os.access(path, os.W_OK):
+        text = f"user {os.geteuid()} cannot write to {path}: engines of other models cannot use it"
+        yield Finding(name, Level.ADVICE, text, f"chown {os.geteuid()} {path}")
     if seconds:
         yield _speed(name, path, seconds)
 

@@ -363,16 +363,18 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        given = {each.name: getattr(self, each.name) for each in SETTINGS.values()}
         for each in SETTINGS.values():
-            value = getattr(self, each.name)
-            if value is not each.default:
-                read = each.read(value, f"CacheConfig({each.name}=...)")
+            if given[each.name] is not each.default:
+                read = each.read(given[each.name], f"CacheConfig({each.name}=...)")
                 object.__setattr__(self, each.name, read)
         for each in SETTINGS.values():
-            value = getattr(self, each.name)
-            needed = each.needs and getattr(self, each.needs) == SETTINGS[each.needs].default
-            if needed and value != each.default:
-                raise each.lacks_needed(value, f"CacheConfig({each.name}=...)")
+            lacks = each.needs and getattr(self, each.needs) == SETTINGS[each.needs].default
+            if not lacks or getattr(self, each.name) == each.default:
+                continue
+            if given[each.needs] is SETTINGS[each.needs].default:
+                raise each.lacks_needed(given[each.name], f"CacheConfig({each.name}=...)")
+            object.__setattr__(self, each.name, each.default)  # a size of 0 turns it off
 
     @property
     def names_lower_tier(self) -> bool:

@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from disk_folders import OURS, made
 from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.cache_directory import (
     MAX_OWNERS,
+    check_root,
     claim,
     folders,
     owner,
@@ -148,6 +150,33 @@ def test_a_lock_that_is_not_ours_is_left_as_it_is(tmp_path: Path, kind: str) -> 
     with pytest.raises(DiskError, match=r"lock: is .*; allowed: "):
         claim(str(tmp_path / "cache"), OURS, 1)
     assert victim.read_text() == "my thesis"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_directory_that_is_not_writable_serves_the_folders_that_are_there(
+    has_folder: bool,
+) -> None:
+    """As others' folders below `tmp_path` cannot be reached, this one is elsewhere."""
+    with tempfile.TemporaryDirectory() as above:
+        os.chmod(above, 0o755)
+        root = Path(above, "kv")
+        root.mkdir()
+        if has_folder:
+            folder = made(root / OURS)
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, NOBODY, NOBODY)
+        pid = os.fork()
+        if pid == 0:
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            refusals = 0
+            for use in (check_root, lambda path: claim(path, OURS, False).release()):
+                try:
+                    use(str(root))
+                except DiskError:
+                    refusals += 1
+            os._exit(refusals)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (0 if has_folder else 2)
 
 
 def test_a_damaged_lock_in_a_folder_of_flexkv_stops_no_start(tmp_path: Path) -> None:

@@ -213,7 +213,9 @@ def check_root(root: str) -> bool:
             status = os.fstat(above)
         finally:
             os.close(above)
-        check_creatable(root)
+        # A folder that is there needs no right to make one.
+        if there != root or not folders(root):
+            check_creatable(root)
     except OSError as error:
         raise _unusable(root, error) from None
     if there == root:
