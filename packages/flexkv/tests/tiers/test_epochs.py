@@ -112,18 +112,69 @@ def test_nothing_is_cleared_where_nothing_is() -> None:
     assert record.data is None
 
 
-def test_only_who_starts_replaces_a_lost_record(clock: Clock) -> None:
+def test_after_a_loss_of_the_record_all_go_on_together_elsewhere(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     record = Record()
     one, other = Epochs(record), Epochs(record)
     shared = one.open()
     other.open()
+    before = one.folder(shared)
     record.data = None
     clock.skip(epochs.FRESH_SECONDS)
-    assert one.folder(shared) == other.folder(shared)
-    assert record.data is None
-    assert Epochs(record).open() != shared
+    later = one.folder(shared)
+    assert later == other.folder(shared) != before
+    assert Epochs(record).open() == shared
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "was lost" in line
+
+
+def test_a_record_that_is_lost_while_one_starts_is_that_of_the_start(clock: Clock) -> None:
+    record = Record()
+    one, other = Epochs(record), Epochs(record)
+    shared = one.open()
+    record.data = None
+    begun = other.open()
+    assert begun != shared
     clock.skip(epochs.FRESH_SECONDS)
-    assert one.folder(shared) == other.folder(shared)
+    assert one.folder(shared).removeprefix(shared) == other.folder(begun).removeprefix(begun)
+
+
+def test_who_was_cut_off_during_a_reset_restores_no_generation(clock: Clock) -> None:
+    record, other_record = Record(), Record()
+    one = Epochs(record)
+    shared = one.open()
+    other_record.data = record.data
+    cut = Epochs(other_record)
+    assert cut.open() == shared
+    before = cut.folder(shared)
+    one.renew()
+    other_record.data = record.data = None  # nobody has read the new one
+    clock.skip(epochs.FRESH_SECONDS)
+    assert cut.folder(shared) != before
+
+
+def test_after_a_reset_and_a_loss_processes_that_start_use_the_new_epoch(clock: Clock) -> None:
+    record = Record()
+    one = Epochs(record)
+    shared = one.open()
+    one.renew()
+    renewed = Epochs(record).open()
+    record.data = None
+    clock.skip(epochs.FRESH_SECONDS)
+    one.folder("0" * 32)
+    assert Epochs(record).open() == renewed != shared
+
+
+def test_a_lost_record_that_cannot_be_written_hides_all_blocks(clock: Clock) -> None:
+    record = Record()
+    one = Epochs(record)
+    shared = one.open()
+    record.data = None
+    record.create = lambda _: None  # type: ignore[method-assign]
+    clock.skip(epochs.FRESH_SECONDS)
+    with pytest.raises(OSError, match="cannot be read back"):
+        one.folder(shared)
 
 
 def test_what_is_no_record_is_an_error() -> None:

@@ -11,19 +11,23 @@ A process reads the epoch once, when it first reaches the store after its start,
 again and again. So after a reset or a clear, the processes of an epoch go on sharing, and find no
 older block. `flexkv.tiers.remote` says which epoch the process uses that was reset itself.
 
-Only a process that starts creates a missing record. If a record is lost, the processes that have
-read it go on, and the next one to start begins a new epoch. Otherwise a node that was cut off
-during a reset could restore the generation from before the reset.
+A process that finds no record writes one: at its start with a new epoch, later with the epoch that
+it last read in the record and a new generation. So after a record is lost, the processes of the
+epoch go on sharing with those that start later. A node that was cut off during a reset cannot
+restore the generation from before the reset, and blocks from before the loss are not found again.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
 """Seconds for which a record is used after it was read. A process that cannot read the record finds
@@ -48,6 +52,10 @@ class Epoch:
     def begin(cls) -> Epoch:
         """A new epoch and generation, at random."""
         return cls(secrets.token_hex(16), secrets.token_hex(16))
+
+    def next_generation(self) -> Epoch:
+        """The same epoch in a new generation, at random."""
+        return Epoch(self.name, secrets.token_hex(16))
 
     def to_bytes(self) -> bytes:
         return f"flexkv-epoch 1 {self.name} {self.generation}".encode()
@@ -106,10 +114,7 @@ class Epochs:
         """
         data = self._record.read()
         if data is None:
-            self._record.create(Epoch.begin().to_bytes())
-            data = self._record.read()
-        if data is None:
-            raise OSError("the record of the epoch cannot be read back")
+            data = self._create(Epoch.begin())
         self._last = Epoch.from_bytes(data)
         return self._last.name
 
@@ -127,7 +132,9 @@ class Epochs:
 
     def renew(self) -> None:
         """Begin a new epoch for processes that start later, and a new generation for all."""
-        self._record.replace(Epoch.begin().to_bytes())
+        begun = Epoch.begin()
+        self._record.replace(begun.to_bytes())
+        self._last = begun  # restored if the record is lost before it is read again
 
     def _refresh(self, came: float) -> None:
         """Read the record.
@@ -141,12 +148,25 @@ class Epochs:
         began = time.monotonic()
         try:
             data = self._record.read()
-            if data is not None:
-                self._last = Epoch.from_bytes(data)
+            if data is None:
+                data = self._create(self._last.next_generation())
+                logger.warning(
+                    "the record of the epoch in a shared store was lost; FlexKV has written a new "
+                    "one and goes on sharing; no engine finds blocks written before the loss"
+                )
+            self._last = Epoch.from_bytes(data)
         except OSError as error:
             self._failure, self._failed_at = str(error), time.monotonic()
             raise
         self._read_at, self._failure = began, None
+
+    def _create(self, new: Epoch) -> bytes:
+        """Create the missing record with `new`, and read the one that is there then."""
+        self._record.create(new.to_bytes())
+        data = self._record.read()
+        if data is None:
+            raise OSError("the record of the epoch cannot be read back")
+        return data
 
 
 def clear(record: EpochRecord) -> bool:
@@ -162,6 +182,6 @@ def clear(record: EpochRecord) -> bool:
     data = record.read()
     if data is None:
         return False
-    record.replace(Epoch(Epoch.from_bytes(data).name, secrets.token_hex(16)).to_bytes())
+    record.replace(Epoch.from_bytes(data).next_generation().to_bytes())
     time.sleep(FRESH_SECONDS)
     return True
