@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real mooncake_master with its HTTP metadata server, on ports of its own."""
+"""A real mooncake_master on ports of its own, and the etcd that names one of several masters."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -27,6 +30,8 @@ class MooncakeMaster(StoreProcess):
         address: that it listens on, and that nodes reach it at.
         command: what runs its command line, for instance `nsenter ...`.
         segment_gb: memory that each node lends, in GiB.
+        metadata: whether it has an HTTP metadata server. Without, nodes find each other.
+        etcd: that names the one of several masters that serves; None for a master of its own.
 
     Attributes:
         settings: of FlexKV, what a node needs to join.
@@ -37,7 +42,12 @@ class MooncakeMaster(StoreProcess):
         address: str = "127.0.0.1",
         command: Sequence[str] = (),
         segment_gb: float = 1 / 64,
+        *,
+        metadata: bool = True,
+        etcd: Etcd | None = None,
     ) -> None:
+        self._has_metadata = metadata
+        self._etcd = etcd
         self._address = address
         is_ipv6 = ":" in address
         # Its HTTP servers have no IPv6.
@@ -46,11 +56,11 @@ class MooncakeMaster(StoreProcess):
         # Until the end: nobody may take a port before the first start, or while it is killed.
         self._held = [hold_port() for _ in range(3)]
         self._ports = [each.getsockname()[1] for each in self._held]
+        own = f"[{address}]:{self._ports[0]}" if is_ipv6 else f"{address}:{self._ports[0]}"
+        server = f"http://{self._web}:{self._ports[1]}/metadata"
         self.settings: dict[str, Any] = {
-            "mooncake_master": f"[{address}]:{self._ports[0]}"
-            if is_ipv6
-            else f"{address}:{self._ports[0]}",
-            "mooncake_metadata": f"http://{self._web}:{self._ports[1]}/metadata",
+            "mooncake_master": own if etcd is None else etcd.url,
+            "mooncake_metadata": server if metadata else "P2PHANDSHAKE",
             "mooncake_segment_gb": segment_gb,
         }
         super().__init__()
@@ -81,23 +91,30 @@ class MooncakeMaster(StoreProcess):
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None
         assert spec.origin is not None
+        awaited = set(self._ports)
+        options = [f"--metrics_host={self._web}", f"--metrics_port={self._ports[2]}"]
+        if self._has_metadata:
+            options += ["--enable_http_metadata_server=true"]
+            options += [f"--http_metadata_server_host={self._web}"]
+            options += [f"--http_metadata_server_port={self._ports[1]}"]
+        else:
+            awaited.remove(self._ports[1])
+        if self._etcd is not None:
+            options += ["--enable_ha=true", f"--etcd_endpoints={self._etcd.address}"]
+            awaited.remove(self._ports[0])  # only one of them listens
         process = subprocess.Popen(
             [
                 *self._command,
                 str(Path(spec.origin).parent / "mooncake_master"),
                 f"--rpc_address={self._address}",
                 f"--rpc_port={self._ports[0]}",
-                "--enable_http_metadata_server=true",
-                f"--http_metadata_server_host={self._web}",
-                f"--http_metadata_server_port={self._ports[1]}",
-                f"--metrics_host={self._web}",
-                f"--metrics_port={self._ports[2]}",
+                *options,
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        for port in self._ports:
+        for port in awaited:
             host = self._address if port == self._ports[0] else self._web
             self._await(process, host, port)
         return process
@@ -117,4 +134,53 @@ class MooncakeMaster(StoreProcess):
             return tried.returncode == 0
         with contextlib.suppress(OSError), socket.create_connection((host, port)):
             return True
+        return False
+
+
+class Etcd(StoreProcess):
+    """See `StoreProcess`. Needs the program `etcd`.
+
+    Attributes:
+        address: that it listens on.
+        url: the masters that it names, with a server that does not answer in front.
+    """
+
+    def __init__(self) -> None:
+        self._held = [hold_port() for _ in range(3)]
+        client, peer, silent = (each.getsockname()[1] for each in self._held)
+        self.address = f"127.0.0.1:{client}"
+        self.url = f"etcd://127.0.0.1:{silent};{self.address}"
+        self._peer = f"http://127.0.0.1:{peer}"
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._folder.cleanup()
+        for each in self._held:
+            each.close()
+
+    def _launch(self) -> subprocess.Popen[str]:
+        program = shutil.which("etcd")
+        assert program is not None
+        client = f"http://{self.address}"
+        process = subprocess.Popen(
+            [
+                *(program, "--data-dir", self._folder.name, "--unsafe-no-fsync"),
+                *("--listen-client-urls", client, "--advertise-client-urls", client),
+                *("--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer),
+                *("--initial-cluster", f"default={self._peer}"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        while not self._serves(client):
+            assert process.poll() is None
+            time.sleep(0.02)
+        return process
+
+    def _serves(self, url: str) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as answer:
+            return bool(answer.status == http.client.OK)
         return False

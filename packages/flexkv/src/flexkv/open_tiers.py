@@ -15,6 +15,7 @@ from flexkv.session.store_states import StoreStates
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
+from flexkv.tiers.mooncake.member import prepare_import
 from flexkv.tiers.remote import RemoteLimits
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
@@ -104,6 +105,7 @@ def import_mooncake(master: str) -> None:
     Raises:
         ConfigError: it is not installed, or cannot be imported.
     """
+    prepare_import(master)
     try:
         import_module("flexkv.tiers.mooncake.open_mooncake")
     except ImportError as error:
@@ -168,7 +170,8 @@ def _open_mooncake(
     config: CacheConfig, master: str, metadata: str, fingerprint: str, spec: ArenaSpec
 ) -> AttachedTier:
     import_mooncake(master)
-    from flexkv.tiers.mooncake.open_mooncake import MooncakeSettings, open_mooncake_tier
+    from flexkv.tiers.mooncake.join import MooncakeSettings
+    from flexkv.tiers.mooncake.open_mooncake import open_mooncake_tier
 
     settings = MooncakeSettings(
         master,

@@ -108,15 +108,18 @@ def test_a_bucket_that_does_not_answer_is_named(
     assert "Connection refused" in ended.out
 
 
+@pytest.mark.parametrize("metadata", [True, False], ids=["metadata server", "none"])
 def test_mooncake_is_cleared_by_fingerprint(
-    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch, metadata: bool
 ) -> None:
     pytest.importorskip(
-        "mooncake", reason="Mooncake is not installed: pip install 'flexkv[mooncake]'"
+        "mooncake.store",
+        reason="Mooncake is not installed: pip install 'flexkv[mooncake]'",
+        exc_type=ImportError,
     )
     from integration.harness.mooncake_master import MooncakeMaster
 
-    master = MooncakeMaster()
+    master = MooncakeMaster(metadata=metadata)
     made: list[Remote] = []
 
     def start() -> Remote:
@@ -134,7 +137,9 @@ def test_mooncake_is_cleared_by_fingerprint(
         ended = flexkv("clear", "--yes")
         assert ended.code == 2
         assert "--fingerprint is missing on the command line" in ended.err
-        assert flexkv("clear", "--yes", "--fingerprint", FINGERPRINT).code == 0
+        ended = flexkv("clear", "--yes", "--fingerprint", FINGERPRINT)
+        store = master.settings["mooncake_metadata" if metadata else "mooncake_master"]
+        assert (ended.code, ended.out) == (0, f"cleared {store}, fingerprint {FINGERPRINT}\n")
         assert other.do("fetch", "abc") == ""
         one.do("store", "xyz")
         assert other.do("fetch", "xyz") == "xyz"

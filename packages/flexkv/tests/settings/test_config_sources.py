@@ -297,17 +297,23 @@ def test_no_error_repeats_the_credentials_of_a_url(url: str) -> None:
 
 
 def test_addresses_of_a_mooncake_store() -> None:
-    for master in ("h:1", "10.0.0.1:1", "[fe80::1]:50051"):
-        for metadata in ("https://h/metadata", "http://[::1]:8080/metadata"):
+    etcd = "etcd://h:1;[::1]:2379;10.0.0.1:2379"
+    for master in ("h:1", "10.0.0.1:1", "[fe80::1]:50051", "etcd://h:1", etcd, "etcd://h:1,i:2"):
+        for metadata in ("https://h/metadata", "http://[::1]:8080/metadata", "P2PHANDSHAKE", etcd):
             extra = {"mooncake_master": master, "mooncake_metadata": metadata}
             config = load_config(extra, environ={})
             assert (config.mooncake_master, config.mooncake_metadata) == (master, metadata)
-    for master in ("::1:5", "[h]:1", "[::1]"):
-        with pytest.raises(ConfigError, match=r"HOST:PORT or \[IPv6\]:PORT"):
+    for master in ("::1:5", "[h]:1", "[::1]", "etcd://", "etcd://h", "etcd://h:0", "etcd://h:1;"):
+        with pytest.raises(ConfigError, match=r"HOST:PORT, \[IPv6\]:PORT, or etcd://"):
             load_config({"mooncake_master": master}, environ={})
-    for metadata in ("etcd://h:1", "https://u:p@h/m", "http://::1/m"):
-        with pytest.raises(ConfigError, match="or the same with https"):
+    for metadata in ("etcd://h:65536", "redis://h:1", "https://u:p@h/m", "http://::1/m", "P2P"):
+        with pytest.raises(ConfigError, match=r"P2PHANDSHAKE, http://.* or etcd://"):
             load_config({"mooncake_metadata": metadata}, environ={})
+
+
+def test_peers_without_a_metadata_server_are_written_as_mooncake_writes_them() -> None:
+    extra = {"mooncake_master": "h:1", "mooncake_metadata": " p2phandshake "}
+    assert load_config(extra, environ={}).mooncake_metadata == "P2PHANDSHAKE"
 
 
 def test_the_url_of_a_bucket() -> None:

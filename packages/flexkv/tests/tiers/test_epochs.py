@@ -56,7 +56,8 @@ def test_of_two_that_begin_at_once_one_wins() -> None:
             super().create(record)
 
     record = Late()
-    assert Epochs(record).open() == Epochs(record).open()
+    one, other = Epochs(record), Epochs(record)
+    assert one.folder(one.open()) == other.folder(other.open())
 
 
 def test_after_a_reset_of_one_the_others_go_on_together_elsewhere(clock: Clock) -> None:
@@ -129,15 +130,15 @@ def test_after_a_loss_of_the_record_all_go_on_together_elsewhere(
     assert "was lost" in line
 
 
-def test_a_record_that_is_lost_while_one_starts_is_that_of_the_start(clock: Clock) -> None:
+def test_a_record_that_one_writes_at_its_start_after_a_loss_is_that_of_all(clock: Clock) -> None:
     record = Record()
     one, other = Epochs(record), Epochs(record)
     shared = one.open()
+    before = one.folder(shared)
     record.data = None
-    begun = other.open()
-    assert begun != shared
+    assert other.open() == shared
     clock.skip(epochs.FRESH_SECONDS)
-    assert one.folder(shared).removeprefix(shared) == other.folder(begun).removeprefix(begun)
+    assert one.folder(shared) == other.folder(shared) != before
 
 
 def test_who_was_cut_off_during_a_reset_restores_no_generation(clock: Clock) -> None:

@@ -11,6 +11,8 @@ from flexkv.open_tiers import import_objects
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import cache_directory
+from flexkv.tiers.mooncake.member import prepare_import
+from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
 from flexkv.types.errors import ConfigError
 
 _FINGERPRINT = re.compile("[0-9a-f]{32}")
@@ -96,10 +98,10 @@ def shared_blocks(
         if not known:
             raise ConfigError(
                 f"--fingerprint is missing on the command line, and Mooncake at "
-                f"{config.mooncake_metadata} does not list fingerprints; allowed: one that an "
+                f"{config.mooncake_master} does not list fingerprints; allowed: one that an "
                 "engine logs when it starts"
             )
-        found += _in_mooncake(config.mooncake_metadata, config.mooncake_timeout_seconds, known)
+        found += _in_mooncake(config, known)
     return found
 
 
@@ -118,8 +120,24 @@ def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBloc
         yield SharedBlocks(url, fingerprint, ObjectRecord(requests, fingerprint))
 
 
-def _in_mooncake(url: str, seconds: float, known: Sequence[str]) -> Iterator[SharedBlocks]:
-    from flexkv.tiers.mooncake.mooncake_store import MetadataRecord
-
+def _in_mooncake(config: CacheConfig, known: Sequence[str]) -> Iterator[SharedBlocks]:
+    metadata, master = str(config.mooncake_metadata), str(config.mooncake_master)
+    seconds = config.mooncake_timeout_seconds
+    if metadata.startswith(HTTP):
+        for fingerprint in known:
+            record = MetadataRecord(metadata, fingerprint, seconds)
+            yield SharedBlocks(metadata, fingerprint, record)
+        return
+    prepare_import(master)
+    try:
+        from flexkv.tiers.mooncake.join import MooncakeSettings
+        from flexkv.tiers.mooncake.open_mooncake import open_store_record
+    except ImportError as error:
+        raise ConfigError(
+            f"mooncake_metadata is {metadata!r}, but Mooncake's client cannot be imported "
+            f"({error}); allowed: none, or what `pip install 'flexkv[mooncake]'` installs"
+        ) from None
+    device = config.mooncake_device
+    settings = MooncakeSettings(master, metadata, config.mooncake_protocol, device, 0, 1)
     for fingerprint in known:
-        yield SharedBlocks(url, fingerprint, MetadataRecord(url, fingerprint, seconds))
+        yield SharedBlocks(master, fingerprint, open_store_record(settings, fingerprint, seconds))

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from flexkv.open_tiers import import_mooncake, import_objects, lacks_client
 from flexkv.preflight.findings import Finding, Level
 from flexkv.settings import CacheConfig
+from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
 
 _NOBODY = "0" * 32
 """A fingerprint that no blocks have."""
@@ -47,12 +48,12 @@ def check_mooncake(config: CacheConfig) -> Iterator[Finding]:
     if master is None or metadata is None:
         return
     import_mooncake(master)
-    from flexkv.tiers.mooncake.mooncake_store import MetadataRecord
-    from flexkv.tiers.mooncake.open_mooncake import own_address
+    from flexkv.tiers.mooncake.join import own_address
 
-    record = MetadataRecord(metadata, _NOBODY, config.mooncake_timeout_seconds)
     yield _answer("mooncake", f"mooncake_master {master}", lambda: own_address(master))
-    yield _answer("mooncake", f"mooncake_metadata {metadata}", record.read)
+    if metadata.startswith(HTTP):
+        record = MetadataRecord(metadata, _NOBODY, config.mooncake_timeout_seconds)
+        yield _answer("mooncake", f"mooncake_metadata {metadata}", record.read)
 
 
 def check_objects(config: CacheConfig) -> Iterator[Finding]:

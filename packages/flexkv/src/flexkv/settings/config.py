@@ -19,11 +19,11 @@ from flexkv.settings.kinds import (
     flag,
     gib,
     gib_or_none,
-    host_port,
-    http_url,
+    http_or_etcd,
     path,
     paths,
     seconds,
+    server_or_etcd,
 )
 from flexkv.settings.setting import ReadBy, declared, setting
 from flexkv.types.admission import ADMISSIONS
@@ -176,17 +176,19 @@ class CacheConfig:
         acts_with="ssd_cache_gb",
     )
     mooncake_master: str | None = setting(
-        host_port(),
+        server_or_etcd(),
         None,
-        "The master of a Mooncake Store, host memory that engines on many nodes share. Default: "
-        "no Mooncake Store is used.",
+        "The master of a Mooncake Store, host memory that engines on many nodes share. "
+        "`etcd://HOST:PORT;HOST:PORT` has etcd name one of several masters. Default: no Mooncake "
+        "Store is used.",
         needs="mooncake_metadata",
     )
     mooncake_metadata: str | None = setting(
-        http_url("http://HOST:PORT/metadata, or the same with https"),
+        http_or_etcd("http://HOST:PORT/metadata", "P2PHANDSHAKE"),
         None,
-        "The HTTP metadata server of the Mooncake Store, `http://HOST:PORT/metadata`. Default: "
-        "none.",
+        "How the nodes of the Mooncake Store find each other: by its HTTP metadata server, "
+        "`http://HOST:PORT/metadata`, by etcd, or by themselves (`P2PHANDSHAKE`). It is the same "
+        "on all nodes. Default: none.",
         needs="mooncake_master",
     )
     mooncake_protocol: str = setting(

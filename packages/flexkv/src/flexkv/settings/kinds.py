@@ -34,8 +34,10 @@ _HOST = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*\.?"
 """Labels of a machine's name have 1 to 63 characters; no resolver takes others."""
 _ANY_HOST = rf"(?:{_HOST}|\[[0-9A-Fa-f:.]{{2,45}}\])"
 """A name, an IPv4 address, or an IPv6 address in brackets."""
-_HOST_PORT = re.compile(rf"{_ANY_HOST}:(?P<port>[0-9]{{1,5}})")
-_HTTP_URL = re.compile(rf"https?://{_ANY_HOST}(?::(?P<port>[0-9]{{1,5}}))?(?:/[A-Za-z0-9._-]+)+")
+_HOST_PORT = rf"{_ANY_HOST}:[0-9]{{1,5}}"
+_ETCD = rf"etcd://{_HOST_PORT}(?:[;,]{_HOST_PORT})*"
+_HTTP_URL = rf"https?://{_ANY_HOST}(?::[0-9]{{1,5}})?(?:/[A-Za-z0-9._-]+)+"
+_PORT = re.compile(r":([0-9]{1,5})(?=[;,/]|$)")
 _DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
@@ -177,14 +179,27 @@ def paths() -> ValueKind[tuple[str, ...]]:
     return ValueKind("absolute paths", allowed, parse, ";".join, shows_place=True)
 
 
-def host_port() -> ValueKind[str]:
-    """The address of a server with its port."""
-    return _matching("HOST:PORT", "HOST:PORT or [IPv6]:PORT", _HOST_PORT)
+def server_or_etcd() -> ValueKind[str]:
+    """The address of a server with its port, or the servers of etcd that know the address."""
+    pattern = re.compile(f"{_HOST_PORT}|{_ETCD}")
+    allowed = "HOST:PORT, [IPv6]:PORT, or etcd://HOST:PORT;HOST:PORT"
+    return _matching("HOST:PORT", allowed, pattern)
 
 
-def http_url(example: str) -> ValueKind[str]:
-    """The URL of a path on a server, with a port or without, and without credentials."""
-    return _matching("URL", example, _HTTP_URL)
+def http_or_etcd(example: str, word: str) -> ValueKind[str]:
+    """The URL of a path on a server, with a port or without, and without credentials; servers of
+    etcd; or `word`, in any case."""
+    kind = _matching(
+        "URL",
+        f"{word}, {example}, the same with https, or etcd://HOST:PORT;HOST:PORT",
+        re.compile(f"{_HTTP_URL}|{_ETCD}"),
+    )
+
+    def parse(value: object) -> str:
+        is_word = isinstance(value, str) and value.strip().upper() == word
+        return word if is_word else kind.parse(value)
+
+    return ValueKind(kind.unit, kind.allowed, parse)
 
 
 def bucket_url() -> ValueKind[str]:
@@ -203,14 +218,13 @@ def devices() -> ValueKind[str]:
 
 
 def _matching(unit: str, allowed: str, pattern: re.Pattern[str]) -> ValueKind[str]:
-    """Texts that `pattern` matches, without slashes at the end. A group `port` is a port."""
+    """Texts that `pattern` matches, without slashes at the end. Their ports are valid ones."""
 
     def parse(value: object) -> str:
         found = pattern.fullmatch(value) if isinstance(value, str) else None
         if found is None:
             raise ValueError
-        port = found.groupdict().get("port")
-        if port is not None and not 0 < int(port) < 1 << 16:
+        if not all(0 < int(port) < 1 << 16 for port in _PORT.findall(found[0])):
             raise ValueError
         return found[0].rstrip("/")
 

@@ -11,10 +11,11 @@ A process reads the epoch once, when it first reaches the store after its start,
 again and again. So after a reset or a clear, the processes of an epoch go on sharing, and find no
 older block. `flexkv.tiers.remote` says which epoch the process uses that was reset itself.
 
-A process that finds no record writes one: at its start with a new epoch, later with the epoch that
-it last read in the record and a new generation. So after a record is lost, the processes of the
-epoch go on sharing with those that start later. A node that was cut off during a reset cannot
-restore the generation from before the reset, and blocks from before the loss are not found again.
+A process that finds no record writes one, always with a new generation: at its start with the
+first epoch, later with the epoch that it last read in the record. So after a record is lost, no
+block from before the loss is found again, and a node that was cut off during a reset restores
+nothing. Without a reset before the loss, all processes go on sharing. After one, processes that
+start share with those of the epoch that the writer knew.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FRESH_SECONDS = 1.0
 """Seconds for which a record is used after it was read. A process that cannot read the record finds
 no block after this time. Not tuned."""
 
+_FIRST = "0" * 31 + "1"
 _RECORD = re.compile(rb"flexkv-epoch 1 ([0-9a-f]{32}) ([0-9a-f]{32})")
 
 
@@ -47,6 +49,12 @@ class Epoch:
 
     name: str
     generation: str
+
+    @classmethod
+    def first(cls) -> Epoch:
+        """The epoch of a store without resets, which all processes name alike, in a new
+        generation."""
+        return cls(_FIRST, secrets.token_hex(16))
 
     @classmethod
     def begin(cls) -> Epoch:
@@ -114,7 +122,7 @@ class Epochs:
         """
         data = self._record.read()
         if data is None:
-            data = self._create(Epoch.begin())
+            data = self._create(Epoch.first())
         self._last = Epoch.from_bytes(data)
         return self._last.name
 

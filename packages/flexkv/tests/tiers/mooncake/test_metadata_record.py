@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the epoch at a metadata server behind TLS."""
+"""The record of the epoch at a metadata server: behind TLS, and one that answers too late."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import http.client
 import ipaddress
+import socket
 import ssl
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from flexkv.tiers.mooncake.mooncake_store import MetadataRecord
+from flexkv.tiers.mooncake.metadata_record import MetadataRecord
 from packages.conftest import PATIENCE_SECONDS
 
 FINGERPRINT = "f" * 32
@@ -113,3 +117,49 @@ def test_a_server_with_an_unknown_certificate_is_not_used(url: str) -> None:
     record = MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         record.read()
+
+
+def test_a_metadata_server_that_drips_is_given_up_and_left_alone() -> None:
+    """Each byte comes in time, and the answer never ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hung_up = threading.Event()
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(ConnectionError):
+                while True:
+                    connection.sendall(b"H")
+                    time.sleep(0.01)
+            hung_up.set()
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/metadata"
+        with pytest.raises(OSError, match=r"metadata server did not answer within 0\.5 s"):
+            MetadataRecord(url, FINGERPRINT, 0.5).read()
+        assert hung_up.wait(PATIENCE_SECONDS)
+        thread.join()
+
+
+def test_a_connection_that_comes_after_the_deadline_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a name server that answers late."""
+    given_up = threading.Event()
+    connect = http.client.HTTPConnection.connect
+
+    def connect_late(connection: http.client.HTTPConnection) -> None:
+        given_up.wait(PATIENCE_SECONDS)
+        connect(connection)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect_late)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_SECONDS)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/metadata"
+        with pytest.raises(OSError, match=r"metadata server did not answer within 0\.2 s"):
+            MetadataRecord(url, FINGERPRINT, 0.2).read()
+        given_up.set()
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(PATIENCE_SECONDS)
+            assert connection.recv(1) == b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import http.client
 import os
 import socket
 import threading
@@ -33,8 +32,11 @@ from flexkv.tiers.base import Answer, BlockResult
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.epochs import Epoch, Epochs
 from flexkv.tiers.job import Outcome, Priority, Result
-from flexkv.tiers.mooncake.mooncake_store import MetadataRecord, MooncakeBlocks
-from flexkv.tiers.mooncake.open_mooncake import MooncakeSettings, open_mooncake_tier
+from flexkv.tiers.mooncake.join import MooncakeSettings
+from flexkv.tiers.mooncake.member import Member
+from flexkv.tiers.mooncake.metadata_record import MetadataRecord
+from flexkv.tiers.mooncake.mooncake_store import MooncakeBlocks
+from flexkv.tiers.mooncake.open_mooncake import open_mooncake_tier
 from flexkv.tiers.remote import RemoteLimits
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
@@ -90,7 +92,7 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
         slowly = Slowly(client, transfers)
         blocks = MooncakeBlocks(
-            lambda: slowly,
+            Member(lambda: slowly),
             ReplicateConfig(),
             epochs,
             FINGERPRINT,
@@ -155,7 +157,7 @@ class Store:
         epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
         self.client = Answering(client)
         self.blocks = MooncakeBlocks(
-            lambda: self.client,
+            Member(lambda: self.client),
             ReplicateConfig(),
             epochs,
             FINGERPRINT,
@@ -365,7 +367,7 @@ def test_a_client_that_joins_after_the_end_is_closed_and_gets_no_memory() -> Non
             return lambda *_: Epoch.begin().to_bytes()
 
     blocks = MooncakeBlocks(
-        join,
+        Member(join),
         None,
         Epochs(Record()),
         FINGERPRINT,
@@ -379,49 +381,3 @@ def test_a_client_that_joins_after_the_end_is_closed_and_gets_no_memory() -> Non
     with pytest.raises(OSError, match="was closed while it was joined"):
         blocks.open()
     assert calls == ["close"]
-
-
-def test_a_metadata_server_that_drips_is_given_up_and_left_alone() -> None:
-    """Each byte comes in time, and the answer never ends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        hung_up = threading.Event()
-
-        def drip() -> None:
-            connection, _ = server.accept()
-            with connection, contextlib.suppress(ConnectionError):
-                while True:
-                    connection.sendall(b"H")
-                    time.sleep(0.01)
-            hung_up.set()
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/metadata"
-        with pytest.raises(OSError, match=r"metadata server did not answer within 0\.5 s"):
-            MetadataRecord(url, FINGERPRINT, 0.5).read()
-        assert hung_up.wait(PATIENCE_SECONDS)
-        thread.join()
-
-
-def test_a_connection_that_comes_after_the_deadline_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As behind a name server that answers late."""
-    given_up = threading.Event()
-    connect = http.client.HTTPConnection.connect
-
-    def connect_late(connection: http.client.HTTPConnection) -> None:
-        given_up.wait(PATIENCE_SECONDS)
-        connect(connection)
-
-    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect_late)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_SECONDS)
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/metadata"
-        with pytest.raises(OSError, match=r"metadata server did not answer within 0\.2 s"):
-            MetadataRecord(url, FINGERPRINT, 0.2).read()
-        given_up.set()
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(PATIENCE_SECONDS)
-            assert connection.recv(1) == b""

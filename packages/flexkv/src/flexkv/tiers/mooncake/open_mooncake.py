@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
-import socket
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
-from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+from mooncake.store import ReplicateConfig
 
 from flexkv.tiers.base import States
-from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.epochs import EpochRecord, Epochs
 from flexkv.tiers.link import most_jobs
-from flexkv.tiers.mooncake.mooncake_store import MetadataRecord, MooncakeBlocks, MooncakeError
+from flexkv.tiers.mooncake.join import MooncakeSettings, join
+from flexkv.tiers.mooncake.member import Client, Member
+from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
+from flexkv.tiers.mooncake.mooncake_store import MooncakeBlocks
+from flexkv.tiers.mooncake.store_record import COPIES, StoreRecord
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.types.changes import Medium
 
@@ -30,24 +35,6 @@ the time without progress after which a transfer by TCP fails."""
 
 _LEAST_LIMIT_SECONDS = 5.0
 """A client joins the store by the same requests, and its master may be busy then. Not tuned."""
-
-_REACH_SECONDS = 5.0
-"""Seconds that the master may take to accept a connection. Not tuned."""
-
-_LOCAL_BYTES = 16 << 20
-"""Bytes that Mooncake registers for calls that FlexKV does not use. Not tuned."""
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
-    """The settings `mooncake_...`, each without that prefix; `segment_bytes` is in bytes."""
-
-    master: str
-    metadata: str
-    protocol: str
-    device: str
-    segment_bytes: int
-    replicas: int
 
 
 def open_mooncake_tier(
@@ -76,10 +63,15 @@ def open_mooncake_tier(
     _limit_calls(limits.timeout_seconds)
     config = ReplicateConfig()
     config.replica_num = settings.replicas
-    record = MetadataRecord(settings.metadata, fingerprint, limits.timeout_seconds)
+    member = Member(partial(join, settings))
+    record: EpochRecord
+    if settings.metadata.startswith(HTTP):
+        record = MetadataRecord(settings.metadata, fingerprint, limits.timeout_seconds)
+    else:
+        record = _store_record(lambda: member.client, fingerprint)
     together = most_jobs(limits.threads) * max(1, limits.batch_bytes // slot_bytes)
     blocks = MooncakeBlocks(
-        partial(_join, settings),
+        member,
         config,
         Epochs(record),
         fingerprint,
@@ -95,6 +87,26 @@ def open_mooncake_tier(
     return RemoteTier(Medium.MOONCAKE, blocks, slot_bytes, limits, store_name=name, states=states)
 
 
+def open_store_record(settings: MooncakeSettings, fingerprint: str, seconds: float) -> StoreRecord:
+    """The record of the epoch in the store itself, for a process that reads and writes no blocks.
+
+    Args:
+        settings: of the store. No memory is lent, whatever `segment_bytes` is.
+        fingerprint: of the blocks.
+        seconds: longest wait for each call but the first, which joins the store; see `join`.
+    """
+    _limit_calls(seconds)
+    client = functools.cache(partial(join, dataclasses.replace(settings, segment_bytes=0)))
+    return _store_record(client, fingerprint)
+
+
+def _store_record(client: Callable[[], Client], fingerprint: str) -> StoreRecord:
+    config = ReplicateConfig()
+    config.replica_num = COPIES
+    config.with_hard_pin = True
+    return StoreRecord(client, config, fingerprint)
+
+
 def _limit_calls(seconds: float) -> None:
     """Give each later call of Mooncake's clients in this process an upper time, where the operator
     has set none. A client whose master or peer hangs otherwise waits for 30 s.
@@ -107,41 +119,3 @@ def _limit_calls(seconds: float) -> None:
         os.environ.setdefault(name, str(math.ceil(seconds * 1000)))
     for name in _CALL_LIMITS_SECONDS:
         os.environ.setdefault(name, str(math.ceil(seconds)))
-
-
-def _join(settings: MooncakeSettings) -> MooncakeDistributedStore:
-    """Join the store. Mooncake waits for a master that hangs for ever.
-
-    Raises:
-        OSError: the master cannot be reached, or Mooncake refuses.
-    """
-    # First, because Mooncake tries for 90 s to reach a master that is not there, and notices no
-    # master that comes meanwhile.
-    own = own_address(settings.master)
-    client = MooncakeDistributedStore()
-    code = client.setup(
-        own,
-        settings.metadata,
-        settings.segment_bytes,
-        _LOCAL_BYTES,
-        settings.protocol,
-        settings.device,
-        settings.master,
-    )
-    if code:
-        client.close()
-        raise MooncakeError(f"code {code} of Mooncake's client")
-    return client
-
-
-def own_address(master: str) -> str:
-    """This machine's address on the route to the master, by which other nodes reach it; an IPv6
-    address is in brackets.
-
-    Raises:
-        OSError: the master cannot be reached.
-    """
-    host, _, port = master.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS) as probe:
-        own = str(probe.getsockname()[0])
-    return f"[{own}]" if ":" in own else own
