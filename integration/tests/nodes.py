@@ -12,6 +12,7 @@ from typing import Any
 from integration.harness import connector
 from integration.harness.answers import Completion, Generation
 from integration.harness.config import EngineConfig
+from integration.harness.connector import Connector
 from integration.harness.engine import Engine
 from integration.tests import disks
 from integration.tests.corpus import FLEXKV_BLOCK, NEW_TOKENS, Tokens
@@ -72,7 +73,13 @@ class Nodes:
         settings = SETTINGS | {"runtime_dir": str(own / "run")} | settings
         if settings.get("ssd_cache_dir") == "":
             settings["ssd_cache_dir"] = str(own / "disk")
-        chosen = connector.plugin(recompute=True, **self._flexkv(**settings))
+        return self.start_with(
+            connector.plugin(recompute=True, **self._flexkv(**settings)), env=env
+        )
+
+    def start_with(self, chosen: Connector, *, env: dict[str, str] | None = None) -> Engine:
+        """A node with a connector as it is."""
+        own = self._folder / f"node-{len(self._started) + 1}"
         config = self._engine_config(chosen, env=env or {})
         self._started.append(Engine(config, own / "engine.log"))
         return self._started[-1]

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flexkv.settings import CacheConfig, load_config
+from flexkv.types.errors import ConfigError
 from packages.flexkv.tests.cli.stores import Flexkv
 
 CPU_AND_DISK = """
@@ -35,6 +37,15 @@ local_cpu: true
 max_local_cpu_size: 4.5
 remote_url: "mooncakestore://10.0.0.1:50051/"
 """
+MOONCAKE_STORE = """
+extra_config:
+  local_hostname: "10.0.0.2"
+  metadata_server: "P2PHANDSHAKE"
+  protocol: "rdma"
+  device_name: "mlx5_0"
+  master_server_address: "10.0.0.1:50051"
+  global_segment_size: 21474836480
+"""
 CHART = """
 servingEngineSpec:
   modelSpec:
@@ -42,7 +53,7 @@ servingEngineSpec:
     lmcacheConfig:
       enabled: true
       cpuOffloadingBufferSize: "30"
-      diskOffloadingBufferSize: "60"
+      diskOffloadingBufferSize: "0"
       enablePD: true
       kvRole: "kv_producer"
   - name: "mistral"
@@ -101,14 +112,13 @@ spec:
             CHART,
             [],
             [
-                CacheConfig(cpu_cache_gb=30, ssd_cache_gb=60, ssd_cache_dir=("/PATH",)),
+                CacheConfig(cpu_cache_gb=30),
                 CacheConfig(cpu_cache_gb=8),
             ],
             [
                 "lmcacheConfig of llama",
                 '"kv_role":"kv_producer"',
                 "# no equivalent: enable_pd: MultiConnector with NixlConnector",
-                "# check: ssd_cache_dir must be an absolute path",
                 "lmcacheConfig of mistral",
             ],
         ),
@@ -138,16 +148,74 @@ def test_a_file_becomes_settings_that_load(
     assert [phrase for phrase in said if phrase not in ended.out] == []
 
 
-def test_a_mooncake_store_keeps_its_master(flexkv: Flexkv, tmp_path: Path) -> None:
+def test_a_mooncake_store_is_the_same_store(flexkv: Flexkv, tmp_path: Path) -> None:
     path = tmp_path / "lmcache.yaml"
-    path.write_text(MOONCAKE)
+    path.write_text(MOONCAKE + MOONCAKE_STORE)
     ended = flexkv("migrate", path)
-    assert yaml.safe_load(ended.out) == {
-        "cpu_cache_gb": 4.5,
-        "mooncake_master": "10.0.0.1:50051",
-        "mooncake_metadata": "http://HOST:8080/metadata",
-    }
-    assert "# check: mooncake_metadata, " in ended.out
+    assert load_config(yaml.safe_load(ended.out), environ={}) == CacheConfig(
+        cpu_cache_gb=4.5,
+        mooncake_master="10.0.0.1:50051",
+        mooncake_metadata="P2PHANDSHAKE",
+        mooncake_protocol="rdma",
+        mooncake_device="mlx5_0",
+        mooncake_segment_gb=20,
+    )
+    assert "extra_config" not in ended.out
+
+
+def test_a_mooncake_store_of_a_file_of_its_own(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text('{"metadata_server": "http://h:8080/metadata", "global_segment_size": "3GB"}')
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "mooncakestore://h:50051")
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+    made = load_config(yaml.safe_load(flexkv("migrate", "env").out), environ={})
+    assert (made.mooncake_master, made.mooncake_metadata) == ("h:50051", "http://h:8080/metadata")
+    assert made.mooncake_segment_gb == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "missing", "refusal"),
+    [
+        (MOONCAKE, "add mooncake_metadata", "mooncake_metadata is not set"),
+        ("max_local_disk_size: 60", "add ssd_cache_dir", "ssd_cache_dir is not set"),
+        ("local_disk: file://kv\nmax_local_disk_size: 1", "add ssd_cache_dir", "is not set"),
+    ],
+)
+def test_what_is_missing_stops_the_start_and_is_no_made_up_place(
+    flexkv: Flexkv, tmp_path: Path, *, text: str, missing: str, refusal: str
+) -> None:
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("chunk_size: 256\n" + text)
+    ended = flexkv("migrate", path)
+    assert f"# check: {missing}" in ended.out
+    with pytest.raises(ConfigError, match=refusal):
+        load_config(yaml.safe_load(ended.out), environ={})
+
+
+def test_each_engine_of_a_file_passes_the_checks_of_settings(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As users run them: the printed text is the file of the settings."""
+    path, made = tmp_path / "values.yaml", tmp_path / "flexkv.yaml"
+    monkeypatch.setenv("FLEXKV_CONFIG_PATH", str(made))
+    path.write_text(CHART)
+    both = flexkv("migrate", path)
+    assert "# Engine 2 of 2. For a file with this one: --only 2" in both.out
+    texts = [CPU_AND_DISK, SHARED, MOONCAKE + MOONCAKE_STORE, MANIFEST]
+    for text, only in [
+        *((text, 1) for text in texts),
+        (path.read_text(), 1),
+        (path.read_text(), 2),
+    ]:
+        path.write_text(text)
+        ended = flexkv("migrate", path, "--only", only)
+        assert "--only" not in ended.out
+        made.write_text(ended.out)
+        found = json.loads(flexkv("doctor", "--json", "--seconds", 0).out)
+        (settings,) = [each for each in found if each["check"] == "settings"]
+        assert settings["level"] == "ok", settings
 
 
 @pytest.mark.parametrize(
@@ -186,10 +254,18 @@ def test_variables_of_the_shell(
         (["env"], "env has no setting of LMCache; allowed: LMCache's file"),
         (["missing.yaml"], "cannot read missing.yaml: "),
         (["/dev/null", "--ranks", "0"], "--ranks is '0'"),
+        (
+            ["CHART", "--only", "3"],
+            "--only is '3' on the command line; allowed: a whole number",
+        ),
         (["/proc/self/environ"], "cannot read"),
     ],
 )
-def test_bad_use_is_one_clear_error(flexkv: Flexkv, arguments: list[str], said: str) -> None:
-    ended = flexkv("migrate", *arguments)
+def test_bad_use_is_one_clear_error(
+    flexkv: Flexkv, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    chart = tmp_path / "values.yaml"
+    chart.write_text(CHART)
+    ended = flexkv("migrate", *(str(chart) if each == "CHART" else each for each in arguments))
     assert ended.code == 2
     assert said in ended.err

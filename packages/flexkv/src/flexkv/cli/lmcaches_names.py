@@ -50,6 +50,13 @@ _NONE = {
     "external_lookup_client": "lookups in another process",
 }
 """Switches that have no equivalent if they are on: what is missing or takes their place."""
+_MOONCAKES = {
+    "metadata_server": "mooncake_metadata",
+    "protocol": "mooncake_protocol",
+    "device_name": "mooncake_device",
+}
+"""Names of Mooncake's own settings, and FlexKV's."""
+_UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _NEEDLESS = (
     *("chunk_size", "pre_caching_hash_algorithm", "log_level", "use_experimental", "cache_policy"),
     *("lmcache_instance_id", "lmcache_worker_port", "worker_ports", "nixl_role", "enabled"),
@@ -161,11 +168,14 @@ def _disk(left: dict[str, Any], made: Translation, ranks: int) -> None:
     place = left.pop("local_disk", None)
     folders = [] if place is None else re.split("[,;]", str(place).removeprefix("file://"))
     paths = [each.removeprefix("file://") for each in folders if each.strip("/")]
-    if size:
-        made.settings["ssd_cache_gb"] = _plain(size * ranks)
-        made.settings["ssd_cache_dir"] = ";".join(paths) or "/PATH"
-        if not all(each.startswith("/") for each in paths) or not paths:
-            made.notes.append("ssd_cache_dir must be an absolute path")
+    if not size:
+        return
+    made.settings["ssd_cache_gb"] = _plain(size * ranks)
+    absolute = [each for each in paths if each.startswith("/")]
+    if absolute == paths != []:
+        made.settings["ssd_cache_dir"] = ";".join(paths)
+    else:
+        made.notes.append("add ssd_cache_dir, the absolute path of a folder on a local drive")
 
 
 def _remote(left: dict[str, Any], made: Translation) -> None:
@@ -176,33 +186,41 @@ def _remote(left: dict[str, Any], made: Translation) -> None:
     if not url:
         return
     scheme, _, rest = str(url).partition("://")
+    extra = left.get("extra_config")
+    store = dict(extra) if scheme == "mooncakestore" and isinstance(extra, Mapping) else {}
+    if store:
+        del left["extra_config"]
     translated = _SCHEMES.get(scheme)
     if translated is None:
         made.missing.append(f"remote_url: {show(url)}: {_SHARE}")
     else:
-        translated(rest, made)
+        translated(rest, made, store)
 
 
-def _mooncake(rest: str, made: Translation) -> None:
-    made.settings["mooncake_master"] = rest.partition("/")[0]
-    made.settings["mooncake_metadata"] = "http://HOST:8080/metadata"
-    made.notes.append(
-        "mooncake_metadata, mooncake_protocol, mooncake_device and mooncake_segment_gb: as in the "
-        "file of MOONCAKE_CONFIG_PATH"
-    )
+def _mooncake(rest: str, made: Translation, extra: Mapping[str, Any]) -> None:
+    made.settings["mooncake_master"] = extra.get("master_server_address") or rest.partition("/")[0]
+    for theirs, ours in _MOONCAKES.items():
+        if (value := extra.get(theirs)) not in (None, ""):
+            made.settings[ours] = value
+    if "mooncake_metadata" not in made.settings:
+        made.notes.append("add mooncake_metadata: the metadata_server of your Mooncake Store")
+    if (size := _bytes(extra.get("global_segment_size"))) is not None:
+        made.settings["mooncake_segment_gb"] = _plain(size / (1 << 30))
+    else:
+        made.notes.append("mooncake_segment_gb is the global_segment_size, 1 GiB by default")
 
 
-def _bucket(rest: str, made: Translation) -> None:
+def _bucket(rest: str, made: Translation, _: Mapping[str, Any]) -> None:
     made.settings["objects_url"] = f"s3://{rest.partition('.')[0].rstrip('/')}"
     made.notes.append("objects_url: the bucket's name; region and endpoint by AWS_... variables")
 
 
-def _folder(rest: str, made: Translation) -> None:
+def _folder(rest: str, made: Translation, _: Mapping[str, Any]) -> None:
     made.settings["objects_url"] = f"file:///{rest.partition('/')[2]}"
     made.notes.append("objects_url: the folder must be the engines' user's alone (mode 0700)")
 
 
-_SCHEMES: Mapping[str, Callable[[str, Translation], None]] = {
+_SCHEMES: Mapping[str, Callable[[str, Translation, Mapping[str, Any]], None]] = {
     "mooncakestore": _mooncake,
     "s3": _bucket,
     "fs": _folder,
@@ -226,6 +244,12 @@ def _number(value: object) -> float:
         return max(0.0, float(str(value)))
     except ValueError:
         return 0.0
+
+
+def _bytes(value: object) -> int | None:
+    """A size as Mooncake writes it, such as `80GB` or a number of bytes; None for no size."""
+    found = re.fullmatch(r"([0-9]{1,18})\s*([KMGT]?B)?", str(value).strip().upper())
+    return None if found is None else int(found[1]) * _UNITS[found[2] or "B"]
 
 
 def _plain(value: float) -> int | float:

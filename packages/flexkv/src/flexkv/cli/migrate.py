@@ -21,8 +21,10 @@ from flexkv.types.errors import ConfigError
 NAME = "migrate"
 HELP = "translate a configuration of LMCache"
 _ENVIRONMENT = "env"
+_MOONCAKE_VARIABLE = "MOONCAKE_CONFIG_PATH"
 _FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 _MOST_RANKS = 4096
+_DIGITS = 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,26 +36,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="1",
         help="worker processes of an engine (tensor parallel size); LMCache's sizes are for each",
     )
+    parser.add_argument(
+        "--only",
+        metavar="N",
+        help="print one engine of a file that has several, by its number; a settings file has one",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    if not args.ranks.isdecimal() or not 0 < int(args.ranks) <= _MOST_RANKS:
-        raise ConfigError(
-            f"--ranks is {args.ranks!r} on the command line; allowed: a whole number from 1 to "
-            f"{_MOST_RANKS}"
-        )
+    ranks = _number("--ranks", args.ranks, _MOST_RANKS)
     found = list(_sources(args.source, os.environ))
     if not found:
         raise ConfigError(
             f"{args.source} has no setting of LMCache; allowed: LMCache's file, Helm values with "
             "lmcacheConfig, a manifest with LMCACHE_ variables, or env with these set"
         )
-    for number, (origin, given) in enumerate(found):
-        if number:
+    chosen = range(1, len(found) + 1)
+    if args.only is not None:
+        only = _number("--only", args.only, len(found))
+        chosen = range(only, only + 1)
+    for number in chosen:
+        if number > chosen[0]:
             print("---")
-        print("\n".join(_lines(translate(origin, given, int(args.ranks)))))
+        if len(chosen) > 1:
+            print(f"# Engine {number} of {len(found)}. For a file with this one: --only {number}")
+        print("\n".join(_lines(translate(*found[number - 1], ranks))))
     return 0
+
+
+def _number(option: str, text: str, most: int) -> int:
+    if not (text.isdecimal() and len(text) < _DIGITS and 0 < int(text) <= most):
+        raise ConfigError(
+            f"{option} is {text!r} on the command line; allowed: a whole number from 1 to {most}"
+        )
+    return int(text)
 
 
 def _sources(source: str, environ: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,17 +80,22 @@ def _sources(source: str, environ: Mapping[str, str]) -> Iterator[tuple[str, dic
     if path := environ.get(_FILE_VARIABLE):
         yield from _in_file(path)  # LMCache ignores its variables then
     elif given := from_variables(environ):
+        if path := environ.get(_MOONCAKE_VARIABLE):
+            given.setdefault("extra_config", _documents(path)[0])
         yield "the environment", given
 
 
 def _in_file(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for document in _documents(path):
+        yield from find(document, path)
+
+
+def _documents(path: str) -> list[Any]:
     try:
-        documents = list(yaml.safe_load_all(read_text(path)))
+        return list(yaml.safe_load_all(read_text(path))) or [None]
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read {path}: {reason}; allowed: a YAML or JSON file") from None
-    for document in documents:
-        yield from find(document, path)
 
 
 def _lines(made: Translation) -> Iterator[str]:

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flexkv.open_tiers import import_objects
+from flexkv.open_tiers import import_mooncake, import_objects
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import cache_directory
-from flexkv.tiers.mooncake.member import prepare_import
 from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
 from flexkv.types.errors import ConfigError
 
@@ -128,15 +127,10 @@ def _in_mooncake(config: CacheConfig, known: Sequence[str]) -> Iterator[SharedBl
             record = MetadataRecord(metadata, fingerprint, seconds)
             yield SharedBlocks(metadata, fingerprint, record)
         return
-    prepare_import(master)
-    try:
-        from flexkv.tiers.mooncake.join import MooncakeSettings
-        from flexkv.tiers.mooncake.open_mooncake import open_store_record
-    except ImportError as error:
-        raise ConfigError(
-            f"mooncake_metadata is {metadata!r}, but Mooncake's client cannot be imported "
-            f"({error}); allowed: none, or what `pip install 'flexkv[mooncake]'` installs"
-        ) from None
+    import_mooncake(master)
+    from flexkv.tiers.mooncake.join import MooncakeSettings
+    from flexkv.tiers.mooncake.open_mooncake import open_store_record
+
     device = config.mooncake_device
     settings = MooncakeSettings(master, metadata, config.mooncake_protocol, device, 0, 1)
     for fingerprint in known:
