@@ -170,7 +170,7 @@ def test_a_directory_that_is_not_writable_serves_the_folders_that_are_there(
         if pid == 0:
             os.setresuid(NOBODY, NOBODY, NOBODY)
             refusals = 0
-            for use in (check_root, lambda path: claim(path, OURS, False).release()):
+            for use in (check_root, lambda path: claim(path, OURS, 1).release()):
                 try:
                     use(str(root))
                 except DiskError:
@@ -182,7 +182,7 @@ def test_a_directory_that_is_not_writable_serves_the_folders_that_are_there(
 def test_a_damaged_lock_in_a_folder_of_flexkv_stops_no_start(tmp_path: Path) -> None:
     folder = made(tmp_path / OURS)
     (folder / "lock").write_bytes(b"12\x8b45\n")
-    claim(str(tmp_path), OURS, False).release()
+    claim(str(tmp_path), OURS, 1).release()
     assert owner(str(folder)) == str(os.getpid())
 
 

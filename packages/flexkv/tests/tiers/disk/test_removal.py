@@ -268,7 +268,7 @@ def test_a_room_that_there_cannot_be_is_refused_before_anything_is_removed(
     with pytest.raises(
         DiskError, match=r"asks for 0\.0[01]\d* GiB .* has 0\.00 GiB left; allowed: "
     ):
-        check_room(str(disk), mine.path, size, True, size)
+        check_room(str(disk), mine.path, size, MAX_OWNERS, size)
     assert (other / "slab-00000").stat().st_size == 8 * MIB
     mine.release()
     if busy is not None:
