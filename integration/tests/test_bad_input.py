@@ -38,7 +38,7 @@ def refuse(
         pytest.param(
             {"cpu_cash_gb": 1},
             ["'cpu_cash_gb'", "kv_connector_extra_config", "did you mean 'cpu_cache_gb'"],
-            "cpu_cache_gb",
+            "names of settings",
             id="unknown key",
         ),
         pytest.param(
