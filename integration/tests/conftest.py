@@ -21,6 +21,7 @@ from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.sglang import environment
 from integration.tests import corpus, disks, sharing
+from integration.tests.node_service import NodeService
 from integration.tests.nodes import Nodes
 from integration.tests.reference import Reference, plain_config
 
@@ -206,3 +207,13 @@ def nodes(
     host.close()
     with Nodes(tmp_path, engine_config, flexkv) as found:
         yield found
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[NodeService]:
+    """`flexkv serve`."""
+    made = NodeService(tmp_path)
+    try:
+        yield made
+    finally:
+        made.kill()

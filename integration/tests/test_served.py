@@ -4,72 +4,22 @@ FlexKV, also while the service hangs, after its end, and with the next one."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from integration.tests import disks
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, WARM
 from integration.tests.disks import restorable, restored
+from integration.tests.node_service import NodeService
 from integration.tests.nodes import PATIENCE_SECONDS, Nodes
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, ask_together
 
 FIRST = ABORTED[:1] + WARM
 LATE = EVICTED[:4]
-SLOTS = 600
-
-
-class Service:
-    """`flexkv serve` with memory for all that the tests store.
-
-    Attributes:
-        root: its directory.
-        process: its process.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "service"
-        self._environ = os.environ | {
-            "FLEXKV_CPU_CACHE_GB": str(disks.gigabytes(SLOTS)),
-            "FLEXKV_RUNTIME_DIR": str(folder / "runtime"),
-        }
-        self.start()
-
-    def start(self) -> None:
-        """Returns once it listens."""
-        command = [sys.executable, "-m", "flexkv", "serve", str(self.root)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=self._environ
-        )
-        assert self.process.stdout is not None
-        assert "listens" in self.process.stdout.readline()
-
-    def kill(self) -> None:
-        """Idempotent."""
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    made = Service(tmp_path)
-    try:
-        yield made
-    finally:
-        made.kill()
 
 
 def test_what_one_engine_has_computed_another_loads(
-    nodes: Nodes, service: Service, reference: Reference
+    nodes: Nodes, service: NodeService, reference: Reference
 ) -> None:
     root = str(service.root)
     one, other = nodes.start(service=root), nodes.start(service=root)

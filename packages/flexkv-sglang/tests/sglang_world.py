@@ -124,6 +124,8 @@ def make_settings(model: Path, **others: Any) -> Any:
         "random_seed": 0,
         "lora_paths": None,
         "device": "cpu",
+        "chunked_prefill_size": 64,
+        "max_prefill_tokens": 256,
     }
     return SimpleNamespace(**(values | others))
 

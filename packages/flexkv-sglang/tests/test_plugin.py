@@ -318,9 +318,3 @@ def test_a_newer_sglang_without_a_name_that_is_used_is_refused() -> None:
 
 def test_an_untested_sglang_may_be_allowed() -> None:
     check_version(True, "0.6.0")
-
-
-def test_a_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXKV_SERVICE", "/s")
-    with pytest.raises(ConfigError, match="service is '/s', and only vLLM's"):
-        read_settings({})

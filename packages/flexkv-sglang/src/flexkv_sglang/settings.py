@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 from flexkv import CacheConfig, load_config
-from flexkv.engine.open_rank import not_served
 from flexkv.settings import CONFIG_PATH_VARIABLE
 from flexkv.settings.without_effect import report_without_effect
 from flexkv.types.errors import ConfigError
@@ -44,10 +43,7 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{_FILE} is {path!r} ({_SOURCE}); allowed: the path of a file")
         environ[CONFIG_PATH_VARIABLE] = path
-    config = load_config(values, _SOURCE, environ)
-    if config.service is not None:
-        raise not_served(config.service)
-    return config
+    return load_config(values, _SOURCE, environ)
 
 
 def share_of_engine(config: CacheConfig, engines: int) -> CacheConfig:

@@ -428,7 +428,10 @@ class RankSide:
             self._cache.suspend()
             if self._waiting is not None:
                 self._waiting.awaited.end_all()
-            self._cache.clear()
+            if self._cache.info.is_shared:  # other engines keep their blocks
+                self._renew(mixed=self.page_keys.mixed)
+            else:
+                self._cache.clear()
             return True
         return False
 
@@ -542,7 +545,9 @@ class RankSide:
 
         def decision() -> Sequence[int]:
             assert self._cache is not None
-            return [*make(self._cache), int(self._cache.is_full)]
+            # Other engines may want the pages before SGLang is about to evict them.
+            evicts = self._cache.is_full and not self._cache.info.is_shared
+            return [*make(self._cache), int(evicts)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
         self.delays = bool(full) and not self.may_wait

@@ -15,7 +15,7 @@ from typing import Any
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
-from flexkv.engine.start import make_chooser, make_own_cache, make_recorder
+from flexkv.engine.start import make_cache, make_chooser, make_recorder
 from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
 from flexkv.session import Session
@@ -31,6 +31,9 @@ logger = logging.getLogger("flexkv.sglang")
 _ONE_PAGE = 1
 """Pages of a block. SGLang stores and looks up any run of pages and does not say where in the
 prompt the run begins. The boundaries of larger blocks would therefore be unknown."""
+_STORED_STEPS = 3
+"""Steps whose pages may be stored before the first of them are published: the one that computes,
+the one that copies, and with SGLang's overlap one more. Not tuned."""
 _SMALL_BLOCK = 64 << 10
 """Bytes of a block below which its fixed cost exceeds the cost of copying its bytes. Not tuned."""
 _LARGE_PAGE = 64
@@ -99,14 +102,18 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             )
             undo.callback(worker.close)
         cache = None
+        is_served = worker.session.info.service is not None
+        shares = True
         with together(ranks):
             if ranks.rank == 0:
-                keeps = config.names_lower_tier and outlives_process(engine.settings)
-                cache = make_own_cache(
+                needs = config.names_lower_tier or is_served
+                shares = needs and outlives_process(engine.settings)
+                cache = make_cache(
                     config,
                     worker.session,
-                    keeps_blocks=keeps,
+                    keeps_blocks=shares,
                     follows_requests=True,
+                    step_blocks=_STORED_STEPS * _step_pages(engine),
                     engines=engine.engines,
                 )
                 undo.callback(cache.close)
@@ -133,8 +140,19 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 else _make_recorder(config, engine, cache.info.slot_bytes, chooser),
                 options=config.request_options,
             )
+            if is_served and not shares:
+                # Equal keys of another engine may mean other blocks.
+                side.page_keys.renew(mixed=False)
         undo.pop_all()
         return side
+
+
+def _step_pages(engine: Engine) -> int:
+    """Pages that a step computes at most: those of a chunk of prompts, or of whole prompts where
+    SGLang does not cut them; see SGLang's `chunked_prefill_size` and `max_prefill_tokens`."""
+    chunk = engine.settings.chunked_prefill_size
+    tokens = int(chunk) if chunk and chunk > 0 else int(engine.settings.max_prefill_tokens)
+    return max(1, tokens // engine.page_size)
 
 
 def _make_recorder(

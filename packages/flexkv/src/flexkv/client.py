@@ -137,6 +137,8 @@ class CacheInfo:
         media: media of the lower tiers, the fastest first.
         must_query: whether a lower tier needs a query to know which blocks it has.
         policy_name: name of the eviction policy, for metrics; empty for none.
+        is_shared: whether other engines use the cache. Then `clear` leaves them their blocks, and
+            the caller has to name its own by other keys.
     """
 
     num_slots: int
@@ -144,6 +146,7 @@ class CacheInfo:
     media: tuple[Medium, ...]
     must_query: bool
     policy_name: str
+    is_shared: bool = False
 
 
 class CacheClient(Protocol):

@@ -88,11 +88,12 @@ def make_cache(
     keeps_blocks: bool,
     follows_requests: bool,
     step_blocks: int,
+    engines: int = 1,
 ) -> CacheClient:
     """As `make_own_cache`; or attach to the node's service, if it has given the arena.
 
     Args:
-        config, session, keeps_blocks, follows_requests: see `make_own_cache`.
+        config, session, keeps_blocks, follows_requests, engines: see `make_own_cache`.
         step_blocks: how many blocks the engine can fill before its first stores are published.
 
     Raises:
@@ -102,7 +103,11 @@ def make_cache(
     ticket = session.info.service
     if ticket is None:
         return make_own_cache(
-            config, session, keeps_blocks=keeps_blocks, follows_requests=follows_requests
+            config,
+            session,
+            keeps_blocks=keeps_blocks,
+            follows_requests=follows_requests,
+            engines=engines,
         )
     logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
     return ServedCache(Attached(session.info, step_blocks, session.arena), session.arena)

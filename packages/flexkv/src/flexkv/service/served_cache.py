@@ -74,6 +74,7 @@ class ServedCache:
             media=answer.media,
             must_query=False,
             policy_name=answer.policy,
+            is_shared=True,
         )
         self._block_bytes = sum(spec.format.shard_bytes)
         self._attached = attached

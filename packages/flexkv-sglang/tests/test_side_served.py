@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that use the node's service: what one has stored, another loads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
+
+from flexkv import CacheConfig
+from flexkv.service.server import NodeServer
+from flexkv_sglang import start
+
+HASHES = hashes_of("a", 3)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts services, and returns their directories."""
+    running: list[tuple[NodeServer, threading.Thread]] = []
+
+    def begin(**settings: Any) -> str:
+        root = str(tmp_path / f"service {len(running)}")
+        config = CacheConfig(runtime_dir=str(tmp_path / "run"), **settings)
+        server = NodeServer(root, config, 1 / 256)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return root
+
+    yield begin
+    for server, thread in running:
+        server.stop()
+        thread.join()
+        server.close(0)
+
+
+@pytest.fixture
+def engine(make_rank: Callable[..., Rank]) -> Callable[[str], Rank]:
+    return lambda root: make_rank(settings={"service": root})
+
+
+def stores(rank: Rank, hashes: Sequence[str], pages: Sequence[int]) -> None:
+    """Store pages, once the service has granted slots."""
+    until(rank, lambda: rank.store(hashes, pages))
+
+
+def until(rank: Rank, condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        rank.side.ended_offloads()
+
+
+def test_what_one_engine_has_stored_another_loads(
+    serve: Callable[..., str], engine: Callable[[str], Rank]
+) -> None:
+    root = serve()
+    one, other = engine(root), engine(root)
+    stored = one.fill([1, 2, 3], seed=1)
+    stores(one, HASHES, [1, 2, 3])
+    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    assert other.load("r", HASHES, [7, 8, 9])
+    assert same(other.read([7, 8, 9]), stored)
+    assert not one.side.delays, "the other engine wants the pages at once"
+    stores(other, hashes_of("b", 2), [1, 2])
+    until(one, lambda: one.side.lookup("s", hashes_of("b", 2)) == [2])
+
+
+def test_a_disk_of_the_service_gives_pages_to_each_engine(
+    serve: Callable[..., str], engine: Callable[[str], Rank], tmp_path: Path
+) -> None:
+    disk = {"ssd_cache_gb": 1 / 64, "ssd_cache_dir": (str(tmp_path / "disk"),)}
+    first = serve(**disk, ssd_timeout_seconds=PATIENCE_SECONDS)
+    one = engine(first)
+    assert one.side.may_wait
+    stored = one.fill([1, 2, 3], seed=1)
+    stores(one, HASHES, [1, 2, 3])
+    number = 0
+    while one.side.lookup("r", HASHES):
+        number += 1
+        stores(one, hashes_of(f"other {number}", 12), range(1, 13))
+    other = engine(first)
+    other.look_ahead("r", HASHES)
+    until(other, lambda: other.side.held(["r"]) == [False])
+    assert other.side.lookup("r", HASHES) == [3]
+    assert other.load("r", HASHES, [7, 8, 9])
+    assert same(other.read([7, 8, 9]), stored)
+
+
+@pytest.mark.parametrize("change", ["weights", "clear"])
+def test_an_engine_that_starts_anew_leaves_the_others_their_pages(
+    serve: Callable[..., str], engine: Callable[[str], Rank], change: str
+) -> None:
+    root = serve()
+    one, other = engine(root), engine(root)
+    old = one.fill([1, 2, 3], seed=1)
+    stores(one, HASHES, [1, 2, 3])
+    if change == "weights":
+        one.side.weights_changed(flushed=True)
+    else:
+        assert one.side.clear()
+    assert one.side.lookup("r", HASHES) == []
+    one.fill([1, 2, 3], seed=2)
+    stores(one, HASHES, [1, 2, 3])
+    until(one, lambda: one.side.lookup("r", HASHES) == [3])
+    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    assert other.load("r", HASHES, [7, 8, 9])
+    assert same(other.read([7, 8, 9]), old)
+
+
+def test_keys_that_mean_nothing_elsewhere_are_an_engines_own(
+    serve: Callable[..., str], engine: Callable[[str], Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "outlives_process", lambda _: False)
+    root = serve()
+    one, other = engine(root), engine(root)
+    one.fill([1, 2, 3], seed=1)
+    stores(one, HASHES, [1, 2, 3])
+    until(one, lambda: one.side.lookup("r", HASHES) == [3])
+    assert other.side.lookup("r", HASHES) == []
