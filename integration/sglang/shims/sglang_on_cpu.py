@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes SGLang's CPU engine, which PyPI's packages leave without three things.
+"""Completes SGLang's CPU engine, which PyPI's packages leave without four things.
 
 `install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
 processes that they start have it. Nothing is imported and nothing is changed before SGLang or
@@ -10,6 +10,8 @@ torchvision themselves are imported.
 - HiCache pins its host pools for CUDA.
 - HiCache copies between its host pool and the KV cache by functions of `sgl_kernel`, which it does
   not import on CPUs.
+- A prefill server (PD disaggregation) copies the numbers of the pages that it sends to memory that
+  is pinned for CUDA, if the sender waits for that copy.
 """
 
 from __future__ import annotations
@@ -90,11 +92,16 @@ def _after_base(module: ModuleType) -> None:
     module.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
 
 
+def _after_mooncake(module: ModuleType) -> None:
+    module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     f"{_HOST_POOLS}.base": _after_base,
     f"{_HOST_POOLS}.mha": _after_host_pool,
     f"{_HOST_POOLS}.mla": _after_host_pool,
+    "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
 }
 _kept: list[object] = []  # an operator lives as long as the library that defined it
 
