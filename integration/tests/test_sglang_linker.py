@@ -296,3 +296,17 @@ def test_a_load_that_fails_on_one_of_two_ranks_ends_its_request(linked: Linked) 
     linked.ask(FAILED)
     linked.forget()
     assert linked.ask(FAILED).cached_tokens == pages_of(len(FAILED))
+
+
+def test_a_clear_drops_what_two_ranks_have_stored(linked: Linked) -> None:
+    prompt = KEPT[-1]
+    linked.ask(prompt)
+    linked.forget()
+    assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
+    linked.server.flush()
+    linked.server.ask("/hicache/storage-backend/clear", {})
+    linked.settle()
+    assert linked.figure("blocks", tier="host") == linked.figure("blocks", tier="disk") == 0
+    assert linked.ask(prompt).cached_tokens == 0
+    linked.forget()
+    assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
