@@ -116,7 +116,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) ->
     folder = tmp_path_factory.mktemp("pair")
     held = hold_port()
     port: int = held.getsockname()[1]
-    held.close()
     (folder / "shared").mkdir(mode=0o700)
     orders = orders_in(folder)
     servers: dict[str, SglangServer] = {}
@@ -153,6 +152,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) ->
         finally:
             for server in servers.values():
                 server.close()
+            held.close()
 
 
 @pytest.mark.proof
