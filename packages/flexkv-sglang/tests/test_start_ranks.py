@@ -24,7 +24,7 @@ from flexkv_sglang.ranks import ranks_of
 CASES = [
     *[(rank, call) for rank in range(RANKS) for call in ("model_identity", "device_of")],
     *[(rank, call) for rank in range(RANKS) for call in ("make_chooser", "RankSide")],
-    (0, "make_own_cache"),
+    (0, "make_cache"),
     (0, "make_recorder"),
 ]
 """A rank, and what raises on it alone."""

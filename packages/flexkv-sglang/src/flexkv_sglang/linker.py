@@ -83,9 +83,9 @@ class FlexKVLinker(UnifiedCacheLinker):
             engine = Engine(
                 settings, model, version, params.page_size, bool(params.is_eagle), engines
             )
-            config = share_of_engine(config, engines)
             if ranks.rank == 0:
-                report_ignored(config)
+                report_ignored(config)  # the parts below are not the user's
+            config = share_of_engine(config, engines)
         self.forward_stream = forward_stream
         self._page_size: int = params.page_size
         self.pools = {PoolName.KV: pool}

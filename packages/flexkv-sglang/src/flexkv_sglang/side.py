@@ -67,10 +67,10 @@ class RankSide:
 
     Attributes:
         may_wait: as given; the same on all ranks.
-        events: of what tiers have; None until `watch`, and on ranks that do not decide.
+        events: of what tiers have; None until `watch`, and on ranks other than 0.
         weights_return: whether SGLang keeps a copy of weights whose memory it releases.
-        delays: whether offloads should wait until SGLang is about to evict the pages, because host
-            memory is full and nothing below it wants each block; the same on all ranks.
+        delays: whether offloads should wait until SGLang is about to evict the pages, since they
+            evict and nothing below host memory wants each block; the same on all ranks.
         delayed: the offloads that wait.
         page_keys: makes the keys of pages.
     """
@@ -416,12 +416,10 @@ class RankSide:
         self.await_copies()
 
     def clear(self) -> bool:
-        """Forget all stored blocks in all tiers, at a user's request. Returns whether that
-        succeeded; if not, nothing is loaded or stored until it does."""
-        if self._cache is None:
-            return True
-        if self._failed_polls >= _FAILED_POLLS:
-            return False
+        """Forget all blocks in all tiers, at a user's request. If that fails, which the result
+        says, nothing is loaded or stored until it succeeds."""
+        if self._cache is None or self._failed_polls >= _FAILED_POLLS:
+            return self._cache is None
         with self._boundary.guard(
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
@@ -545,9 +543,7 @@ class RankSide:
 
         def decision() -> Sequence[int]:
             assert self._cache is not None
-            # Other engines may want the pages before SGLang is about to evict them.
-            evicts = self._cache.is_full and not self._cache.info.is_shared
-            return [*make(self._cache), int(evicts)]
+            return [*make(self._cache), int(self._cache.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
         self.delays = bool(full) and not self.may_wait

@@ -118,8 +118,8 @@ class ServedCache:
 
     @property
     def is_full(self) -> bool:
-        """See `CacheClient.is_full`. What the engines of a node store soon fills a pool."""
-        return True
+        """See `CacheClient.is_full`. A store takes granted slots, and evicts nothing itself."""
+        return False
 
     @property
     def under_way(self) -> Collection[int]:
