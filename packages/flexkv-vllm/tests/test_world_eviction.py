@@ -79,3 +79,27 @@ def test_outputs_are_right_while_blocks_leave_both_tiers(
     Traffic(world, rng, make_stems(rng, 4)).run(60, until=[loaded, evicted])
     world.settle()
     assert len(policy.hits) == world.cache.ready_blocks
+
+
+def test_the_own_blocks_of_a_conversation_that_has_ended_go_first(make_world: MakeWorld) -> None:
+    world = make_world(slots=16, settings={"eviction_policy": "auto"})
+    rng = random.Random(8)
+    stem = random_prompt(rng, 2 * BLOCK_TOKENS)
+
+    def turn(prompt: list[int], session: str, *, release: bool = False) -> list[bytes]:
+        params = {"flexkv.session": session, "flexkv.release": release}
+        request_id = world.generate(prompt, max_tokens=1, params=params)
+        return list(world.requests[request_id].block_hashes[: len(prompt) // BLOCK_TOKENS])
+
+    # 2 shared blocks, and 4 of each conversation. The one used last has ended.
+    keys = [
+        turn(stem + random_prompt(rng, 4 * BLOCK_TOKENS + 1), f"session {i}", release=i == 2)
+        for i in range(3)
+    ]
+    assert [world.cache.lookup(each) for each in keys] == [6, 6, 6]
+    turn(random_prompt(rng, 4 * BLOCK_TOKENS + 1), "another")
+    world.settle()
+    assert [world.cache.lookup(each) for each in keys] == [6, 6, 4]
+    turn(random_prompt(rng, 2 * BLOCK_TOKENS + 1), "another")
+    world.settle()
+    assert [world.cache.lookup(each) for each in keys] == [6, 6, 2]
