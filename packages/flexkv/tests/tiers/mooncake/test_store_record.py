@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from mooncake.store import MooncakeDistributedStore
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from shared_node import FINGERPRINT
 
 from flexkv.tiers.mooncake.join import MooncakeSettings
@@ -24,6 +25,7 @@ from flexkv.tiers.mooncake.member import NO_SPACE
 from flexkv.tiers.mooncake.open_mooncake import open_store_record
 from flexkv.tiers.mooncake.store_record import StoreRecord
 from integration.harness.mooncake_master import MooncakeMaster
+from packages.conftest import PATIENCE_SECONDS
 
 MIB = 1 << 20
 NODES = 4
@@ -86,6 +88,23 @@ def test_a_full_store_evicts_blocks_and_not_the_record(
     codes = {client.put(f"block {i}", b"x" * MIB) for i in range(64)}
     assert codes == {0, NO_SPACE}
     assert record.read() == b"record"
+
+
+def test_each_node_that_lends_memory_keeps_a_copy(
+    master: MooncakeMaster, lend: Callable[[], MooncakeDistributedStore]
+) -> None:
+    first = lend()
+    open_record(master).create(b"record")
+    later = lend()
+    record = StoreRecord(lambda: later, ReplicateConfig(), FINGERPRINT, lends=True)
+    assert record.read() == b"record"
+    late = time.monotonic() + PATIENCE_SECONDS
+    while len(later.get_replica_desc(f"flexkv/epochs/{FINGERPRINT}")) < 2:
+        assert time.monotonic() < late
+        time.sleep(0.05)
+    first.close()
+    assert record.read() == b"record"
+    assert open_record(master).read() == b"record"
 
 
 def test_a_master_that_is_gone_is_no_missing_record(

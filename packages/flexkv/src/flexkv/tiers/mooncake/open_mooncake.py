@@ -68,7 +68,7 @@ def open_mooncake_tier(
     if settings.metadata.startswith(HTTP):
         record = MetadataRecord(settings.metadata, fingerprint, limits.timeout_seconds)
     else:
-        record = _store_record(lambda: member.client, fingerprint)
+        record = _store_record(lambda: member.client, fingerprint, lends=settings.segment_bytes > 0)
     together = most_jobs(limits.threads) * max(1, limits.batch_bytes // slot_bytes)
     blocks = MooncakeBlocks(
         member,
@@ -97,14 +97,14 @@ def open_store_record(settings: MooncakeSettings, fingerprint: str, seconds: flo
     """
     _limit_calls(seconds)
     client = functools.cache(partial(join, dataclasses.replace(settings, segment_bytes=0)))
-    return _store_record(client, fingerprint)
+    return _store_record(client, fingerprint, lends=False)
 
 
-def _store_record(client: Callable[[], Client], fingerprint: str) -> StoreRecord:
+def _store_record(client: Callable[[], Client], fingerprint: str, *, lends: bool) -> StoreRecord:
     config = ReplicateConfig()
     config.replica_num = COPIES
     config.with_hard_pin = True
-    return StoreRecord(client, config, fingerprint)
+    return StoreRecord(client, config, fingerprint, lends=lends)
 
 
 def _limit_calls(seconds: float) -> None:
