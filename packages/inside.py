@@ -10,8 +10,10 @@ from typing import Any
 from flexkv.cache import KVCache
 from flexkv.client import FetchId
 from flexkv.figures.definitions import TierReading
+from flexkv.host.arena import Arena
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.index.block_index import BlockIndex, IndexReader
+from flexkv.service.engine_page import EnginePage
 from flexkv.service.line import Line
 from flexkv.service.served_cache import ServedCache
 from flexkv.service.served_stores import ServedStores
@@ -179,6 +181,16 @@ def stores_of(cache: ServedCache) -> ServedStores:
 def awaits_service(cache: ServedCache) -> bool:
     """Whether the service has stores to publish, and lives."""
     return cache._stores.awaits_answer and not cache._hangs and not cache._line.is_cut
+
+
+def memory_of(cache: ServedCache, arena: Arena) -> list[int]:
+    """Descriptors of the memory that an engine hands to a service."""
+    return [arena.fd, *cache._attached._fds]
+
+
+def page_of(cache: ServedCache) -> EnginePage:
+    """What an engine writes for the service."""
+    return cache._attached.page
 
 
 def line_of(cache: ServedCache) -> Line:

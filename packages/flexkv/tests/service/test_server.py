@@ -70,6 +70,11 @@ def packet(*messages: wire.ToService) -> bytes:
     return made
 
 
+def opening(fingerprint: str, shard_bytes: tuple[int, ...]) -> bytes:
+    blocks = wire.PoolBlocks(fingerprint, 1, shard_bytes, 1, ())
+    return packet(wire.Open(wire.PROTOCOL, "toy", blocks))
+
+
 TICKET = wire.Ticket(1, b"guess")
 
 
@@ -84,6 +89,11 @@ TICKET = wire.Ticket(1, b"guess")
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 1, "the ticket is of no engine"),
         (packet(wire.Schedule(wire.PROTOCOL, TICKET, 1)), 1, "the ticket is of no engine"),
         (packet(wire.Join(2, TICKET)), 1, "speaks protocol 2; allowed: 1"),
+        (opening("../../etc", (4096,)), 1, "the fingerprint '../../etc' and 1 parts of (4096,)"),
+        (opening("", (4096,)), 1, "the fingerprint '' and 1 parts"),
+        (opening("same", ()), 1, "0 parts of () bytes; allowed: 1 to 64 letters and digits"),
+        (opening("same", (4096, 0)), 1, "2 parts of (4096, 0) bytes"),
+        (opening("same", (1 << 62,)), 1, "1 parts of (4611686018427387904,) bytes"),
     ],
 )
 def test_a_wrong_greeting_gets_one_sentence(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -27,6 +28,10 @@ _MOST_GUESTS = 256
 
 _LOGGED_SECONDS = 60.0
 """Seconds between two lines about refusals for one reason. Not tuned."""
+
+_FINGERPRINT = re.compile(r"[A-Za-z0-9]{1,64}")
+_MOST_BYTES = 1 << 40
+"""Bytes of a part of a block, and more than any count of blocks or replicas. Not tuned."""
 
 Greeting: TypeAlias = wire.Open | wire.Join | wire.Schedule | wire.Resume
 
@@ -194,4 +199,22 @@ def _greeting_of(messages: list[wire.ToService], fds: int) -> Greeting:
             f"the engine speaks protocol {greeting.protocol}; allowed: {wire.PROTOCOL}, the same "
             f"version of FlexKV as the service"
         )
+    if isinstance(greeting, wire.Open | wire.Resume):
+        _check_blocks(greeting.blocks)
     return greeting
+
+
+def _check_blocks(blocks: wire.PoolBlocks) -> None:
+    """Refuse blocks that no engine has. Their fingerprint names folders.
+
+    Raises:
+        RefusalError: the engine has others.
+    """
+    counts = (blocks.engine_blocks, blocks.replicas, *blocks.shard_bytes)
+    are_sizes = blocks.shard_bytes and all(0 < each <= _MOST_BYTES for each in counts)
+    if not are_sizes or not _FINGERPRINT.fullmatch(blocks.fingerprint):
+        raise RefusalError(
+            f"the blocks have the fingerprint {blocks.fingerprint[:64]!r} and {len(counts) - 2} "
+            f"parts of {blocks.shard_bytes[:4]} bytes; allowed: 1 to 64 letters and digits, and "
+            f"sizes from 1"
+        )
