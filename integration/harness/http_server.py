@@ -127,7 +127,11 @@ class HttpServer:
         return self.log_path.read_text(errors="replace")
 
     def ask(
-        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> str:
         """The answer to an HTTP request.
 
@@ -135,17 +139,21 @@ class HttpServer:
             urllib.error.HTTPError: the server refused it.
             urllib.error.URLError, ConnectionError: the server is not there.
         """
-        with self.open(path, body, method) as answer:
+        with self.open(path, body, method, headers) as answer:
             text: str = answer.read().decode()
             return text
 
     def open(
-        self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         """As `ask`, but the answer is to be read, line by line if wanted, and closed."""
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        told = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self._url + path, data, told, method=method)
         return urllib.request.urlopen(request, timeout=CALL_TIMEOUT)
 
     def kill(self) -> None:

@@ -54,10 +54,15 @@ class Server(HttpServer):
         )
 
     def generate(
-        self, prompt: Sequence[int], max_tokens: int = 1, params: dict[str, Any] | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        params: dict[str, Any] | None = None,
+        engine: int | None = None,
     ) -> list[int]:
-        """The tokens that follow `prompt`; `params` are its `kv_transfer_params`."""
-        tokens: list[int] = self.choice(prompt, max_tokens, params)["token_ids"]
+        """The tokens that follow `prompt`; `params` are its `kv_transfer_params`, and `engine` is
+        the data-parallel rank that computes them."""
+        tokens: list[int] = self.choice(prompt, max_tokens, params, engine=engine)["token_ids"]
         return tokens
 
     def choice(
@@ -66,6 +71,7 @@ class Server(HttpServer):
         max_tokens: int = 1,
         params: dict[str, Any] | None = None,
         logprobs: int | None = None,
+        engine: int | None = None,
     ) -> dict[str, Any]:
         """As `generate`, but all that the server says: with `logprobs`, as many for each token."""
         body = {
@@ -78,7 +84,9 @@ class Server(HttpServer):
             },
             "kv_transfer_params": params,
         }
-        choice: dict[str, Any] = json.loads(self.ask("/inference/v1/generate", body))["choices"][0]
+        headers = None if engine is None else {"X-data-parallel-rank": str(engine)}
+        answer = self.ask("/inference/v1/generate", body, headers=headers)
+        choice: dict[str, Any] = json.loads(answer)["choices"][0]
         return choice
 
     def reset_prefix_cache(self, external: bool) -> None:

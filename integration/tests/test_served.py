@@ -6,7 +6,15 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from integration.campaign.counts import Counts
+from integration.harness import connector
+from integration.harness.config import EngineConfig
+from integration.harness.host import EngineHost
+from integration.harness.server import Server
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, WARM
 from integration.tests.disks import restorable, restored
 from integration.tests.node_service import NodeService
@@ -60,3 +68,25 @@ def test_what_one_engine_has_computed_another_loads(
         found = ask_each(each, FIRST)
         reference.check_all(FIRST, found, what="after the restart")
         assert restored(found) == restorable(FIRST)
+
+
+def test_data_parallel_engines_of_a_server_share_it(
+    tmp_path: Path,
+    host: EngineHost,
+    service: NodeService,
+    engine_config: Callable[..., EngineConfig],
+    flexkv: Callable[..., dict[str, Any]],
+) -> None:
+    host.close()  # this server has two engines
+    chosen = connector.plugin(**flexkv(service=str(service.root)))
+    config = engine_config(chosen, probe=False, extra_args={"data_parallel_size": 2})
+    with Server(config, tmp_path / "server.log", None) as server:
+        computed = [server.generate(prompt, 16, engine=0) for prompt in WARM]
+        found = [server.generate(prompt, 16, engine=1) for prompt in WARM]
+        assert found == computed
+        counts = Counts(server.metrics(), "vllm:")
+        hits = [
+            counts.value("flexkv_hit_tokens_total", tier="host", engine=engine)
+            for engine in ("0", "1")
+        ]
+    assert hits == [0, sum(restorable(WARM))]

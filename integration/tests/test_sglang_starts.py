@@ -16,18 +16,14 @@ from integration.sglang.server import SglangServer
 def test_what_fails_on_one_of_two_ranks_ends_the_start(
     tmp_path: Path, model: Path, sglang: Path
 ) -> None:
-    """Rank 0 opens the disk. Whichever rank SGLang ends first, the log has the cause."""
-    (tmp_path / "file").write_text("no directory")
+    """Rank 0 takes the memory. Whichever rank SGLang ends first, the log has the cause."""
     settings = {
-        "FLEXKV_CPU_CACHE_GB": "0.05",
-        "FLEXKV_SSD_CACHE_GB": "0.05",
-        "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "file"),
+        "FLEXKV_CPU_CACHE_GB": "1000000",  # no check before the start looks for memory
         "FLEXKV_RUNTIME_DIR": str(tmp_path / "run"),
     }
     config = linker_config(model, TINY, settings, tensor_parallel_size=2, forked=True)
     with pytest.raises(EngineError):
         SglangServer(config, tmp_path / "log")
     log = (tmp_path / "log").read_text()
-    refused = f"cannot use the cache directory {tmp_path / 'file'} from ssd_cache_dir"
     assert "FlexKV cannot start on rank 0; no rank starts" in log
-    assert f"DiskError: {refused}" in log
+    assert "ArenaError: cpu_cache_gb is 1000000 GiB" in log

@@ -12,6 +12,7 @@ import pytest
 from flexkv.client import FetchState, Transfer
 from flexkv.service import messages as wire
 from flexkv.service import served_cache
+from flexkv.service.engine_page import PUBLISHED
 from flexkv.service.line import MOST_WAITING, READ, SENT
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
@@ -19,6 +20,7 @@ from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
 from packages.inside import (
     bell_of,
+    index_of,
     line_of,
     open_fetches,
     reader_of,
@@ -418,3 +420,28 @@ def test_blocks_of_a_disk_are_fetched(
     nothing = other.cache.fetch(keys_of("nowhere", 3))
     assert nothing is not None
     until(lambda: other.cache.fetch_state(nothing).done, other.cache.poll)
+
+
+def test_a_slot_that_is_granted_again_after_its_store_is_the_engines(
+    make_service: Callable[..., Service], attach: Attach
+) -> None:
+    """The engine hears of the grant and of the publication before it in one step."""
+    service = make_service(16)
+    one, other = attach(service, step_blocks=4), attach(service, step_blocks=4)
+    index, number = index_of(service.pool.cache), one.ticket.client
+    filler = 0
+    while index.free_slots:
+        other.store(keys_of(f"filler {filler}", 1))
+        filler += 1
+    keys = keys_of("a", 3)
+    transfer = one.cache.store(keys, range(3))
+    assert transfer is not None
+    until(lambda: index.lookup(keys) == 3, lambda: other.store(keys))
+    one.copy(transfer)
+    one.cache.poll()  # the blocks are there already: their slots become free, and are granted next
+    bell = bell_of(line_of(one.cache))
+    until(lambda: bell[PUBLISHED] == 1 and {*transfer.slots} & {*index.taken_by(number)})
+    one.settle()
+    stores = stores_of(one.cache)
+    assert stores.granted == set(index.taken_by(number))
+    assert set(stores.free) == stores.granted

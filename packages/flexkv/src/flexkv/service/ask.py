@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from flexkv.service.door import SOCKET
-from flexkv.service.state import Cleared, ServiceState
+from flexkv.service.state import SOCKET, Cleared, ServiceState
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import ArenaError

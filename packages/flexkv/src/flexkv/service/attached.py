@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
@@ -154,7 +156,8 @@ class AttachedEngine:
     @property
     def state(self) -> EngineState:
         """What operators see."""
-        held = 0 if self._page is None else self._page.held_blocks
+        holds = b"" if self._page is None else self._page.holds
+        held = int(np.count_nonzero(np.frombuffer(holds, np.uint16)))  # takes O(slots)
         return EngineState(
             self.name,
             self.number,

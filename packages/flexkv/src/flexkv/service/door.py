@@ -28,13 +28,11 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from flexkv.service.messages import is_same_user
-from flexkv.service.state import Cleared, ServiceState, exposition
+from flexkv.service.pool_metrics import exposition
+from flexkv.service.state import Cleared, ServiceState
 from flexkv.settings import CacheConfig
 
 logger = logging.getLogger(__name__)
-
-SOCKET = "flexkv operators"
-"""The name of the door in the service's runtime directory."""
 
 _LOOP_SECONDS = 2.0
 """Seconds within which the service's loop must answer. It does in a millisecond, but while a new

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import mmap
 
-import numpy as np
-
 MOST_ENGINES = 63
 """Engines of a pool at once; each has a completion board in the arena and a page. Not tuned."""
 
@@ -56,11 +54,6 @@ class EnginePage:
         view = memoryview(self._map)
         self.holds = view[: _HOLD_BYTES * slots]
         self.bell = view[size - _BELL_BYTES :].cast("I")
-
-    @property
-    def held_blocks(self) -> int:
-        """How many blocks the engine holds now. Takes O(slots)."""
-        return int(np.count_nonzero(np.frombuffer(self.holds, np.uint16)))
 
     def clear(self) -> None:
         """All becomes zero, for the next engine of this number. The memory is given back."""

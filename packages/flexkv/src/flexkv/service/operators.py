@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
-from flexkv.service.door import SOCKET, OperatorDoor
+from flexkv.service.door import OperatorDoor
 from flexkv.service.pool import SharedPool
-from flexkv.service.state import Cleared, PoolState, ServiceState, own_figures
+from flexkv.service.state import SOCKET, Cleared, PoolState, ServiceState, own_figures
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
 from flexkv.version import __version__

@@ -378,11 +378,16 @@ class ServedCache:
 
     def _publish(self) -> None:
         """Go on with the stores that all ranks have copied."""
-        if not self._line.is_cut:
-            for store in self._stores.drain_published():
-                self._asked_at = None
-                self._device.free_cell(store.cell)
+        self._end_published()
         for store in self._stores.publish():
+            self._device.free_cell(store.cell)
+
+    def _end_published(self) -> None:
+        """End the stores that the service has published."""
+        if self._line.is_cut:
+            return
+        for store in self._stores.drain_published():
+            self._asked_at = None
             self._device.free_cell(store.cell)
 
     def _attach_again(self) -> None:
@@ -414,6 +419,8 @@ class ServedCache:
         self._asked_at = None
         match message:
             case wire.Granted():
+                # The service may grant slots again of stores that it has published meanwhile.
+                self._end_published()
                 self._stores.grant(message.slots)
             case wire.Recall():
                 self._stores.recall(message.count)

@@ -259,6 +259,8 @@ class ServedStores:
         self._told.clear()
         for store in told:
             self.granted.difference_update(store.slots)
+        # One that was published and granted again is not claimed.
+        self.free = [slot for slot in self.free if slot in self.granted]
         return told
 
     def discard_all(self) -> None:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service's state as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+
+from flexkv.figures.definitions import METRICS, Labels, Samples
+from flexkv.figures.exposition import INFO_LABELS, INFO_NAME, INFO_TEXT, info_labels
+from flexkv.figures.families import families
+from flexkv.service.state import SERVICE_METRICS, ServiceState
+from flexkv.settings import CacheConfig
+
+PREFIX = "service:flexkv_"
+"""Begins the names of the service's metrics, as `vllm:flexkv_` begins those of vLLM's engines."""
+
+_POOL = ("pool",)
+
+
+def exposition(state: ServiceState, config: CacheConfig) -> bytes:
+    """The state as metrics, in Prometheus's text format.
+
+    Args:
+        state: the state.
+        config: the service's settings.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(state, config))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class _Collector:
+    def __init__(self, state: ServiceState, config: CacheConfig) -> None:
+        self._state = state
+        self._config = config
+
+    def collect(self) -> Iterator[Family]:
+        """As prometheus_client asks for it."""
+        about = GaugeMetricFamily(PREFIX + INFO_NAME, INFO_TEXT, labels=INFO_LABELS)
+        about.add_metric(info_labels(self._config), 1)
+        yield about
+        sources: dict[Labels, Samples] = {
+            (pool.fingerprint,): pool.figures for pool in self._state.pools
+        }
+        yield from families(PREFIX, _POOL, sources, (*SERVICE_METRICS, *METRICS))
