@@ -20,8 +20,3 @@ def test_importing_it_imports_nothing_heavy() -> None:
     script = f"import sys, flexkv; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
     loaded = subprocess.check_output([sys.executable, "-c", script], text=True)
     assert loaded.split() == []
-
-
-def test_top_needs_no_library_of_prometheus() -> None:
-    script = "import sys; sys.modules['prometheus_client'] = None; import flexkv.cli.top"
-    subprocess.run([sys.executable, "-c", script], check=True)
