@@ -131,6 +131,12 @@ def test_clear_drops_what_the_service_has(flexkv: Flexkv, node: Node, engine: Sc
     assert engine.cache.lookup(keys_of("a", 3)) == 0
 
 
+def test_a_service_without_engines_has_nothing_to_clear(flexkv: Flexkv, node: Node) -> None:
+    ended = flexkv("clear", node.root, "--yes")
+    said = f"nothing to clear in {node.root}: no engine has attached yet\n"
+    assert (ended.code, ended.out) == (0, said)
+
+
 def test_clear_takes_services_or_caches(flexkv: Flexkv, node: Node, cache: Cache) -> None:
     cache.fill(5)
     ended = flexkv("clear", node.root, cache.root, "--yes")

@@ -120,6 +120,8 @@ def _clear_service(root: str, fingerprint: str | None) -> bool:
     except ServiceError as error:
         print(f"skipped {root}: {error}")
         return False
+    if not cleared.pools:
+        print(f"nothing to clear in {root}: no engine has attached yet")
     for name, count in cleared.pools.items():
         print(f"cleared {root}, fingerprint {name}, {blocks(count)} of host memory")
     return True
