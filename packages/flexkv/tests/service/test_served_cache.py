@@ -445,3 +445,31 @@ def test_a_slot_that_is_granted_again_after_its_store_is_the_engines(
     stores = stores_of(one.cache)
     assert stores.granted == set(index.taken_by(number))
     assert set(stores.free) == stores.granted
+
+
+def test_an_error_after_a_publication_frees_no_slot_of_the_index(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attach(service)
+    keys = keys_of("a", 3)
+    transfer = one.cache.store(keys, range(3))
+    assert transfer is not None
+    one.copy(transfer)
+    one.cache.poll()
+    bell, stores = bell_of(line_of(one.cache)), stores_of(one.cache)
+    until(lambda: bell[PUBLISHED] == 1)
+    end = stores.end
+
+    def fail(number: int) -> None:
+        end(number)
+        raise ZeroDivisionError("for the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "end", fail)
+        with pytest.raises(ZeroDivisionError):
+            one.cache.poll()
+    one.cache.recover()
+    one.settle()
+    assert not {*stores.free, *stores.granted} & {*transfer.slots}
+    assert one.load(keys)
+    assert one.store(keys_of("b", 2)) == keys_of("b", 2)

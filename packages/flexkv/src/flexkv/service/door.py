@@ -35,8 +35,7 @@ from flexkv.settings import CacheConfig
 logger = logging.getLogger(__name__)
 
 _LOOP_SECONDS = 2.0
-"""Seconds within which the service's loop must answer. It does in a millisecond, but while a new
-pool is filled. Not tuned."""
+"""Seconds within which the service's loop must answer. It mostly takes milliseconds. Not tuned."""
 _PEER_SECONDS = 5.0
 """Seconds of silence after which a peer is dismissed. Not tuned."""
 _MOST_PEERS = 16

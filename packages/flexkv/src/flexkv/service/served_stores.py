@@ -238,10 +238,15 @@ class ServedStores:
         # More than were told: the next service has set the number to zero.
         if not count or count > len(self._told):
             return []
-        self._published = (self._published + count) % (1 << 32)
-        ended = [self.end(self._told.popleft()) for _ in range(count)]
-        for store in ended:
-            self.granted.difference_update(store.slots)
+        ended = []
+        for _ in range(count):
+            store = self.by_id.get(self._told[0])  # None after an error below
+            if store is not None:
+                # First: after an error, slots that are granted and of no store count as free.
+                self.granted.difference_update(store.slots)
+                ended.append(self.end(self._told[0]))
+            self._told.popleft()
+            self._published = (self._published + 1) % (1 << 32)
         return ended
 
     def claim(self) -> None:
@@ -255,10 +260,11 @@ class ServedStores:
     def lose_told(self) -> list[PlannedStore]:
         """The service is gone. Its index has the blocks of the stores that it was told of, or its
         successor frees their slots. Returns these stores, which have ended."""
+        for store in self.by_id.values():
+            if store.is_told:
+                self.granted.difference_update(store.slots)
         told = [self.end(number) for number, store in list(self.by_id.items()) if store.is_told]
         self._told.clear()
-        for store in told:
-            self.granted.difference_update(store.slots)
         # One that was published and granted again is not claimed.
         self.free = [slot for slot in self.free if slot in self.granted]
         return told
