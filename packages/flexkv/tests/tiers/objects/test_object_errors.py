@@ -53,8 +53,8 @@ class Node:
     """The blocks of a bucket, and memory for them."""
 
     def __init__(self) -> None:
-        store = connect(URL, PATIENCE_SECONDS)
-        self.blocks = ObjectBlocks(store, FINGERPRINT, PATIENCE_SECONDS)
+        self.store = connect(URL, PATIENCE_SECONDS)
+        self.blocks = ObjectBlocks(self.store, FINGERPRINT, PATIENCE_SECONDS)
         self.memory = mmap.mmap(-1, len(KEYS) * SLOT)
         self.epoch = self.blocks.epochs.open()
 
@@ -272,14 +272,16 @@ def test_an_unreachable_server_is_named_with_the_reason_and_no_address(
     assert "127.0.0.1" not in str(raised.value)
 
 
-def close_once_unused(memory: mmap.mmap) -> None:
-    """The thread of the requests may hold a view for a moment after it has given the result.
+def close_once_unused(memory: mmap.mmap, store: object) -> None:
+    """The thread of the requests may hold a view for a moment after it has given the result, and
+    obstore until its next call.
 
     Raises:
         BufferError: a view lives on.
     """
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
+        repr(store)
         try:
             memory.close()
         except BufferError:
@@ -307,7 +309,7 @@ def test_a_failed_call_keeps_no_buffer(
             results = node.get() if call == "get" else node.put()
         except OSError as error:
             assert "503 Service Unavailable" in str(error)  # noqa: PT017
-        close_once_unused(node.memory)
+        close_once_unused(node.memory, node.store)
         assert all("503 Service Unavailable" in each for each in texts(results))
     finally:
         gc.enable()

@@ -406,6 +406,9 @@ class Requests:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         time.sleep(_SETTLE_SECONDS)
+        # What obstore's threads drop without the interpreter, buffers too, lives until the next
+        # call of obstore.
+        repr(self._store)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
