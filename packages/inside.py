@@ -228,5 +228,5 @@ def assert_served_rest(cache: ServedCache) -> None:
     assert sorted(free_cells(cache._device._board)) == list(range(CELLS))
     assert reader_of(cache).held == 0
     stores = stores_of(cache)
-    assert not any((stores.by_id, stores.keys, stores.awaits_answer, cache._fetches))
+    assert not any((stores.by_id, stores.keys, stores.awaits_answer, cache._tiers._fetches))
     assert sorted(stores.free) == sorted(stores.granted)

@@ -24,6 +24,12 @@ FKV_API uint64_t fkv_block_index_bytes(uint64_t slots);
 // The type that implements flexkv.index.block_index.IndexReader, in the same way.
 FKV_API struct _object* fkv_index_reader_type(void);
 
+// Bytes of the memory of a set of so many keys.
+FKV_API uint64_t fkv_key_set_bytes(uint64_t keys);
+
+// The type that implements flexkv.index.key_set.KeySet, in the same way.
+FKV_API struct _object* fkv_key_set_type(void);
+
 // The type that makes flexkv.types.packed_keys.PackedKeys, in the same way.
 FKV_API struct _object* fkv_packed_keys_type(void);
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from flexkv.eviction import EvictionPolicy
 from flexkv.index.block_index import BlockIndex, BlockState, Buffer, IndexReader
+from flexkv.index.key_set import KeySet
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels._library import LIBRARY
 
@@ -55,6 +56,20 @@ class _MakeIndexReader(Protocol):
         ...
 
 
+class _MakeKeySet(Protocol):
+    def __call__(self, memory: Buffer, is_owner: bool, /) -> KeySet:
+        """Make a set.
+
+        Args:
+            memory: memory of `key_set_bytes` bytes; kept. The owner's is zero.
+            is_owner: whether this process changes the set.
+
+        Raises:
+            ValueError: `memory` is no set of this layout.
+        """
+        ...
+
+
 class _PackKeys(Protocol):
     def __call__(self, hashes: Sequence[str], end: bytes, /) -> PackedKeys:
         """Make keys of hashes.
@@ -71,10 +86,17 @@ class _PackKeys(Protocol):
 
 NativeBlockIndex: _MakeBlockIndex = LIBRARY.brief.fkv_block_index_type(tuple(BlockState))
 pack_keys: _PackKeys = LIBRARY.brief.fkv_packed_keys_type()
+NativeKeySet: _MakeKeySet = LIBRARY.brief.fkv_key_set_type()
 NativeIndexReader: _MakeIndexReader = LIBRARY.brief.fkv_index_reader_type()
 
 
 def index_bytes(num_slots: int) -> int:
     """Bytes of the shared memory of an index."""
     size: int = LIBRARY.brief.fkv_block_index_bytes(num_slots)
+    return size
+
+
+def key_set_bytes(keys: int) -> int:
+    """Bytes of the memory of a set of so many keys."""
+    size: int = LIBRARY.brief.fkv_key_set_bytes(keys)
     return size

@@ -21,7 +21,7 @@ from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status
 from packages.conftest import PATIENCE_SECONDS
-from packages.inside import awaits_service, index_of, stores_of
+from packages.inside import awaits_service, index_of, line_of, stores_of
 
 FORMAT = BlockFormat(1, (4096,))
 ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
@@ -178,3 +178,14 @@ class Scheduler:
         self.cache.close()
         self.arena.close()
         self._shared.membership.close()
+
+
+def attached_again(service: Service, *engines: Scheduler) -> bool:
+    """Whether these engines are served, and know it, and have free slots, after a poll of each."""
+    for each in engines:
+        each.cache.touch(keys_of("x", 1))
+        each.cache.poll()
+    served = {each.number for each in service.server.engines if each.is_served}
+    return served >= {each.ticket.client for each in engines} and all(
+        stores_of(each.cache).free and not line_of(each.cache).is_cut for each in engines
+    )

@@ -18,6 +18,7 @@ from flexkv.service.ask import ServiceError, clear_pools, is_service, metrics_of
 from flexkv.service.door import listen_at
 from flexkv.service.server import NodeServer
 from flexkv.service.state import PoolState
+from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import OTHER, Scheduler, Service, keys_of, until
 from packages.inside import index_of
 
@@ -231,12 +232,12 @@ def test_a_clear_reaches_the_disk_and_later_blocks_outlast_the_service(
     first.close()
     second = make_service(16, **disk)
     two = attach(second, step_blocks=4)
-    for wanted, count in ((keys, 0), (later, 3)):
-        fetch = two.cache.fetch(wanted)
-        assert fetch is not None
-        until(lambda fetch=fetch: two.cache.fetch_state(fetch).done, two.cache.poll)
-        two.cache.end_fetch(fetch)
-        assert two.cache.lookup(wanted) == count
+    until(lambda: two.cache.presence(later) == [Presence.BELOW] * 3)
+    assert two.cache.presence(keys) == [Presence.ABSENT] * 4
+    fetch = two.cache.fetch(later)
+    assert fetch is not None
+    until(lambda: two.cache.fetch_state(fetch).arrived == 3, two.cache.poll)
+    two.cache.end_fetch(fetch)
     assert two.load(later)
 
 

@@ -22,6 +22,7 @@ from packages.flexkv.tests.service.served import (
     WORKER,
     Scheduler,
     Service,
+    attached_again,
     keys_of,
     until,
 )
@@ -41,17 +42,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def restart(service: Service) -> None:
     service.close()
     service.start()
-
-
-def attached_again(service: Service, *engines: Scheduler) -> bool:
-    """Whether these engines are served, and know it, and have free slots, after a poll of each."""
-    for each in engines:
-        each.cache.touch(keys_of("x", 1))
-        each.cache.poll()
-    served = {each.number for each in service.server.engines if each.is_served}
-    return served >= {each.ticket.client for each in engines} and all(
-        stores_of(each.cache).free and not line_of(each.cache).is_cut for each in engines
-    )
 
 
 def test_blocks_in_memory_outlive_the_service(service: Service, attach: Attach) -> None:
@@ -283,12 +273,12 @@ def test_events_and_fetches_go_on(
     other.settle()
     keys = keys_of("a", 4)
     one.store(keys)
-    until(lambda: not service.pool.cache.busy)
+    until(lambda: not service.pool.busy)
     number = 0
     while one.cache.lookup(keys):
         one.store(keys_of(f"filler {number}", 1))
         number += 1
-    until(lambda: not service.pool.cache.busy)
+    until(lambda: not service.pool.busy)
     lost = one.cache.fetch(keys)
     assert lost is not None
     restart(service)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.client import FetchState, Transfer
+from flexkv.client import Transfer
 from flexkv.service import messages as wire
-from flexkv.service import served_cache
 from flexkv.service.engine_page import PUBLISHED
 from flexkv.service.line import MOST_WAITING, READ, SENT
 from flexkv.types.changes import Changes, Medium
@@ -22,7 +21,6 @@ from packages.inside import (
     bell_of,
     index_of,
     line_of,
-    open_fetches,
     reader_of,
     stores_of,
     waiting_messages,
@@ -308,33 +306,6 @@ def test_an_engine_that_reads_seldom_is_served_on(
     assert slow.store(keys_of("c", 2)) == keys_of("c", 2)
 
 
-def test_a_fetch_ends_when_the_service_hangs_in_the_middle(
-    make_service: Callable[..., Service],
-    attach: Attach,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And not before, however long a tier reads: the service is heard of meanwhile."""
-    service = make_service(64, ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "disk"),))
-    one = attach(service)
-    begun = FetchState(time.monotonic(), 4, 0, 1, 4, missing={Medium.DISK: 3})
-    monkeypatch.setattr(service.pool.cache, "fetch", lambda *_, **__: 1)
-    monkeypatch.setattr(service.pool.cache, "fetch_state", lambda _: begun)
-    monkeypatch.setattr(service.pool.cache, "end_fetch", lambda _: begun)
-    fetch = one.cache.fetch(keys_of("a", 4))
-    assert fetch is not None
-    until(lambda: one.cache.fetch_state(fetch).arrived == 1, one.cache.poll)
-    heard, bell = 0, bell_of(line_of(one.cache))
-    while heard < 6:  # figures come four times a second, and the limit is a second
-        before = bell[READ]
-        until(lambda before=before: bell[READ] != before, one.cache.poll)
-        assert not one.cache.fetch_state(fetch).done
-        heard += 1
-    service.stop()
-    until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
-    assert not one.cache.busy
-
-
 class TestAServiceThatIsGone:
     def test_blocks_in_host_memory_are_loaded_as_before(
         self, service: Service, attach: Attach
@@ -358,6 +329,8 @@ class TestAServiceThatIsGone:
         one = attach(service)
         keys = keys_of("a", 4)
         one.store(keys)
+        on_disk = Changes(Medium.DISK, [], keys_of("d", 2) + keys_of("e", 2))
+        service.pool.below.note([on_disk], are_all=True)
         service.stop()
         fetch = one.cache.fetch(keys_of("d", 2))
         assert fetch is not None
@@ -390,36 +363,6 @@ class TestAServiceThatIsGone:
         one.cache.poll()
         assert isinstance(waiting_messages(line)[-1], wire.Publish), "slots depend on it"
         assert one.load(keys)
-
-
-def test_blocks_of_a_disk_are_fetched(
-    make_service: Callable[..., Service],
-    attach: Attach,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(served_cache, "_ANSWER_SECONDS", 60.0)
-    service = make_service(
-        16, ssd_cache_gb=0.01, ssd_cache_dir=(str(tmp_path / "disk"),), ssd_timeout_seconds=60.0
-    )
-    one, other = attach(service, step_blocks=4), attach(service, step_blocks=4)
-    keys = keys_of("a", 4)
-    one.store(keys)
-    until(lambda: not service.pool.cache.busy)
-    number = 0
-    while one.cache.lookup(keys):
-        one.store(keys_of(f"filler {number}", 1))
-        number += 1
-    fetch = other.cache.fetch(keys)
-    assert fetch is not None
-    until(lambda: other.cache.fetch_state(fetch).arrived == 4, other.cache.poll)
-    assert other.load(keys), "what was fetched stays until the fetch ends"
-    assert other.cache.end_fetch(fetch).gave[Medium.DISK][0] == 4
-    other.settle()
-    until(lambda: not open_fetches(service.pool.cache))
-    nothing = other.cache.fetch(keys_of("nowhere", 3))
-    assert nothing is not None
-    until(lambda: other.cache.fetch_state(nothing).done, other.cache.poll)
 
 
 def test_a_slot_that_is_granted_again_after_its_store_is_the_engines(

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.memory_file import check_seals
 from flexkv.host.memory_lock import MemoryLock
+from flexkv.index.key_set import KeySet, key_set
 from flexkv.service import messages as wire
 from flexkv.service.engine_page import EnginePage
 from flexkv.service.membership import Membership
+from flexkv.service.reattachment import Attachment
 from flexkv.session.meet import Shared
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
@@ -48,6 +50,7 @@ class Attached:
     Attributes:
         connection: to the service; the caller's. Calls on it do not wait.
         index: memory of the index, which this process cannot write to.
+        below: what the disks of the pool have.
         page: what this engine writes for the service.
         answer: what the service says of the pool.
 
@@ -62,10 +65,11 @@ class Attached:
         self._guard = threading.Lock()
         ticket = self._ticket
         greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks)
-        self.connection, answer, self._fds = _greet(ticket.root, greeting, 2)
+        self.connection, answer, self._fds = _greet(ticket.root, greeting, 3)
         try:
             if not isinstance(answer, wire.Scheduled):
                 raise _unexpected(ticket.root, answer)
+            self.below = _map_keys(self._fds.pop())
             for fd in self._fds:
                 check_seals(fd)
             index_fd, holds_fd = self._fds
@@ -92,13 +96,13 @@ class Attached:
         assert self._info.service is not None
         return self._info.service
 
-    def resume(self) -> socket.socket:
+    def resume(self) -> Attachment:
         """Attach again, to the same service or to the next one. Waits; may be called in a thread of
         its own.
 
         Returns:
-            The connection, which the caller owns, and on which `Claim` comes first. Calls on it do
-            not wait.
+            The attachment, which the caller owns. `Claim` comes first on its connection, on which
+            calls do not wait.
 
         Raises:
             ArenaError: the service does not answer, or refuses the engine.
@@ -117,17 +121,20 @@ class Attached:
                 raise ArenaError("the engine has left the service")
             lent = [os.dup(fd) for fd in (self._arena.fd, *self._fds)]
         try:
-            connection, answer, _ = _greet(ticket.root, greeting, 0, lent)
+            connection, answer, fds = _greet(ticket.root, greeting, 1, lent)
         finally:
             _close(lent)
         try:
+            below = _map_keys(fds.pop())
             if not isinstance(answer, wire.Resumed):
                 raise _unexpected(ticket.root, answer)
             connection.setblocking(False)
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, ValueError):
+                raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
             raise
-        return connection
+        return Attachment(connection, below)
 
     def close(self) -> None:
         """Let go of the memory of the index and of the holds. Idempotent."""
@@ -276,6 +283,19 @@ def _greet(
 
 def _unexpected(root: str, answer: wire.ToEngine) -> ArenaError:
     return ArenaError(f"the service in {root!r} answers with {type(answer).__name__}")
+
+
+def _map_keys(fd: int) -> KeySet:
+    """The set of keys in a memory file, whose descriptor is closed.
+
+    Raises:
+        OSError, ValueError: it cannot be mapped, or is no set.
+    """
+    try:
+        check_seals(fd)
+        return key_set(mmap.mmap(fd, 0, prot=mmap.PROT_READ), is_owner=False)
+    finally:
+        os.close(fd)
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -194,7 +194,7 @@ class AttachedEngine:
         self._bell = self._page.bell
         self._reader = self.pool.cache.add_reader(self._page)
         self._begin(process, step_blocks, engines)
-        return [self.pool.index_fd, self.pool.pages_fd]
+        return [self.pool.index_fd, self.pool.pages_fd, self.pool.below.fd]
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
         """The scheduler goes on. It says next what slots it has.

@@ -263,14 +263,22 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Scheduled(Message, frozen=True, tag="scheduled"):
-    """The answer to `Schedule`, with descriptors of the memory of the index and of the holds."""
+    """The answer to `Schedule`, with descriptors of the memory of the index, of the holds, and of
+    what disks have; see `flexkv.service.tier_keys`.
+
+    Attributes:
+        media: the lower tiers, the fastest first.
+        asks_stores: whether a tier has to be asked what it has.
+        policy: name of the eviction policy.
+    """
 
     media: tuple[Medium, ...]
+    asks_stores: bool
     policy: str
 
 
 class Resumed(Message, frozen=True, tag="resumed"):
-    """The answer to `Resume`."""
+    """The answer to `Resume`, with the last of the descriptors of `Scheduled`."""
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -20,11 +20,13 @@ from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_tiers, policy_maker
 from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.messages import PoolBlocks
+from flexkv.service.tier_keys import TierKeys
 from flexkv.session.meet import Session
 from flexkv.session.reservation import Reservation
 from flexkv.session.wire import SessionInfo
-from flexkv.settings import CacheConfig
+from flexkv.settings import GIB, CacheConfig
 from flexkv.system.available import Promise
+from flexkv.types.changes import Changes
 from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
@@ -125,6 +127,7 @@ class SharedPool:
         cache: the cache; owned.
         arena: its memory; owned.
         index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
+        below: what its disks have; owned.
         policy: name of the eviction policy.
         prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
             engines found.
@@ -155,13 +158,31 @@ class SharedPool:
                 memory=mmap.mmap(self.index_fd, index_bytes(slots)),
                 begun=begun,
             )
+            undo.callback(self.cache.close)
             self.cache.watch()
+            disk_bytes = int((config.ssd_cache_gb or 0) * GIB)
+            self.below = TierKeys(disk_bytes // self.cache.info.slot_bytes)
             undo.pop_all()
 
     @property
     def num_slots(self) -> int:
         """Slots of the arena."""
         return self.arena.spec.num_slots
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way whose end `poll` may find."""
+        return self.cache.busy or self.cache.has_changes
+
+    def poll(self) -> Sequence[Changes]:
+        """See what has ended, and what blocks came and left, if not too many at once."""
+        cache = self.cache
+        if cache.busy:
+            cache.poll()
+        cache.look_at_holds()
+        changes = cache.drain_changes() if cache.has_changes else ()
+        self.below.note(changes, are_all=not cache.has_changes)
+        return changes
 
     def has(self, fd: int) -> bool:
         """Whether a descriptor is that of the pool's arena."""
@@ -179,6 +200,7 @@ class SharedPool:
     def close(self, flush_seconds: float) -> None:
         """Close the lower tiers, which may write waiting blocks for `flush_seconds`, and leave the
         memory to the engines that have it."""
+        self.below.close()
         is_quiet = self.cache.close(flush_seconds)
         self._memory.close(unmap=is_quiet)
 

@@ -13,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
+from flexkv.index.key_set import KeySet
 from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,18 @@ _LASTS_SECONDS = 60.0
 """An attachment that has lasted so long ended by chance: the pauses begin anew. Not tuned."""
 
 
+class Attachment(NamedTuple):
+    """What a service has given to a scheduler.
+
+    Attributes:
+        connection: to the service.
+        below: what the disks of the pool have.
+    """
+
+    connection: socket.socket
+    below: KeySet
+
+
 class Reattachment:
     """Watches a connection, and attaches again whenever the service has closed it.
 
@@ -33,21 +47,21 @@ class Reattachment:
         attach: attaches again; may raise ArenaError and OSError. Called in the thread.
     """
 
-    def __init__(self, connection: socket.socket, attach: Callable[[], socket.socket]) -> None:
+    def __init__(self, connection: socket.socket, attach: Callable[[], Attachment]) -> None:
         self._attach = attach
         self._stops = threading.Event()
-        self._made: deque[socket.socket] = deque()  # one at most; each call on it is atomic
+        self._made: deque[Attachment] = deque()  # one at most; each call on it is atomic
         threading.Thread(
             target=self._stay, args=(connection.dup(),), name="flexkv-reattachment", daemon=True
         ).start()
 
     @property
-    def has_connection(self) -> bool:
-        """Whether `take` gives a connection: the one before it has ended."""
+    def has_made(self) -> bool:
+        """Whether `take` gives an attachment: the one before it has ended."""
         return bool(self._made)
 
-    def take(self) -> socket.socket | None:
-        """The new connection, which is the caller's; None if there is none yet."""
+    def take(self) -> Attachment | None:
+        """The new attachment, which is the caller's; None if there is none yet."""
         with contextlib.suppress(IndexError):
             return self._made.popleft()
         return None
@@ -59,9 +73,9 @@ class Reattachment:
         self._drop()
 
     def _drop(self) -> None:
-        """Close a connection that nobody has taken."""
+        """Close an attachment that nobody has taken."""
         with contextlib.suppress(IndexError):
-            self._made.popleft().close()
+            self._made.popleft().connection.close()
 
     def _stay(self, watched: socket.socket) -> None:
         pause = _FIRST_SECONDS
@@ -76,24 +90,24 @@ class Reattachment:
             made, pause = self._try(pause)
             if made is None:
                 return
-            connection, watched = made
+            attachment, watched = made
             self._drop()  # an idle engine has seen several services end
-            self._made.append(connection)
+            self._made.append(attachment)
             if self._stops.is_set():
                 self._drop()
 
-    def _try(self, pause: float) -> tuple[tuple[socket.socket, socket.socket] | None, float]:
-        """The connection and a copy to watch, or None after `close`; and the pause before the next
-        try."""
+    def _try(self, pause: float) -> tuple[tuple[Attachment, socket.socket] | None, float]:
+        """The attachment and a connection to watch, or None after `close`; and the pause before the
+        next try."""
         said = ""
         while not self._stops.wait(pause * random.uniform(0.5, 1.5)):
             pause = min(2 * pause, _MOST_SECONDS)
             try:
-                connection = self._attach()
+                attachment = self._attach()
                 try:
-                    return (connection, connection.dup()), pause
+                    return (attachment, attachment.connection.dup()), pause
                 except OSError:
-                    connection.close()
+                    attachment.connection.close()
                     raise
             except (ArenaError, OSError) as error:
                 if str(error) != said:

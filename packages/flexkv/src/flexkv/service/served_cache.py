@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-from flexkv.client import AwaitedBlocks, CacheInfo, Ended, FetchId, FetchState, Transfer
+from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.definitions import Counters, HostFigures, ResetCause
 from flexkv.figures.meter import Figures, Meter
@@ -26,6 +26,7 @@ from flexkv.service.attach import Attached
 from flexkv.service.line import Line
 from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
+from flexkv.service.served_tiers import ServedTiers
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes
 from flexkv.types.mover import Direction
@@ -33,8 +34,8 @@ from flexkv.types.presence import Presence
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 0.05
-"""Seconds that a request waits for the service to say what lower tiers have. Not tuned."""
+_SILENT_SECONDS = 1.0
+"""A service that owes an answer for so long counts as one that hangs. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,6 @@ class _Slots:
 
     def __len__(self) -> int:
         return len(self.slots)
-
-
-@dataclass(slots=True, eq=False)
-class _ServedFetch:
-    state: FetchState
-    is_known: bool = False
 
 
 class ServedCache:
@@ -80,6 +75,13 @@ class ServedCache:
         self._attached = attached
         self._reader = index_reader(attached.index, attached.page.holds)
         self._line = Line(attached.connection, attached.page.bell)
+        self._tiers = ServedTiers(
+            self._reader,
+            self._line,
+            answer.media,
+            attached.below,
+            asks_stores=answer.asks_stores,
+        )
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
         self._watches = False
@@ -87,8 +89,6 @@ class ServedCache:
         self.counters = Counters()
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
         self._stores = ServedStores(self._reader, self._line)
-        self._fetches: dict[FetchId, _ServedFetch] = {}
-        self._next_fetch = 1
         self._asked_at: float | None = None
         self._changes: deque[Changes] = deque()
         self._shared: dict[str, float] = {}
@@ -102,14 +102,14 @@ class ServedCache:
         """See `CacheClient.busy`."""
         if self._device.unreported or self._recovering or self._line.has_news:
             return True
-        if self._reattachment.has_connection:
+        if self._reattachment.has_made:
             return True
         if self._line.is_cut:
             return not self._is_alone or bool(self._stores.by_id)
         if self._hangs:
             return False
         # What the service publishes meanwhile can wait for a step that has something to do.
-        return bool(self._stores.untold or self._line.busy or self._awaits_fetch)
+        return bool(self._stores.untold or self._line.busy or self._tiers.awaits_news)
 
     @property
     def disabled(self) -> bool:
@@ -136,9 +136,11 @@ class ServedCache:
         return 0 if self._off else self._reader.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """See `CacheClient.presence`. What lower tiers have shows when it is fetched."""
+        """See `CacheClient.presence`. What shared stores have shows when it is fetched."""
         if self._off:
             return [Presence.ABSENT] * len(keys)
+        if self._may_fetch:
+            return self._tiers.presence(keys)
         there = self._reader.present(keys)
         return [Presence.HOST if each else Presence.ABSENT for each in there]
 
@@ -218,70 +220,39 @@ class ServedCache:
     # Lower tiers.
 
     def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
-        """See `CacheClient.fetch`. What tiers have shows within `_ANSWER_SECONDS`."""
-        is_silent = self._line.is_cut or self._hangs
-        if self._off or self._recovering or not self.info.media or is_silent:
+        """See `CacheClient.fetch`."""
+        if self._off or not self._may_fetch:
             return None
-        there = self._reader.lookup(keys)
-        if there == len(keys):
-            return None
-        fetch, now = FetchId(self._next_fetch), time.monotonic()
-        self._next_fetch += 1
-        medium = self.info.media[0]
-        self._fetches[fetch] = _ServedFetch(
-            FetchState(
-                now,
-                len(keys),
-                there,
-                there,
-                len(keys),
-                medium,
-                {medium: len(keys) - there},
-                awaited=(AwaitedBlocks(there, len(keys), medium),),
-            )
-        )
-        most = wire.MOST_KEYS
-        if self._asked_at is None:
-            self._asked_at = now
-        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued))
-        for start in range(most, len(keys), most):
-            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
+        fetch = self._tiers.fetch(keys, queued)
+        if fetch is not None and self._asked_at is None:
+            self._asked_at = time.monotonic()
         return fetch
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""
-        if self._off or self._recovering or self.fetch_state(fetch).done:
-            return False
-        for start in range(0, len(keys), wire.MOST_KEYS):
-            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + wire.MOST_KEYS])))
-        return True
+        return not self._off and self._may_fetch and self._tiers.extend(fetch, keys)
 
     def raise_priority(self, fetch: FetchId) -> None:
         """See `CacheClient.raise_priority`."""
-        if fetch in self._fetches:
-            self._line.put(wire.RaiseFetch(fetch))
+        self._tiers.raise_priority(fetch)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""
-        known = self._fetches.get(fetch)
-        if known is None or self._line.is_cut or self._hangs:
+        if self._line.is_cut or self._hangs:
             return FetchState(time.monotonic())
-        state = known.state
-        if not known.is_known and time.monotonic() - state.begun > _ANSWER_SECONDS:
-            return FetchState(state.begun)
-        return state
+        return self._tiers.state(fetch)
 
     def end_fetch(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.end_fetch`."""
         state = self.fetch_state(fetch)
-        if self._fetches.pop(fetch, None) is not None:
-            self._line.put(wire.EndFetch(fetch))
+        self._tiers.end(fetch)
         return state
 
     @property
-    def _awaits_fetch(self) -> bool:
-        """Whether the service is to send, several times a second, how far a fetch is."""
-        return any(not each.is_known or not each.state.done for each in self._fetches.values())
+    def _may_fetch(self) -> bool:
+        """Whether lower tiers can give blocks now."""
+        is_silent = self._line.is_cut or self._hangs
+        return bool(self.info.media) and not (self._recovering or is_silent)
 
     @property
     def _hangs(self) -> bool:
@@ -289,7 +260,7 @@ class ServedCache:
         asked = self._asked_at
         if asked is None or self._stores.has_published:
             return False
-        return time.monotonic() - asked > 20 * _ANSWER_SECONDS
+        return time.monotonic() - asked > _SILENT_SECONDS
 
     # Uses.
 
@@ -358,7 +329,7 @@ class ServedCache:
         """See `CacheClient.poll`. Sends the messages of the step."""
         if self._recovering:
             self._recover()
-        if self._reattachment.has_connection:
+        if self._reattachment.has_made:
             self._line.cut("it has ended or closed the connection")
         self._line.listen()
         while self._line.come:  # an error loses none of them
@@ -367,7 +338,7 @@ class ServedCache:
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
             self._publish()
-        if self._asked_at is None and (self._stores.awaits_answer or self._awaits_fetch):
+        if self._asked_at is None and (self._stores.awaits_answer or self._tiers.awaits_news):
             self._asked_at = time.monotonic()
         self._line.send()
         if self._line.is_cut:
@@ -400,14 +371,15 @@ class ServedCache:
                 self._line.reason,
             )
             self._line.come.clear()
-            self._fetches.clear()
+            self._tiers.lose()
             self._pins.clear()
             for store in self._stores.lose_told():
                 self._device.free_cell(store.cell)
-        connection = self._reattachment.take()
-        if connection is None:
+        attachment = self._reattachment.take()
+        if attachment is None:
             return
-        self._line.resume(connection)
+        self._line.resume(attachment.connection)
+        self._tiers.below = attachment.below
         self._is_alone, self._asked_at = False, None
         self._stores.claim()
         if self._watches:
@@ -425,10 +397,7 @@ class ServedCache:
             case wire.Recall():
                 self._stores.recall(message.count)
             case wire.Fetched():
-                fetch = self._fetches.get(FetchId(message.fetch))
-                if fetch is not None:
-                    fetch.state = message.state or FetchState(fetch.state.begun)
-                    fetch.is_known = True
+                self._tiers.hear(message)
             case wire.Changed():
                 self._changes.append(Changes(message.medium, message.removed, message.added))
             case wire.NodeFigures():
@@ -501,8 +470,7 @@ class ServedCache:
     def _begin_anew(self) -> None:
         """Publish no store that is under way, and end all fetches and pins."""
         self._stores.discard_all()
-        for fetch in list(self._fetches):
-            self.end_fetch(fetch)
+        self._tiers.end_all()
         for owner in self._pins:
             self._line.put(wire.Unpin(owner, None))
         self._pins.clear()

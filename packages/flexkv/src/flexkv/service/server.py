@@ -112,7 +112,7 @@ class NodeServer:
     def run(self) -> None:
         """Serve until `stop`."""
         while not self._stops:
-            busy = any(pool.cache.busy for pool in self._pools.values())
+            busy = any(pool.busy for pool in self._pools.values())
             ready = self._selector.select(_BUSY_SECONDS if busy else _IDLE_SECONDS)
             now = time.monotonic()
             for key, _ in ready:
@@ -234,13 +234,14 @@ class NodeServer:
                 lent = [engine.pool.arena.fd]
             elif isinstance(greeting, wire.Resume):
                 engine = self._resume(greeting, process, newcomer.memory[0])
-                answer = wire.Resumed()
+                answer, lent = wire.Resumed(), [engine.pool.below.fd]
             else:
                 engine = self._named(greeting.ticket)
                 answer = wire.Joined()
                 if isinstance(greeting, wire.Schedule):
                     lent = engine.schedule(process, greeting.step_blocks, self._mates(engine))
-                    answer = wire.Scheduled(engine.pool.cache.info.media, engine.pool.policy)
+                    info = engine.pool.cache.info
+                    answer = wire.Scheduled(info.media, info.must_query, engine.pool.policy)
             (packet,) = wire.packets([answer])
             try:
                 socket.send_fds(process.connection, [packet], lent)
@@ -348,10 +349,7 @@ class NodeServer:
 
     def _poll(self, pool: SharedPool) -> None:
         """See what has ended in a pool, and tell its engines what has changed."""
-        if pool.cache.busy:
-            pool.cache.poll()
-        pool.cache.look_at_holds()
-        for change in pool.cache.drain_changes() if pool.cache.has_changes else ():
+        for change in pool.poll():
             self._tell_changes(pool, wire.Changed(change.medium, change.removed, change.added))
 
     def _log_error(self, what: str, error: Exception, now: float) -> None:

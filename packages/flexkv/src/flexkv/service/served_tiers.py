@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers below the memory of a pool, as one of its engines sees them, and its fetches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv.client import AwaitedBlocks, FetchId, FetchState
+from flexkv.index.block_index import IndexReader
+from flexkv.index.key_set import KeySet
+from flexkv.service import messages as wire
+from flexkv.service.line import Line
+from flexkv.types.changes import Medium
+from flexkv.types.presence import Presence
+
+ANSWER_SECONDS = 0.05
+"""Seconds that a request waits for the service to say what shared stores have. Not tuned."""
+
+
+@dataclass(slots=True, eq=False)
+class _ServedFetch:
+    """A fetch.
+
+    Attributes:
+        state: as the service has told it.
+        is_sure: whether a disk had its blocks when it began.
+        ends: whether no tier had the block that follows.
+        is_known: whether the service has told it.
+    """
+
+    state: FetchState
+    is_sure: bool
+    ends: bool
+    is_known: bool = False
+
+
+class ServedTiers:
+    """The lower tiers of a pool. What disks have is read from memory of the service, without a
+    question. Single-threaded.
+
+    Args:
+        reader: the index of the pool.
+        line: carries the messages.
+        media: the media of the tiers, the fastest first.
+        below: what disks have.
+        asks_stores: whether a tier has to be asked what it has.
+
+    Attributes:
+        below: as given; another one after each new attachment.
+    """
+
+    def __init__(
+        self,
+        reader: IndexReader,
+        line: Line,
+        media: Sequence[Medium],
+        below: KeySet,
+        *,
+        asks_stores: bool,
+    ) -> None:
+        self.below = below
+        self._reader = reader
+        self._line = line
+        self._media = media
+        self._asks_stores = asks_stores
+        self._fetches: dict[FetchId, _ServedFetch] = {}
+        self._next_fetch = 1
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether the service is to send, several times a second, how far a fetch is."""
+        return any(not each.is_known or not each.state.done for each in self._fetches.values())
+
+    def presence(self, keys: Sequence[bytes]) -> list[Presence]:
+        """The place of each block, in host memory or below."""
+        there = self._reader.present(keys)
+        absent = [key for key, each in zip(keys, there, strict=True) if not each]
+        below = iter(self.below.contains(absent) if absent else ())
+        other = Presence.ABSENT if self._knows_all else Presence.UNKNOWN
+        return [
+            Presence.HOST if each else Presence.BELOW if next(below) else other for each in there
+        ]
+
+    def fetch(self, keys: Sequence[bytes], queued: bool) -> FetchId | None:
+        """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
+        there, is_sure = self._reader.lookup(keys), self._knows_all
+        if there == len(keys) or (is_sure and not self.below.contains(keys[there : there + 1])[0]):
+            return None  # as for most new prompts
+        ends = False
+        if is_sure:
+            presence = self.presence(keys[there:])
+            ends = Presence.ABSENT in presence
+            if ends:
+                keys = keys[: there + presence.index(Presence.ABSENT)]
+        fetch, medium = FetchId(self._next_fetch), self._media[0]
+        self._next_fetch += 1
+        state = FetchState(
+            time.monotonic(),
+            len(keys),
+            there,
+            there,
+            len(keys),
+            medium,
+            {medium: len(keys) - there},
+            awaited=(AwaitedBlocks(there, len(keys), medium),),
+        )
+        self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
+        most = wire.MOST_KEYS
+        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued))
+        for start in range(most, len(keys), most):
+            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
+        return fetch
+
+    def extend(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+        """See `CacheClient.extend_fetch`."""
+        if self.state(fetch).done or self._fetches[fetch].ends:
+            return False
+        for start in range(0, len(keys), wire.MOST_KEYS):
+            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + wire.MOST_KEYS])))
+        return True
+
+    def raise_priority(self, fetch: FetchId) -> None:
+        """See `CacheClient.raise_priority`."""
+        if fetch in self._fetches:
+            self._line.put(wire.RaiseFetch(fetch))
+
+    def state(self, fetch: FetchId) -> FetchState:
+        """See `CacheClient.fetch_state`."""
+        known = self._fetches.get(fetch)
+        if known is None:
+            return FetchState(time.monotonic())
+        waits = known.is_known or known.is_sure
+        if not waits and time.monotonic() - known.state.begun > ANSWER_SECONDS:
+            return FetchState(known.state.begun)
+        return known.state
+
+    def end(self, fetch: FetchId) -> None:
+        """See `CacheClient.end_fetch`."""
+        if self._fetches.pop(fetch, None) is not None:
+            self._line.put(wire.EndFetch(fetch))
+
+    def end_all(self) -> None:
+        """End all fetches."""
+        for fetch in list(self._fetches):
+            self.end(fetch)
+
+    def lose(self) -> None:
+        """The service is gone, and all fetches with it."""
+        self._fetches.clear()
+
+    def hear(self, message: wire.Fetched) -> None:
+        """The service tells how far a fetch is."""
+        fetch = self._fetches.get(FetchId(message.fetch))
+        if fetch is not None:
+            fetch.state = message.state or FetchState(fetch.state.begun)
+            fetch.is_known = True
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether a block that `below` lacks is in no lower tier."""
+        return self.below.is_complete and not self._asks_stores

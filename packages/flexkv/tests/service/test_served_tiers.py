@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What schedulers see of the tiers below the memory that they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexkv.client import FetchState
+from flexkv.service import messages as wire
+from flexkv.service import pool as pool_module
+from flexkv.service.engine_page import READ
+from flexkv.service.tier_keys import TierKeys
+from flexkv.types.changes import Changes, Medium
+from flexkv.types.presence import Presence
+from packages.flexkv.tests.service.served import Scheduler, Service, attached_again, keys_of, until
+from packages.inside import bell_of, line_of, open_fetches, waiting_messages
+
+Attach = Callable[..., Scheduler]
+
+HOST, BELOW, ABSENT = Presence.HOST, Presence.BELOW, Presence.ABSENT
+
+
+@pytest.fixture
+def with_disk(make_service: Callable[..., Service], tmp_path: Path) -> Service:
+    """A service with memory for 16 blocks, and a disk."""
+    return make_service(
+        16, ssd_cache_gb=0.01, ssd_cache_dir=(str(tmp_path / "disk"),), ssd_timeout_seconds=60.0
+    )
+
+
+def leave_memory(service: Service, one: Scheduler, keys: list[bytes]) -> None:
+    """Store blocks, and others until they are on the disk alone."""
+    one.store(keys)
+    until(lambda: not service.pool.busy)
+    number = 0
+    while one.cache.presence(keys) != [BELOW] * len(keys):
+        assert number < 500, "no disk has them"
+        one.store(keys_of(f"filler {number}", 1))
+        until(lambda: not service.pool.busy)
+        number += 1
+
+
+def messages_of(one: Scheduler) -> list[wire.ToService]:
+    return list(waiting_messages(line_of(one.cache)))
+
+
+def test_what_disks_have_is_known_without_a_question(with_disk: Service, attach: Attach) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    leave_memory(with_disk, one, keys)
+    other.store(keys_of("b", 1))
+    mixed = [keys_of("b", 1)[0], keys[2], b"x"]
+    assert other.cache.presence(mixed) == [HOST, BELOW, ABSENT]
+    assert messages_of(other) == []
+    with_disk.pool.cache.empty()
+    until(lambda: other.cache.presence(mixed) == [ABSENT] * 3)
+
+
+def test_blocks_of_a_disk_are_fetched(with_disk: Service, attach: Attach) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    leave_memory(with_disk, one, keys)
+    fetch = other.cache.fetch(keys)
+    assert fetch is not None
+    until(lambda: other.cache.fetch_state(fetch).arrived == 4, other.cache.poll)
+    assert other.load(keys), "what was fetched stays until the fetch ends"
+    assert other.cache.end_fetch(fetch).gave[Medium.DISK][0] == 4
+    other.settle()
+    until(lambda: not open_fetches(with_disk.pool.cache))
+
+
+def test_what_no_disk_has_costs_no_message(with_disk: Service, attach: Attach) -> None:
+    """A new prompt does not wait for the service."""
+    one = attach(with_disk)
+    one.settle()
+    assert one.cache.fetch(keys_of("nowhere", 3)) is None
+    assert messages_of(one) == []
+
+
+def test_a_fetch_ends_before_the_first_block_that_is_nowhere(
+    with_disk: Service, attach: Attach
+) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    leave_memory(with_disk, one, keys)
+    fetch = other.cache.fetch([*keys[:2], b"x", *keys[2:]])
+    assert fetch is not None
+    assert other.cache.fetch_state(fetch).stop == 2
+    assert not other.cache.extend_fetch(fetch, keys[3:])
+    until(lambda: other.cache.fetch_state(fetch).done, other.cache.poll)
+    assert other.cache.fetch_state(fetch).arrived == 2
+    other.cache.end_fetch(fetch)
+    whole = other.cache.fetch(keys[:3])
+    assert whole is not None
+    assert other.cache.extend_fetch(whole, keys[3:])
+    until(lambda: other.cache.fetch_state(whole).arrived == 4, other.cache.poll)
+    other.cache.end_fetch(whole)
+
+
+def test_the_next_service_tells_what_the_disk_has(with_disk: Service, attach: Attach) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    leave_memory(with_disk, one, keys)
+    with_disk.close()
+    lost = one.cache.fetch(keys)
+    assert lost is not None
+    until(lambda: one.cache.fetch_state(lost).done, one.cache.poll)
+    assert one.cache.presence(keys) == [ABSENT] * 4
+    assert one.cache.fetch(keys) is None, "nobody would bring them"
+    with_disk.start()
+    until(lambda: attached_again(with_disk, one, other))
+    until(lambda: not with_disk.pool.busy)
+    for each in (one, other):
+        assert each.cache.presence(keys) == [BELOW] * 4
+    fetch = other.cache.fetch(keys)
+    assert fetch is not None
+    until(lambda: other.cache.fetch_state(fetch).arrived == 4, other.cache.poll)
+    other.cache.end_fetch(fetch)
+    leave_memory(with_disk, one, keys_of("later", 3))
+
+
+def test_what_engines_cannot_know_is_asked(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A disk has more blocks than there is room for."""
+    monkeypatch.setattr(pool_module, "TierKeys", lambda _: TierKeys(0))
+    service = make_service(16, ssd_cache_gb=0.01, ssd_cache_dir=(str(tmp_path / "disk"),))
+    one = attach(service, step_blocks=4)
+    keys = keys_of("a", 4)
+    one.store(keys)
+    number = 0
+    while one.cache.lookup(keys):
+        one.store(keys_of(f"filler {number}", 1))
+        number += 1
+    until(lambda: not service.pool.busy)
+    assert one.cache.presence([keys[0], b"x"]) == [Presence.UNKNOWN] * 2
+    fetch = one.cache.fetch(keys)
+    assert fetch is not None
+    until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
+    assert one.cache.fetch_state(fetch).arrived == 4
+    one.cache.end_fetch(fetch)
+    lines = [each for each in caplog.records if "more blocks than" in each.getMessage()]
+    assert len(lines) == 1
+
+
+def test_blocks_of_a_shared_store_are_asked_for(
+    make_service: Callable[..., Service], attach: Attach, tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    url = f"file://{tmp_path / 'bucket'}"
+    service = make_service(16, objects_url=url, objects_question_seconds=60.0)
+    one = attach(service, step_blocks=4)
+    keys = keys_of("a", 4)
+    one.store(keys)
+    until(lambda: not service.pool.busy)
+    number = 0
+    while one.cache.lookup(keys):
+        one.store(keys_of(f"filler {number}", 1))
+        until(lambda: not service.pool.busy)
+        number += 1
+    assert one.cache.presence(keys) == [Presence.UNKNOWN] * 4
+    state = FetchState(0.0)
+    while state.arrived < 4:  # a try waits for a bounded time
+        fetch = one.cache.fetch(keys)
+        assert fetch is not None
+        until(lambda fetch=fetch: one.cache.fetch_state(fetch).done, one.cache.poll)
+        state = one.cache.end_fetch(fetch)
+    assert state.gave[Medium.OBJECTS][0] == 4
+
+
+def test_a_fetch_ends_when_the_service_hangs_in_the_middle(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not before, however long a tier reads: the service is heard of meanwhile."""
+    service = make_service(64, ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "disk"),))
+    one = attach(service)
+    service.pool.below.note([Changes(Medium.DISK, [], keys_of("a", 4))], are_all=True)
+    begun = FetchState(time.monotonic(), 4, 0, 1, 4, missing={Medium.DISK: 3})
+    monkeypatch.setattr(service.pool.cache, "fetch", lambda *_, **__: 1)
+    monkeypatch.setattr(service.pool.cache, "fetch_state", lambda _: begun)
+    monkeypatch.setattr(service.pool.cache, "end_fetch", lambda _: begun)
+    fetch = one.cache.fetch(keys_of("a", 4))
+    assert fetch is not None
+    until(lambda: one.cache.fetch_state(fetch).arrived == 1, one.cache.poll)
+    heard, bell = 0, bell_of(line_of(one.cache))
+    while heard < 6:  # figures come four times a second, and the limit is a second
+        before = bell[READ]
+        until(lambda before=before: bell[READ] != before, one.cache.poll)
+        assert not one.cache.fetch_state(fetch).done
+        heard += 1
+    service.stop()
+    until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
+    assert not one.cache.busy
