@@ -28,7 +28,11 @@ HOST, BELOW, ABSENT = Presence.HOST, Presence.BELOW, Presence.ABSENT
 def with_disk(make_service: Callable[..., Service], tmp_path: Path) -> Service:
     """A service with memory for 16 blocks, and a disk."""
     return make_service(
-        16, ssd_cache_gb=0.01, ssd_cache_dir=(str(tmp_path / "disk"),), ssd_timeout_seconds=60.0
+        16,
+        eviction_policy="lru",
+        ssd_cache_gb=0.01,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=60.0,
     )
 
 
@@ -120,6 +124,7 @@ def test_the_next_service_tells_what_the_disk_has(with_disk: Service, attach: At
     assert fetch is not None
     until(lambda: other.cache.fetch_state(fetch).arrived == 4, other.cache.poll)
     other.cache.end_fetch(fetch)
+    other.settle()
     leave_memory(with_disk, one, keys_of("later", 3))
 
 

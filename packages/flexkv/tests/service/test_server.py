@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -52,12 +52,11 @@ def connection_to(service: Service) -> socket.socket:
         return directory.connect(wire.SOCKET, 60.0, socket.SOCK_SEQPACKET)
 
 
-def greet(service: Service, packet: bytes, fds: int = 1) -> wire.ToEngine | None:
-    """What the service answers; None if it closes the connection."""
+def greet(service: Service, packet: bytes, fds: Sequence[int]) -> wire.ToEngine | None:
+    """What the service answers; None if it closes the connection. The descriptors are closed."""
     with connection_to(service) as connection:
-        own = [wire.own_process() for _ in range(fds)]
-        socket.send_fds(connection, [packet], own)
-        for fd in own:
+        socket.send_fds(connection, [packet], fds)
+        for fd in fds:
             os.close(fd)
         answer, came = wire.receive(connection)
         for fd in came:
@@ -99,9 +98,23 @@ TICKET = wire.Ticket(1, b"guess")
 def test_a_wrong_greeting_gets_one_sentence(
     service: Service, sent: bytes, fds: int, reason: str
 ) -> None:
-    answer = greet(service, sent, fds)
+    answer = greet(service, sent, [wire.own_process() for _ in range(fds)])
     assert isinstance(answer, wire.Refused)
     assert reason in answer.reason
+    assert not service.server.engines
+
+
+@pytest.mark.parametrize("kind", ["pipe", "memory", "device"])
+def test_a_process_whose_end_does_not_show_is_refused(service: Service, kind: str) -> None:
+    """Its slots would never be free again."""
+    if kind == "pipe":
+        shown, other = os.pipe()
+        os.close(other)
+    else:
+        shown = os.memfd_create("toy") if kind == "memory" else os.open("/dev/zero", os.O_RDWR)
+    answer = greet(service, opening("same", FORMAT.shard_bytes), [shown])
+    assert isinstance(answer, wire.Refused)
+    assert "one pidfd" in answer.reason
     assert not service.server.engines
 
 

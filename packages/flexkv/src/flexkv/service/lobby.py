@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -139,7 +139,7 @@ class Lobby:
             if not packet:
                 self._dismiss(connection)  # another service asks whether this one lives
                 return
-            greeting = _greeting_of(wire.read_service(packet), len(fds))
+            greeting = _greeting_of(wire.read_service(packet), fds)
             if len(self._waiting) >= _MOST_GUESTS:
                 raise RefusalError(f"{_MOST_GUESTS} processes wait; allowed: no more")
             self._forget(connection)
@@ -182,14 +182,16 @@ class Lobby:
         connection.close()
 
 
-def _greeting_of(messages: list[wire.ToService], fds: int) -> Greeting:
-    """The greeting that a packet with so many descriptors is.
+def _greeting_of(messages: list[wire.ToService], fds: Sequence[int]) -> Greeting:
+    """The greeting that a packet with these descriptors is.
 
     Raises:
         RefusalError: it is none, or of another protocol.
     """
     resumes = bool(messages) and isinstance(messages[0], wire.Resume)
-    if len(messages) != 1 or fds != (1 + _MEMORY_FDS if resumes else 1):
+    most = 1 + _MEMORY_FDS if resumes else 1
+    # Nothing else tells the end of a process, so that its slots would never be free again.
+    if len(messages) != 1 or len(fds) != most or not wire.is_process(fds[0]):
         raise RefusalError("a greeting is one message with one pidfd, and memory to resume")
     (greeting,) = messages
     if not isinstance(greeting, Greeting):

@@ -7,7 +7,9 @@ it knows. The first packet of each side is a greeting, and the service's has des
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -428,6 +430,15 @@ def own_process() -> int:
         OSError: the kernel is older than 5.3.
     """
     return os.pidfd_open(os.getpid())
+
+
+def is_process(fd: int) -> bool:
+    """Whether a descriptor is a pidfd. Its process may have ended."""
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except OSError as error:
+        return error.errno != errno.EBADF  # the process may be in another container
+    return True
 
 
 def is_same_user(connection: socket.socket) -> bool:
