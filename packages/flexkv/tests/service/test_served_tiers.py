@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,16 @@ def with_disk(make_service: Callable[..., Service], tmp_path: Path) -> Service:
 
 def leave_memory(service: Service, one: Scheduler, keys: list[bytes]) -> None:
     """Store blocks, and others until they are on the disk alone."""
-    one.store(keys)
+    assert one.store(keys) == keys
     until(lambda: not service.pool.busy)
-    number = 0
-    while one.cache.presence(keys) != [BELOW] * len(keys):
-        assert number < 500, "no disk has them"
-        one.store(keys_of(f"filler {number}", 1))
+    numbers = count()
+
+    def store_another() -> None:
+        one.store([b"%b and %d" % (keys[0], next(numbers))])
+        one.settle()
         until(lambda: not service.pool.busy)
-        number += 1
+
+    until(lambda: one.cache.presence(keys) == [BELOW] * len(keys), store_another)
 
 
 def messages_of(one: Scheduler) -> list[wire.ToService]:
@@ -125,7 +128,7 @@ def test_the_next_service_tells_what_the_disk_has(with_disk: Service, attach: At
     until(lambda: other.cache.fetch_state(fetch).arrived == 4, other.cache.poll)
     other.cache.end_fetch(fetch)
     other.settle()
-    leave_memory(with_disk, one, keys_of("later", 3))
+    leave_memory(with_disk, one, keys_of("later", 1))
 
 
 def test_what_engines_cannot_know_is_asked(
@@ -141,10 +144,11 @@ def test_what_engines_cannot_know_is_asked(
     one = attach(service, step_blocks=4)
     keys = keys_of("a", 4)
     one.store(keys)
-    number = 0
-    while one.cache.lookup(keys):
-        one.store(keys_of(f"filler {number}", 1))
-        number += 1
+    numbers = count()
+    until(
+        lambda: not one.cache.lookup(keys),
+        lambda: (one.store([b"%d" % next(numbers)]), one.settle()),
+    )
     until(lambda: not service.pool.busy)
     assert one.cache.presence([keys[0], b"x"]) == [Presence.UNKNOWN] * 2
     fetch = one.cache.fetch(keys)
@@ -167,11 +171,14 @@ def test_blocks_of_a_shared_store_are_asked_for(
     keys = keys_of("a", 4)
     one.store(keys)
     until(lambda: not service.pool.busy)
-    number = 0
-    while one.cache.lookup(keys):
-        one.store(keys_of(f"filler {number}", 1))
+    numbers = count()
+
+    def store_another() -> None:
+        one.store([b"%d" % next(numbers)])
+        one.settle()
         until(lambda: not service.pool.busy)
-        number += 1
+
+    until(lambda: not one.cache.lookup(keys), store_another)
     assert one.cache.presence(keys) == [Presence.UNKNOWN] * 4
     state = FetchState(0.0)
     while state.arrived < 4:  # a try waits for a bounded time
