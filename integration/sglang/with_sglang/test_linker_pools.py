@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang_world import Rank, hashes_of, same  # type: ignore[import-not-found]
 
 from flexkv_sglang.compat import missing_names
+from flexkv_sglang.pages import NO_DRAFTS, DraftPools
 
 HEADS, LAYERS = 2, 3
 
@@ -34,8 +35,8 @@ def asymmetric(dtype: torch.dtype, page: int) -> Any:
 def rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     made: list[Rank] = []
 
-    def make(pool: Any, heads: int) -> Rank:
-        made.append(Rank(tmp_path, pool=pool, heads=heads))
+    def make(pool: Any, heads: int, drafts: DraftPools = NO_DRAFTS) -> Rank:
+        made.append(Rank(tmp_path, pool=pool, heads=heads, drafts=drafts))
         return made[-1]
 
     yield make
@@ -57,6 +58,36 @@ def test_pages_of_sglangs_pools_come_back(
     assert one.pages.layout.block_bytes == sum(each[0].nbytes for each in buffers) * page
     assert len(one.pages.layout.starts) == LAYERS
     # Written and read by token slots, as SGLang does it.
+    source, target = slots([5, 2, 7], page), slots([9, 1, 4], page)
+    for number, buffer in enumerate(buffers):
+        buffer[source] = torch.randint(0, 100, buffer[source].shape).to(buffer.dtype) + number
+    wanted = [buffer[source].clone() for buffer in buffers]
+    hashes = hashes_of("a", 3)
+    assert one.store(hashes, [5, 2, 7])
+    assert one.load("r", hashes, [9, 1, 4])
+    assert same([buffer[target] for buffer in buffers], wanted)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("kind", [mha, mla])
+@pytest.mark.parametrize("draft", [mha, mla])
+def test_pages_of_a_drafts_pools_come_back_with_the_targets(
+    rank: Callable[..., Rank], kind: Callable[..., Any], draft: Callable[..., Any], page: int
+) -> None:
+    pools = [kind(torch.float16, page), draft(torch.float16, page), draft(torch.float16, page)]
+    heads, draft_heads = (1 if each is mla else HEADS for each in (kind, draft))
+    one = rank(pools[0], heads, DraftPools(pools[1:], draft_heads))
+    assert len(one.pages.layout.starts) == LAYERS
+    buffers = [
+        buffer
+        for pool in pools
+        for buffer in (
+            pool.kv_buffer
+            if isinstance(pool, MLATokenToKVPool)
+            else [*pool.k_buffer, *pool.v_buffer]
+        )
+    ]
+    assert one.pages.layout.block_bytes == sum(each[0].nbytes for each in buffers) * page
     source, target = slots([5, 2, 7], page), slots([9, 1, 4], page)
     for number, buffer in enumerate(buffers):
         buffer[source] = torch.randint(0, 100, buffer[source].shape).to(buffer.dtype) + number

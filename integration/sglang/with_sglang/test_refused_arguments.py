@@ -66,9 +66,6 @@ DRAFT = (
 )
 
 REFUSED = [
-    (LLAMA, f"--speculative-algorithm=EAGLE {DRAFT}", "--speculative-algorithm is EAGLE, whose"),
-    (LLAMA, f"--speculative-algorithm=NEXTN {DRAFT}", "--speculative-algorithm is EAGLE, whose"),
-    (LLAMA, f"--speculative-algorithm=STANDALONE {DRAFT}", "is STANDALONE, whose draft keeps KV"),
     (LAGUNA, "", "--model-path keeps SWA .* or --disable-hybrid-swa-memory of SGLang$"),
     (QWEN_NEXT, NO_BUFFER, "--model-path keeps MAMBA beside full attention"),
     (QWEN_VL, "--model-impl=transformers", "--model-impl is transformers"),
@@ -105,6 +102,9 @@ REFUSED = [
 STARTS = [
     (LLAMA, ""),
     (LLAMA, "--speculative-algorithm=NGRAM --speculative-num-draft-tokens=4"),
+    (LLAMA, f"--speculative-algorithm=EAGLE {DRAFT}"),
+    (LLAMA, f"--speculative-algorithm=NEXTN {DRAFT}"),
+    (LLAMA, f"--speculative-algorithm=STANDALONE {DRAFT}"),
     (LLAMA, "--model-impl=transformers"),
     (LLAMA, "--disaggregation-mode=prefill"),
     (LLAMA, RADIX),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flexkv import CacheConfig
-from flexkv_sglang.pages import Pages, describe_pages
+from flexkv_sglang.pages import NO_DRAFTS, DraftPools, Pages, describe_pages
 from flexkv_sglang.ranks import OneRank, Ranks
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
@@ -151,6 +151,7 @@ class Rank:
         ranks: of the engine.
         pool_heads: of this rank.
         pool: a real one of SGLang, instead of one that is made.
+        drafts: pools of a draft model.
         settings: FlexKV's.
         engines: of the server.
         pool_options: of `make_pool`.
@@ -165,6 +166,7 @@ class Rank:
         ranks: Ranks | None = None,
         pool_heads: int = HEADS,
         pool: Any = None,
+        drafts: DraftPools = NO_DRAFTS,
         settings: dict[str, Any] | None = None,
         engines: int = 1,
         **pool_options: Any,
@@ -174,7 +176,9 @@ class Rank:
         self.ranks = ranks = ranks or OneRank()
         total = heads if heads is not None else (HEADS if kind in {"mha", "hnd"} else 1)
         size = self.pool.page_size
-        self.pages: Pages = describe_pages(self.pool, size, heads=total, ranks=ranks.count)
+        self.pages: Pages = describe_pages(
+            self.pool, size, heads=total, ranks=ranks.count, drafts=drafts
+        )
         config = CacheConfig(
             **{"cpu_cache_gb": 1 / 256, "runtime_dir": str(folder / "run")} | (settings or {})
         )

@@ -48,6 +48,41 @@ def test_other_weights_are_another_model(model: Path) -> None:
     assert identity(model) != before
 
 
+def with_draft(model: Path, draft: Path, **settings: Any) -> list[str]:
+    settings = {"speculative_draft_model_path": str(draft), "speculative_algorithm": "EAGLE"} | (
+        settings
+    )
+    return model_identity(make_settings(model, **settings), make_model(), "0.5.23", make_model())
+
+
+def test_a_draft_counts_with_its_weights_and_settings(model: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"draft")
+    alone, before = identity(model), with_draft(model, draft)
+    assert before != alone
+    assert set(alone) <= set(before)
+    shutil.copytree(draft, tmp_path / "copy")
+    assert with_draft(model, tmp_path / "copy") == before
+    others = [
+        with_draft(model, draft, speculative_algorithm="EAGLE3"),
+        with_draft(model, draft, speculative_draft_kv_cache_dtype="fp8_e5m2"),
+        with_draft(model, draft, speculative_draft_load_format="dummy"),
+        with_draft(model, draft, speculative_draft_load_format="dummy", random_seed=1),
+    ]
+    (draft / "model.safetensors").write_bytes(b"other draft")
+    others.append(with_draft(model, draft))
+    assert len({tuple(each) for each in [before, *others]}) == 1 + len(others)
+
+
+def test_a_draft_without_weights_on_this_machine_does_not_outlive_the_process(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = make_settings(model, speculative_draft_model_path=str(tmp_path / "none"))
+    assert outlives_process(settings)
+    assert not outlives_process(settings, make_model())
+
+
 def test_where_a_model_and_its_adapters_lie_does_not_count(model: Path, tmp_path: Path) -> None:
     (model / "adapter").mkdir()
     (model / "adapter" / "adapter.safetensors").write_bytes(b"1")

@@ -12,7 +12,7 @@ import torch
 from sglang_world import DIM, HEADS, LAYERS, Name, Rank, hashes_of, make_pool, same
 
 from flexkv import LayoutError
-from flexkv_sglang.pages import describe_pages
+from flexkv_sglang.pages import DraftPools, describe_pages
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
@@ -74,6 +74,58 @@ def test_the_first_layer_of_a_stage_is_layer_0() -> None:
     info = SimpleNamespace(layer_ids=(5, 6, 7), buffer_info=pool.info)
     pool.get_device_pool_infos = lambda: (info,)
     assert sorted(describe_pages(pool, 4, heads=HEADS, ranks=1).layout.starts) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("kind", ["mha", "mla", "dsa"])
+def test_the_pages_of_drafts_come_back(
+    make_rank: Callable[..., Rank], kind: str, page_size: int
+) -> None:
+    pools = [make_pool(kind, page_size=page_size) for _ in range(2)]
+    heads = HEADS if kind == "mha" else 1
+    rank = make_rank(kind, page_size=page_size, drafts=DraftPools(pools, heads))
+    for number, pool in enumerate(pools):
+        for tensor in pool.tensors:
+            tensor.copy_(torch.randint(1, 100, tensor.shape) + number)
+    wanted = rank.read([5, 2])
+    hashes = hashes_of("a", 2)
+    assert rank.store(hashes, [5, 2])
+    rank.fill([9, 1], seed=2)
+    assert rank.load("r", hashes, [9, 1])
+    assert same(rank.read([9, 1]), wanted)
+    for pool in pools:
+        for tensor in pool.tensors:
+            rows = tensor.shape[0] // 13
+            assert torch.equal(tensor[9 * rows : 10 * rows], tensor[5 * rows : 6 * rows])
+
+
+def test_a_draft_belongs_to_the_last_layer() -> None:
+    alone = describe_pages(make_pool(), 4, heads=HEADS, ranks=1).layout
+    drafts = DraftPools([make_pool()], HEADS)
+    both = describe_pages(make_pool(), 4, heads=HEADS, ranks=1, drafts=drafts).layout
+    assert both.block_bytes == 2 * alone.block_bytes
+    assert both.geometry != alone.geometry
+    grown = {name: len(both.starts[name]) - len(alone.starts[name]) for name in both.starts}
+    assert grown == {"0": 0, "1": 0, "2": LAYERS * len(alone.starts["2"])}
+
+
+def test_ranks_are_no_replicas_when_a_draft_has_other_heads() -> None:
+    # Each rank has one head of the target, shared with its neighbour, and one of the draft.
+    drafts = DraftPools([make_pool(heads=1)], 4)
+    pages = describe_pages(make_pool(heads=1), 4, heads=2, ranks=4, drafts=drafts)
+    assert (pages.layout.by_head, pages.sharding.parts, pages.sharding.replicas) == (False, 4, 1)
+
+
+def test_latent_drafts_keep_the_ranks_replicas() -> None:
+    drafts = DraftPools([make_pool("dsa")], 1)
+    pages = describe_pages(make_pool("dsa"), 4, heads=1, ranks=4, drafts=drafts)
+    assert (pages.layout.by_head, pages.sharding.replicas) == (True, 4)
+
+
+def test_a_draft_with_pages_of_its_own_is_refused() -> None:
+    drafts = DraftPools([make_pool(pages=11)], HEADS)
+    with pytest.raises(LayoutError, match="has 44 tokens in pages of 4; allowed: 48 in pages of 4"):
+        describe_pages(make_pool(), 4, heads=HEADS, ranks=1, drafts=drafts)
 
 
 def undescribed(pool: Any) -> None:

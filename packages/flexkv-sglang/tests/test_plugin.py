@@ -214,7 +214,7 @@ def test_what_cannot_be_cached_right_is_refused(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("speculative_algorithm", "EAGLE", "--speculative-algorithm is EAGLE, whose draft keeps"),
+        ("speculative_algorithm", "DFLASH", "is DFLASH, whose .* STANDALONE$"),
         ("is_hybrid_swa", True, "keeps SWA beside full .*--disable-hybrid-swa-memory of SGLang$"),
         ("ssm", True, "of --model-path keeps MAMBA beside full attention"),
     ],
@@ -231,8 +231,9 @@ def test_a_model_or_draft_that_cannot_be_cached_is_refused(
         sglang.start(**chosen)
 
 
-def test_a_draft_without_kv_starts(sglang: SGLang) -> None:
-    assert sglang.start(speculative_algorithm="NGRAM")
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"])
+def test_drafts_in_the_targets_pages_start(sglang: SGLang, algorithm: str) -> None:
+    assert sglang.start(speculative_algorithm=algorithm)
 
 
 def test_multimodal_models_that_transformers_runs_are_refused(sglang: SGLang) -> None:

@@ -117,7 +117,7 @@ def test_an_engine_that_starts_anew_leaves_the_others_their_pages(
 def test_keys_that_mean_nothing_elsewhere_are_an_engines_own(
     serve: Callable[..., str], engine: Callable[[str], Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "outlives_process", lambda _: False)
+    monkeypatch.setattr(start, "outlives_process", lambda *_: False)
     root = serve()
     one, other = engine(root), engine(root)
     one.fill([1, 2, 3], seed=1)

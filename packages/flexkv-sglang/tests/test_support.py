@@ -26,9 +26,13 @@ def test_recurrent_states_are_refused() -> None:
         check_cache([FULL, SWA, MAMBA], SimpleNamespace())
 
 
-def test_a_draft_with_kv_of_its_own_is_refused() -> None:
-    params = SimpleNamespace(sidecar_draft_device_pools=(object(),))
-    with pytest.raises(LayoutError, match=r"\(--speculative-algorithm\) keeps a draft"):
+def test_a_draft_with_pages_is_cached() -> None:
+    check_cache([FULL], SimpleNamespace(sidecar_draft_device_pools=(object(),)))
+
+
+def test_a_draft_with_states_is_refused() -> None:
+    params = SimpleNamespace(mtp_draft_mamba_pools=(object(),))
+    with pytest.raises(LayoutError, match=r"\(--speculative-algorithm\) keeps Mamba states"):
         check_cache([FULL], params)
 
 

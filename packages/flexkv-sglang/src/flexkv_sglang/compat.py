@@ -23,6 +23,7 @@ _USED = {
     "sglang.srt.arg_groups.resolution_hooks": ("register_resolution_hook",),
     "sglang.srt.arg_groups.overrides": ("declare_resolution", "resolving_view"),
     "sglang.srt.arg_groups.model_override_base": ("model_config_of",),
+    "sglang.srt.configs.model_config": ("ModelConfig.from_server_args",),
     "sglang.srt.mem_cache.kv_cache_builder": ("uses_ssm_state",),
     "sglang.srt.speculative.spec_info": (
         "SpeculativeAlgorithm.from_string",

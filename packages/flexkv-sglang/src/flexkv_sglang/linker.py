@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
@@ -28,7 +27,7 @@ from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.metrics import Metrics
-from flexkv_sglang.pages import describe_pages
+from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import read_settings, report_ignored, share_of_engine
 from flexkv_sglang.side import RankSide
@@ -76,12 +75,11 @@ class FlexKVLinker(UnifiedCacheLinker):
             check_settings(settings)
             check_cache(components, params)
             pool = params.token_to_kv_pool_allocator.get_kvcache()
-            latent = model.attention_arch == AttentionArch.MLA
-            heads = 1 if latent else model.get_total_num_kv_heads()
-            pages = describe_pages(pool, params.page_size, heads=heads, ranks=ranks.count)
+            draft = draft_of(server_args, settings, params)
+            pages = pages_of(pool, params, model, draft, ranks.count)
             engines = int(settings.dp_size)
             engine = Engine(
-                settings, model, version, params.page_size, bool(params.is_eagle), engines
+                settings, model, version, params.page_size, bool(params.is_eagle), engines, draft
             )
             if ranks.rank == 0:
                 report_ignored(config)  # the parts below are not the user's

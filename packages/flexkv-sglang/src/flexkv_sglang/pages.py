@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of SGLang's KV pools, and the part of a page that each rank holds."""
+"""The layout of SGLang's KV pools, and the part of a page that each rank holds.
+
+The pools of a draft model have the page numbers of the target's pool, so their tensors are further
+tensors of the same pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +40,25 @@ class Pages:
     traits: tuple[str, ...]
 
 
-def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Pages:
+@dataclass(frozen=True, slots=True)
+class DraftPools:
+    """The KV pools of a draft model.
+
+    Attributes:
+        pools: SGLang's pools, one for each layer of a packed MTP, in SGLang's order; borrowed.
+        heads: KV heads of the draft over all ranks; 1 with latent attention.
+    """
+
+    pools: Sequence[Any] = ()
+    heads: int = 0
+
+
+NO_DRAFTS = DraftPools()
+
+
+def describe_pages(
+    pool: Any, page_size: int, *, heads: int, ranks: int, drafts: DraftPools = NO_DRAFTS
+) -> Pages:
     """Describe the pages of SGLang's KV pool, split by head if possible.
 
     Args:
@@ -45,23 +67,38 @@ def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Page
         heads: KV heads of the model over all ranks; 1 with latent attention (MLA), where every
             rank holds the same bytes.
         ranks: number of ranks that share a page.
+        drafts: pools of the draft model, whose tensors belong to the last layer: the draft runs
+            after SGLang has waited for that layer.
 
     Raises:
-        LayoutError: FlexKV cannot cache this pool.
+        LayoutError: FlexKV cannot cache one of the pools.
     """
-    infos = _infos(pool)
     pages = pool.size // page_size + 1  # page 0 is padding
-    sharding = Sharding.by_head(heads, ranks)
-    local = None if sharding is None else heads // sharding.parts
     first = int(getattr(pool, "start_layer", 0) or 0)
+    described = [
+        (layer - first, *rest) for layer, *rest in _tensors(pool, _infos(pool), pages, page_size)
+    ]
+    last = max(layer for layer, *_ in described)
+    for number, draft in enumerate(drafts.pools):
+        if (draft.size, draft.page_size) != (pool.size, page_size):
+            raise LayoutError(
+                f"the draft's KV pool has {draft.size} tokens in pages of {draft.page_size}; "
+                f"allowed: {pool.size} in pages of {page_size}, as in the target's pool"
+            )
+        for _, name, *rest in _tensors(draft, _infos(draft), pages, page_size):
+            described.append((last, f"draft {number} {name}", *rest))
+    # Ranks hold other parts of a draft that has another number of heads.
+    is_even = not drafts.pools or drafts.heads == heads
+    sharding = Sharding.by_head(heads, ranks) if is_even else None
+    local = None if sharding is None else heads // sharding.parts
     tensors: dict[str, torch.Tensor] = {}
     views: list[TensorView] = []
-    for layer, name, tensor, head_dim in _tensors(pool, infos, pages, page_size):
+    for layer, name, tensor, head_dim in described:
         tensors[name] = tensor
         by_head = head_dim is not None and tensor.shape[head_dim] == local
         views.append(
             TensorView(
-                str(layer - first),
+                str(layer),
                 tensor.data_ptr(),
                 tuple(tensor.shape),
                 tuple(tensor.stride()),
@@ -73,7 +110,8 @@ def describe_pages(pool: Any, page_size: int, *, heads: int, ranks: int) -> Page
     if sharding is None or not layout.by_head:
         sharding = Sharding(ranks)
     traits = tuple(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-    return Pages(layout, sharding, tensors, (*traits, str(getattr(pool, "dtype", ""))))
+    own = [str(getattr(each, "dtype", "")) for each in (pool, *drafts.pools)]
+    return Pages(layout, sharding, tensors, (*traits, *own))
 
 
 def _infos(pool: Any) -> list[Any]:

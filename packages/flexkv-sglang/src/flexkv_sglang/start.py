@@ -52,6 +52,7 @@ class Engine:
         page_size: tokens of a page.
         is_bigram: whether SGLang hashes pairs of tokens.
         engines: engines of the server (data parallelism), of which this is one.
+        draft: SGLang's configuration of the draft model; None if no draft keeps KV.
     """
 
     settings: Any
@@ -60,6 +61,7 @@ class Engine:
     page_size: int
     is_bigram: bool
     engines: int = 1
+    draft: Any = None
 
 
 def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) -> RankSide:
@@ -84,7 +86,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         boundary = ErrorBoundary()
         with together(ranks):
             identity = [
-                *model_identity(engine.settings, engine.model, engine.version),
+                *model_identity(engine.settings, engine.model, engine.version, engine.draft),
                 f"dtypes: {', '.join(pages.traits)}",
                 f"pairs of tokens: {engine.is_bigram}",
             ]
@@ -107,7 +109,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         with together(ranks):
             if ranks.rank == 0:
                 needs = config.names_lower_tier or is_served
-                shares = needs and outlives_process(engine.settings)
+                shares = needs and outlives_process(engine.settings, engine.draft)
                 cache = make_cache(
                     config,
                     worker.session,

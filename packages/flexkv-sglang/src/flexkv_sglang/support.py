@@ -41,6 +41,9 @@ _UNSET = {
 }
 """SGLang's names of other caches, and their flags."""
 
+_DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE")
+"""Values of `--speculative-algorithm` whose draft keeps KV in pages with the target's numbers."""
+
 _WITH_SCALES = ("mxfp8", "nvfp4", "fp4_mx_block16")
 """Values of `--kv-cache-dtype` with which SGLang keeps scales beside the pages."""
 
@@ -113,7 +116,7 @@ def _check_decode(settings: Any) -> None:
 
 
 def check_model(settings: Any, model: Any) -> None:
-    """Refuse a model and a draft that keep state outside the pages of one pool, as far as that is
+    """Refuse a model and a draft that keep state outside pages of full attention, as far as that is
     known before SGLang has read weights; `check_cache` refuses the rest.
 
     Args:
@@ -121,18 +124,19 @@ def check_model(settings: Any, model: Any) -> None:
         model: SGLang's configuration of the model.
 
     Raises:
-        ConfigError: the settings name a draft model with KV of its own.
+        ConfigError: the settings name a draft whose KV FlexKV does not store.
         LayoutError: there is other state than that of full attention. The message names it.
     """
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     algorithm = SpeculativeAlgorithm.from_string(settings.speculative_algorithm)
-    if algorithm.is_speculative() and algorithm.has_draft_kv():
+    has_kv = algorithm.is_speculative() and algorithm.has_draft_kv()
+    if has_kv and settings.speculative_algorithm not in _DRAFTS:
         raise ConfigError(
             f"SGLang's --speculative-algorithm is {settings.speculative_algorithm}, whose draft "
-            f"keeps KV in pages of its own; allowed with FlexKV: none, or a draft without KV, such "
-            f"as NGRAM"
+            f"keeps KV that FlexKV does not store; allowed with FlexKV: none, NGRAM, NEXTN, "
+            f"{', '.join(_DRAFTS)}"
         )
     if settings.model_impl == "transformers" and model.is_multimodal:
         raise ConfigError(
@@ -144,7 +148,7 @@ def check_model(settings: Any, model: Any) -> None:
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
-    """Refuse a model that keeps state outside the pages of one pool.
+    """Refuse a model that keeps state outside pages of full attention.
 
     Args:
         components: SGLang's components of the prefix cache, one for each kind of state.
@@ -159,11 +163,10 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
             "model of SGLang's own (--model-impl sglang)"
         )
     _refuse_states([each.name for each in components if each.name != "FULL"])
-    drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools", "mtp_draft_mamba_pools")
-    if any(getattr(params, name, ()) for name in drafts):
+    if getattr(params, "mtp_draft_mamba_pools", ()):
         raise LayoutError(
-            "speculative decoding (--speculative-algorithm) keeps a draft model's KV in pages of "
-            "its own; allowed: none, or a draft without KV, such as NGRAM"
+            "the draft model (--speculative-algorithm) keeps Mamba states; allowed with FlexKV: a "
+            "draft with full attention in all layers"
         )
 
 
