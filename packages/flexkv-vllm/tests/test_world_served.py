@@ -197,7 +197,7 @@ def test_what_left_host_memory_comes_back_from_the_services_disk(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flexkv.service.served_cache._ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("flexkv.service.served_cache._SILENT_SECONDS", PATIENCE_SECONDS)
     service = make_service(
         64,
         ssd_cache_gb=0.01,
@@ -210,12 +210,12 @@ def test_what_left_host_memory_comes_back_from_the_services_disk(
         wait_until(lambda: len(stores_of(one.cache).free) >= PROMPT_BLOCKS, one.poll)
         one.generate(text)
         one.settle()
-        wait_until(lambda: not service.pool.cache.busy, lambda: None)
+        wait_until(lambda: not service.pool.busy, lambda: None)
     assert len(texts) * PROMPT_BLOCKS > 64
     for text in texts:
         assert hits(other, text) == PROMPT_BLOCKS
         other.settle()
-        wait_until(lambda: not service.pool.cache.busy, lambda: None)
+        wait_until(lambda: not service.pool.busy, lambda: None)
     other.check_outputs()
     fetched = service.pool.cache.counters.fetched_blocks
     assert fetched > 0
