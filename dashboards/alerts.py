@@ -85,6 +85,10 @@ def _sum(series: str, *labels: str) -> str:
     return f"sum by ({', '.join((_WHERE, *labels))}) ({series})"
 
 
+_AFTER_ERRORS = "suspended|stopped|lost_track"
+"""The reasons for which FlexKV is off without the user's will."""
+
+
 def _failures(names: Names) -> Sequence[Alert]:
     circuits = names.series("circuits", state="open|probing|connecting")
     return (
@@ -99,10 +103,10 @@ def _failures(names: Names) -> Sequence[Alert]:
         ),
         Alert(
             "FlexKVIsDisabled",
-            f"{_sum(names.series('disabled_engines'))} > 0",
+            f"{_sum(names.series('health', state='off', reason=_AFTER_ERRORS), 'reason')} > 0",
             "2m",
             Severity.CRITICAL,
-            "FlexKV has disabled loads and stores after errors",
+            "FlexKV has disabled loads and stores after errors ({{ $labels.reason }})",
             "Requests are served without hits. Look for FlexKV's first error in the engine's log, "
             "then restart the engine; please report the error.",
         ),

@@ -347,8 +347,19 @@ def _failures(names: Names) -> Row:
                 ),
             ),
             Panel(
+                "Health",
+                "Engines that are ok, and those that are degraded or off, with the reason.",
+                "short",
+                (
+                    Query(
+                        f"sum by (state, reason, tier) ({names.series('health')}) > 0",
+                        "{{state}} {{reason}} {{tier}}",
+                    ),
+                ),
+            ),
+            Panel(
                 "Rare events",
-                "Circuits that opened, resets, parameters not understood, disabled engines.",
+                "Circuits that opened, resets, parameters not understood.",
                 "short",
                 (
                     Query(
@@ -357,7 +368,6 @@ def _failures(names: Names) -> Row:
                     Query(f"sum by (cause) ({names.increase('resets')})", "resets: {{cause}}"),
                     Query(f"sum ({names.increase('ignored_parameters')})", "ignored parameters"),
                     Query(f"sum by (result) ({names.increase('hints')})", "hints {{result}}"),
-                    Query(f"sum ({names.series('disabled_engines')})", "disabled"),
                 ),
             ),
         ),

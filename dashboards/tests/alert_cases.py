@@ -60,7 +60,15 @@ CASES: dict[str, Case] = {
         "25m",
     ),
     "FlexKVIsDisabled": Case(
-        {"disabled_engines": "0x20 1x20"}, {"disabled_engines": "0x24 1 0x20"}, "25m"
+        {'health{state="off",reason="stopped",tier=""}': "0x20 1x20"},
+        {
+            # A minute only, an engine whose settings turn FlexKV off, and one that is degraded.
+            'health{state="off",reason="stopped",tier=""}': "0x24 1 0x20",
+            'health{state="off",reason="setting",tier=""}': "1x60",
+            'health{state="degraded",reason="reads",tier="disk"}': "1x60",
+        },
+        "25m",
+        {"reason": "stopped"},
     ),
     "FlexKVCircuitOpen": Case(
         {'circuits{tier="disk",direction="write",state="open"}': "0x20 1x20"},

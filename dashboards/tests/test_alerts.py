@@ -76,7 +76,7 @@ def test_each_alert_fires_and_does_not_fire(engine: str, tmp_path: Path) -> None
 def test_no_alert_fires_at_rest(tmp_path: Path) -> None:
     """All series of all cases, none of which changes: all circuits closed, no engine disabled."""
     series = {name: "7x200" for case in CASES.values() for name in case.fires}
-    states = ("circuits", "disabled_engines")
+    states = ("circuits", "health")
     series = {name: "0x200" if name.startswith(states) else v for name, v in series.items()}
     looks = [{"eval_time": "150m", "alertname": name, "exp_alerts": []} for name in CASES]
     test = {"interval": "1m", "input_series": given("vllm", series), "alert_rule_test": looks}

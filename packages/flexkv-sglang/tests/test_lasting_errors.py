@@ -59,7 +59,7 @@ def test_pages_come_back_if_every_poll_fails(
     (said,) = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
     assert f"{_FAILED_POLLS} consecutive polls of copies failed on rank 0" in said
     samples = side.take_samples()
-    assert samples["disabled_engines"] == 1
+    assert samples[sample("health", "off", "stopped", "")] == 1
     assert samples[sample("failures", "internal", "")] == _FAILED_POLLS + 1
     # From then on all is a miss, and no page waits.
     assert side.lookup("r", hashes_of("before", 3)) == []
@@ -165,7 +165,7 @@ def test_a_rank_that_ends_its_copies_disables_the_cache_of_all(
     assert second.side.ended_offloads() == 1
     assert not all(engine.both(lambda rank: rank.side.take_offload()))
     assert first.side.lookup("r", hashes_of("a", 3)) == []
-    assert first.side.take_samples()["disabled_engines"] == 1
+    assert first.side.take_samples()[sample("health", "off", "stopped", "")] == 1
 
 
 def await_end(rank: Rank) -> None:

@@ -18,6 +18,7 @@ from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv.types.mover import Status
+from flexkv.types.troubles import Problem, Trouble
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
@@ -174,6 +175,8 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
         assert not world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate(random_prompt(rng, 40))
     assert side.is_off
+    world.ranks[0].adapter.take_stats()
+    assert side.has_figures or side.figures.health == (Problem(Trouble.LOST_TRACK),)
     world.forget()
     again = world.generate(prompt)
     assert world.external_tokens[again] == 0

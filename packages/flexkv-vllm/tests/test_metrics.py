@@ -17,6 +17,7 @@ from flexkv_vllm.metrics import FlexKVStats
 HITS = sample("hit_tokens", "host")
 BLOCKS = sample("blocks", "host")
 LOADED = sample("copied_bytes", "device", "load")
+BELOW = {"disk", "mooncake", "objects"}
 LOADING = sample("copy_seconds", "device", "load")
 
 
@@ -72,7 +73,8 @@ def test_every_value_is_there_from_the_start_and_counters_only_grow() -> None:
     # Of a histogram: a value for each bound, one beyond, the count and the sum.
     each_has = {metric: len(metric.bounds) + 3 if metric.bounds else 1 for metric in METRICS}
     assert len(values) == 2 * sum(
-        len(metric.combinations) * count for metric, count in each_has.items()
+        sum(not set(labels) & BELOW for labels in metric.combinations) * count
+        for metric, count in each_has.items()
     )
     assert set(values.values()) == {0.0}
     made.observe({HITS: 16, BLOCKS: 7}, 1)
@@ -103,7 +105,17 @@ def test_ranks_and_steps_add_up_in_a_histogram() -> None:
     assert values["vllm:flexkv_load_seconds_sum", (own,)] == pytest.approx(20.005)
     assert values["vllm:flexkv_load_seconds_count", (own,)] == 4
     assert values["vllm:flexkv_fetch_seconds_count", (own, ("tier", "disk"))] == 1
-    assert values["vllm:flexkv_fetch_seconds_count", (own, ("tier", "objects"))] == 0
+    assert not any(("tier", "objects") in labels for _, labels in values), "it has no such tier"
+    assert values["vllm:flexkv_failures_total", (("cause", "read"), own, ("tier", "disk"))] == 0
+
+
+def test_an_engine_whose_settings_turn_flexkv_off_says_so() -> None:
+    registry = CollectorRegistry()
+    metrics(registry, settings={"enable": False})
+    values = scrape(registry)
+    labels = (("engine", "0"), ("reason", "setting"), ("state", "off"), ("tier", ""))
+    assert values["vllm:flexkv_health", labels] == 1
+    assert sum(n for (name, _), n in values.items() if name == "vllm:flexkv_health") == 1
 
 
 def test_each_link_has_its_own_directions() -> None:
@@ -151,10 +163,10 @@ def test_names_tell_their_units() -> None:
             "circuits",
             "questions",
             "policies",
-            "engines",
             "switches",
             "fallbacks",
             "hints",
+            "health",
         ),
     )
     assert all(metric.name.endswith(units) for metric in METRICS)

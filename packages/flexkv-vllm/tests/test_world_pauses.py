@@ -17,7 +17,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld
 from vllm.v1.engine.core import EngineCore
 
-from flexkv.figures.definitions import ResetCause
+from flexkv.figures.counters import ResetCause
 from flexkv.types.mover import Direction
 from packages.inside import copies_of
 

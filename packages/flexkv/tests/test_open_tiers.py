@@ -17,7 +17,7 @@ from flexkv.eviction import POLICIES
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_shared_tiers, open_tiers, policy_maker
-from flexkv.session.store_states import read_states
+from flexkv.session.state_reports import read_states
 from flexkv.settings import CacheConfig
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.remote import RemoteTier

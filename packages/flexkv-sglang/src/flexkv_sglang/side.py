@@ -73,6 +73,7 @@ class RankSide:
             evict and nothing below host memory wants each block; the same on all ranks.
         delayed: the offloads that wait.
         page_keys: makes the keys of pages.
+        figures: of the cache; None on ranks other than 0.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class RankSide:
         self._ordered: OrderedTransfers | None = None
         self._waiting: WaitingRequests | None = None
         self._followed: FollowedRequests | None = None
-        self._figures: CacheFigures | None = None
+        self.figures: CacheFigures | None = None
         self._queries: Queries | None = None
         if cache is not None:
             self._ordered = OrderedTransfers(cache)
@@ -120,13 +121,10 @@ class RankSide:
             self._waiting = WaitingRequests(cache, chooser, page_size, self.keys_of, boundary)
             followed = FollowedRequests(cache, page_size, self.keys_of, recorder, options)
             # The worker's figures count this rank's errors, which must not count twice.
-            self._figures = CacheFigures(
-                cache,
-                ErrorBoundary(),
-                followed.put_counts,
-                lambda: chooser.prefill_cost,
+            self.figures = CacheFigures(
+                cache, ErrorBoundary(), followed.put_counts, lambda: chooser.prefill_cost
             )
-            self._followed, self._queries = followed, Queries(self._figures, page_size)
+            self._followed, self._queries = followed, Queries(self.figures, page_size)
 
     @property
     def leads(self) -> bool:
@@ -486,6 +484,8 @@ class RankSide:
         ):
             # Each of them, also if another one fails.
             ends.callback(self._leave, flush_seconds)
+            if self.figures is not None:
+                ends.callback(self.figures.close)
             if self._followed is not None:
                 ends.callback(self._followed.close)
             if self._waiting is not None:
@@ -494,14 +494,14 @@ class RankSide:
     @property
     def has_samples(self) -> bool:
         """Whether `take_samples` may have something."""
-        figures = self._figures
+        figures = self.figures
         return self._worker.has_figures or (figures is not None and figures.active)
 
     def take_samples(self) -> Samples:
         """The counts of this rank since the last call."""
         samples = self._worker.figures.take()
-        if self._figures is not None:
-            add(samples, self._figures.take())
+        if self.figures is not None:
+            add(samples, self.figures.take())
         return samples
 
     def _leave(self, flush_seconds: float) -> None:
@@ -589,11 +589,11 @@ class RankSide:
                 # Another rank may copy on, out of pages that SGLang gives to others.
                 cache.discard(offload.transfer_id)
         cache.stop()
-        if self._figures is not None:
-            self._figures.note_activity()
+        if self.figures is not None:
+            self.figures.note_activity()
         if self._waiting is not None:
             self._waiting.awaited.end_all()
 
     def _poll(self) -> None:
-        if self._ordered is not None and self._ordered.poll() and self._figures is not None:
-            self._figures.note_activity()
+        if self._ordered is not None and self._ordered.poll() and self.figures is not None:
+            self.figures.note_activity()

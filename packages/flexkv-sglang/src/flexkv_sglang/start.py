@@ -145,6 +145,9 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             if is_served and not shares:
                 # Equal keys of another engine may mean other blocks.
                 side.page_keys.renew(mixed=False)
+            if side.figures is not None:
+                name = worker.session.info.fingerprint
+                side.figures.report_health(config.session_root, "sglang", name)
         undo.pop_all()
         return side
 

@@ -15,7 +15,12 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.side import RequestSide
-from flexkv.engine.start import attach_session, make_cache, make_chooser, make_recorder
+from flexkv.engine.start import (
+    attach_session,
+    make_cache,
+    make_chooser,
+    make_recorder,
+)
 from flexkv_vllm.events import BlockEvents, make_events
 from flexkv_vllm.groups import groups_of, step_blocks
 from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
@@ -100,6 +105,7 @@ def make_request_side(
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             lists_blocks=lists_all_blocks(vllm_config),
         )
+        side.figures.report_health(config.session_root, "vllm", session.info.fingerprint)
         undo.pop_all()
     if cache.info.media and getattr(vllm_config, "shutdown_timeout", None) == 0:
         logger.info(

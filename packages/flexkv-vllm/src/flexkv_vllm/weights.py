@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from flexkv.figures.definitions import ResetCause
+from flexkv.figures.counters import ResetCause
 from flexkv_vllm.compat.patches import (
     call_after_adapter_loads,
     call_after_rpcs,

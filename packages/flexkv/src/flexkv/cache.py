@@ -17,7 +17,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, LRUPolicy, RequestContext
-from flexkv.figures.definitions import Counters, HostFigures, ResetCause
+from flexkv.figures.counters import Counters, ResetCause
+from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
@@ -29,6 +30,7 @@ from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence, presence_below
+from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class KVCache:
             info.num_slots,
             info.slot_bytes,
             self.pinned_blocks,
-            self._off,
+            self._trouble,
             self._device.unreported,
             info.policy_name,
             None if isinstance(self._policy, LRUPolicy) else self._policy.guard_state(),
@@ -173,6 +175,12 @@ class KVCache:
     def disabled(self) -> bool:
         """See `CacheClient.disabled`."""
         return self._off
+
+    @property
+    def _trouble(self) -> Trouble | None:
+        if self._off:
+            return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
+        return Trouble.RECOVERING if self._recovering else None
 
     @property
     def under_way(self) -> set[int]:

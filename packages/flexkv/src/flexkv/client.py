@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
-from flexkv.figures.definitions import ResetCause
+from flexkv.figures.counters import ResetCause
 from flexkv.figures.meter import Figures
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction

@@ -11,7 +11,7 @@ from importlib import import_module
 from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import Session
-from flexkv.session.store_states import StoreStates
+from flexkv.session.state_reports import StateReport
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
@@ -209,9 +209,9 @@ def _open_objects(config: CacheConfig, url: str, fingerprint: str, spec: ArenaSp
     return AttachedTier(tier, admission, config.objects_timeout_seconds)
 
 
-def _states(config: CacheConfig, medium: Medium, store: str, fingerprint: str) -> StoreStates:
+def _states(config: CacheConfig, medium: Medium, store: str, fingerprint: str) -> StateReport:
     about = {"tier": medium.value, "store": store, "fingerprint": fingerprint}
-    return StoreStates(config.session_root, about)
+    return StateReport(config.session_root, about)
 
 
 def lacks_client(setting: str, value: str, extra: str, why: str) -> ConfigError:

@@ -109,10 +109,12 @@ def test_top_shows_the_service(flexkv: Flexkv, node: Node, engine: Scheduler) ->
     assert len(re.findall(r"12.00 KiB of \d.\d\d MiB", ended.out)) == 2
 
 
-def test_the_port_serves_metrics_and_health(node: Node, engine: Scheduler) -> None:
+def test_the_port_serves_metrics_and_health(flexkv: Flexkv, node: Node, engine: Scheduler) -> None:
     at = f"http://127.0.0.1:{node.port}"
     with urllib.request.urlopen(f"{at}/health") as answer:
         assert answer.read() == b"ok\n"
+    ended = flexkv("health", node.root)
+    assert (ended.code, ended.out) == (0, f"{node.root}, pool same: ok\n")
     with urllib.request.urlopen(f"{at}/metrics") as answer:
         assert b'service:flexkv_blocks{pool="same",tier="host"} 3.0\n' in answer.read()
 

@@ -12,7 +12,7 @@ from faulty_s3 import FaultyS3
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_shared_tiers
-from flexkv.session.store_states import StoreStates
+from flexkv.session.state_reports import StateReport
 from flexkv.settings import load_config
 from flexkv.tiers import circuit
 from flexkv.tiers.disk.cache_directory import folders, lock_folder
@@ -196,7 +196,7 @@ def test_stat_names_a_directory_that_a_running_engine_cannot_open(
     monkeypatch.setenv("FLEXKV_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("FLEXKV_SSD_CACHE_DIR", str(root))
     monkeypatch.setenv("FLEXKV_SSD_CACHE_GB", "1")
-    states = StoreStates(
+    states = StateReport(
         str(tmp_path / "run"), {"tier": "disk", "store": str(root), "fingerprint": FINGERPRINT}
     )
     states.begin(lambda: {"reads": "connecting", "writes": "connecting"})

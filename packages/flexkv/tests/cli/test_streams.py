@@ -62,8 +62,9 @@ def test_an_input_or_errors_that_are_closed_change_nothing(
 ) -> None:
     cache.fill(2)
     arguments = ARGUMENTS.get(name, "$DIR")
-    # What the doctor finds depends on the machine.
-    expected = shell(f"$flexkv {name} {arguments}", cache).returncode if name == "doctor" else 0
+    # What the doctor finds depends on the machine. No engine runs whose health could be ok.
+    fails = name in ("doctor", "health")
+    expected = shell(f"$flexkv {name} {arguments}", cache).returncode if fails else 0
     assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == expected
     assert cache.folder.exists() == (name != "clear")
 

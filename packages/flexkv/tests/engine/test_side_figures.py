@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from flexkv.cache import KVCache
@@ -9,10 +12,14 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.side_figures import CacheFigures, CopyFigures
 from flexkv.eviction import LRUPolicy
 from flexkv.figures.definitions import METRICS, sample
+from flexkv.figures.exposition import summary
+from flexkv.figures.health_samples import health_text
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
+from flexkv.session.state_reports import Subject, read_states
 from flexkv.types.mover import FALLBACK, Direction, Status
-from packages.conftest import StillClock
+from flexkv.types.troubles import Trouble
+from packages.conftest import PATIENCE_SECONDS, StillClock
 
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")
@@ -119,5 +126,57 @@ def test_a_busy_engine_looks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch)
         assert made.is_due(busy=False), "there may be no later step"
         clock.skip(0.1)
         assert made.is_due(busy=True)
+    finally:
+        arena.close()
+
+
+def test_a_side_that_is_off_reports_that_every_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StillClock()
+    monkeypatch.setattr(side_figures, "time", clock)
+    arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), 4), threads=1)
+    off, ok = sample("health", "off", "lost_track", ""), sample("health", "ok", "", "")
+    try:
+        cache = KVCache(arena, LRUPolicy())
+        made = CacheFigures(cache, ErrorBoundary(), lambda _: None)
+        assert (made.take()[ok], made.health) == (1, ())
+        made.turned_off()
+        clock.skip(1)
+        monkeypatch.setattr(cache, "figures", None)  # the cache is what fails
+        for _ in range(2):
+            assert made.is_due(busy=True)
+            samples = made.take()
+            assert (samples[off], samples[ok]) == (1, 0)
+            assert summary(samples) == {"off: lost_track": 1}
+            made.turned_off()
+            assert not made.is_due(busy=False)
+            clock.skip(61)
+        assert [each.trouble for each in made.health] == [Trouble.LOST_TRACK]
+    finally:
+        arena.close()
+
+
+def test_the_health_is_what_the_cache_cannot_do(tmp_path: Path) -> None:
+    arena = Arena.create(ArenaSpec(BlockFormat(1, (64,)), 4), threads=1)
+    try:
+        cache = KVCache(arena, LRUPolicy())
+        made = CacheFigures(cache, ErrorBoundary(), lambda _: None)
+        root = str(tmp_path / "run")
+        made.report_health(root, "toy", "ab12")
+        steps = (
+            (cache.recover, "degraded: an error may have lost a copy"),
+            (cache.suspend, "off: a reset failed"),
+            (cache.stop, "off: copies failed for good"),
+        )
+        assert health_text(made.health) == "ok"
+        for step, text in steps:
+            step()
+            made.take()
+            assert health_text(made.health).startswith(text)
+        late = time.monotonic() + PATIENCE_SECONDS
+        while read_states(root, Subject.HEALTH)[0]["problems"] != [["stopped", ""]]:
+            assert time.monotonic() < late
+            time.sleep(0.05)
+        made.close()
+        assert read_states(root, Subject.HEALTH) == []
     finally:
         arena.close()

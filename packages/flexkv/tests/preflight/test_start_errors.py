@@ -238,7 +238,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
         Case("runtime_dir", open_runtime_dir, meet_others)
     ],
     "flexkv.session.session_server:Server.gather": [Unknown.PEERS] * 2,
-    "flexkv.session.store_states:read_states": [Unknown.PEERS],
+    "flexkv.session.state_reports:read_states": [Unknown.PEERS],
     "flexkv.settings.config_sources:_from_environment": [bad("FLEXKV_CPU_CASHE_GB", 1)],
     "flexkv.settings.config_sources:_from_mapping": [file("cpu_cashe_gb: 1")],
     "flexkv.settings.setting:Setting.read": [bad("FLEXKV_CPU_CACHE_GB", "much")],

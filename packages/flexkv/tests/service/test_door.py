@@ -18,6 +18,7 @@ from flexkv.service.ask import ServiceError, clear_pools, is_service, metrics_of
 from flexkv.service.door import listen_at
 from flexkv.service.server import NodeServer
 from flexkv.service.state import PoolState
+from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import OTHER, Scheduler, Service, keys_of, until
 from packages.inside import index_of
@@ -131,6 +132,33 @@ def test_a_loop_that_does_not_answer_is_no_health(
     assert (status, text) == (503, "the loop of the service has not answered for 0.05 s\n")
     with pytest.raises(ServiceError, match=r"the loop of the service has not answered for 0.05 s"):
         clear_pools(service.root, None)
+
+
+def test_health_tells_a_pool_that_is_suspended_until_it_is_cleared(
+    port: int,
+    make_service: Callable[..., Service],
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = make_service()
+    attach(service)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TierStack, "empty", fails)
+        with pytest.raises(ServiceError, match="no room"):
+            clear_pools(service.root, None)
+    status, text = ask(port, "GET", "/health")
+    assert status == 200
+    assert text.startswith("pool same is off: a reset failed")
+    assert (
+        'service:flexkv_health{pool="same",reason="suspended",state="off",tier=""} 1.0'
+        in ask(port, "GET", "/metrics")[1]
+    )
+    clear_pools(service.root, None)
+    assert ask(port, "GET", "/health") == (200, "ok\n")
 
 
 def test_silent_peers_keep_nobody_out(

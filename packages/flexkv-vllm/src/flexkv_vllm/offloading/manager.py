@@ -244,7 +244,9 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(always(None), "the counts come later, or are lost")
     def get_stats(self) -> OffloadingConnectorStats | None:
-        if self._figures.active or self._boundary.failures:
+        if self._is_off:
+            self._figures.turned_off()
+        if self._figures.is_due(busy=False) or self._boundary.failures:
             with self._boundary.guard("counting", "the counts come later, or are lost"):
                 settings, self._untold_settings = self._untold_settings, None
                 return connector_stats(self._figures.take(), settings)
@@ -257,6 +259,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             return
         self._closed = True
         with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
+            self._figures.close()
             self.prompts.close()
             unused = self._cache.close()
             log_totals(self._cache, self._boundary)

@@ -13,7 +13,12 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.hit_reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
-from flexkv.engine.start import attach_session, make_chooser, make_own_cache, make_recorder
+from flexkv.engine.start import (
+    attach_session,
+    make_chooser,
+    make_own_cache,
+    make_recorder,
+)
 from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
@@ -74,6 +79,7 @@ def make_manager(
             settings=settings,
             prompts=OffloadedPrompts(maker, chooser, reports, boundary),
         )
+        figures.report_health(settings.session_root, "vllm", session.info.fingerprint)
         undo.pop_all()
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `flexkv`. `COMMANDS` lists the modules here, one for each command.
 
-Exit codes: 0 for success, 2 for wrong usage, 130 after Ctrl-C. 1 means that a command has found
-something wrong, which its own description names, or that the output could not be written.
+Exit codes: 0 for success, 2 for wrong usage, 130 after Ctrl-C. 1 and 3 mean that a command has
+found something wrong, which its own description names; 1 also that the output could not be written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from flexkv.cli import clear, doctor, migrate, plan, serve, stat, top, verify
+from flexkv.cli import clear, doctor, health, migrate, plan, serve, stat, top, verify
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
@@ -56,7 +56,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (serve, stat, verify, clear, plan, top, doctor, migrate)
+COMMANDS: tuple[Command, ...] = (serve, stat, verify, clear, plan, top, health, doctor, migrate)
 
 
 def run() -> NoReturn:

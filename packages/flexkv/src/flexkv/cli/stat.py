@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the contents and counters of each folder of a cache directory, or the pools and engines of
-the `flexkv serve` that runs in DIR. Without DIR, also whether the running engines of this user read
-from and write to their shared stores, and the directories that these engines cannot open yet; if
-the setting `service` is set, only that service. The command changes nothing and works beside
-running engines; their counters are at most some seconds old. Exit code 0, or 1 if a service does
-not answer, or a folder cannot be read, or has lost its table's header or a file of blocks."""
+the `flexkv serve` that runs in DIR. Without DIR, also the health of the running engines of this
+user, whether they read from and write to their shared stores, and the directories that they cannot
+open yet; if the setting `service` is set, only that service. The command changes nothing and works
+beside running engines; their counters are at most some seconds old. Exit code 0, or 1 if a service
+does not answer, or a folder cannot be read, or has lost its table's header or a file of blocks."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,9 @@ from flexkv.cli.common import (
     read_settings,
     split_services,
 )
+from flexkv.cli.health import CacheHealth, engines_health
 from flexkv.cli.stat_service import ask_services, print_service
-from flexkv.session.store_states import read_states
+from flexkv.session.state_reports import read_states
 from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import HungError, call_beside
@@ -103,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     answers, failed = ask_services(services)
     asks_folders = bool(directories) or not services
     found, stores = _chosen(directories) if asks_folders else (Found([], []), [])
+    engines = [] if args.directories or services else _engines()
     states, unreadable = [], 0
     for path in found.folders:
         try:
@@ -120,12 +123,15 @@ def run(args: argparse.Namespace) -> int:
         }
         if not args.directories:
             content["stores"] = [asdict(store) for store in stores]
+            content["engines"] = [asdict(engine) for engine in engines]
         if services:
             content["services"] = {root: to_builtins(state) for root, state in answers.items()}
         print_json(content)
         return code
     for root, state in answers.items():
         print_service(root, state)
+    for engine in engines:
+        print(f"{engine.name}: {engine.text}")
     if asks_folders:
         _print(found, stores, states, totals)
     return code
@@ -171,6 +177,14 @@ def _services(given: Sequence[str]) -> tuple[list[str], list[str]]:
         return split_services(given)
     root = read_settings().service
     return ([] if root is None else [root]), []
+
+
+def _engines() -> list[CacheHealth]:
+    """The health of running engines. `_chosen` has read the same directory, and its errors."""
+    root = read_settings().session_root
+    with contextlib.suppress(ArenaError, HungError):
+        return call_beside(root, functools.partial(engines_health, root))
+    return []
 
 
 def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:

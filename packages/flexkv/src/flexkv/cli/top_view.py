@@ -16,7 +16,8 @@ from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_rows import Rows
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
-from flexkv.figures.definitions import METRICS, STATES, TIERS
+from flexkv.figures.definitions import HEALTH, METRICS, STATES, TIERS
+from flexkv.figures.health_samples import health_text, problems_of, state_of
 from flexkv.service.state import (
     ENGINES,
     FOUND_BLOCKS,
@@ -27,6 +28,7 @@ from flexkv.service.state import (
 from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState
 from flexkv.types.texts import printable, size
+from flexkv.types.troubles import HealthState
 
 _WINDOW_SECONDS = 10.0
 """Seconds over which rates are computed. An engine reports with its steps, which may be seconds
@@ -38,6 +40,7 @@ _FAILURES = 6
 _LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
 _NONE = "-"
 _SERVICE = "service"
+_STYLES = {HealthState.OK: "green", HealthState.DEGRADED: "yellow", HealthState.OFF: "red"}
 
 
 class EngineHistory:
@@ -87,13 +90,26 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
     about = [f"FlexKV {', '.join(sorted(new.versions))}"]
     for tier in TIERS:
         about += _eviction(change, tier)
-    parts: list[RenderableType] = [_summary(change), _tiers(change), _links(change)]
+    parts: list[RenderableType] = [
+        *_health(new),
+        _summary(change),
+        _tiers(change),
+        _links(change),
+    ]
     if history.failures:
         parts.append(_failures(history.failures))
     if not source.gives_figures:
         parts.insert(0, _state(source))
     parts.append(_plain(", ".join(about), style="dim"))
     return Panel(Group(*parts), title=_plain(title), title_align="left")
+
+
+def _health(reading: Reading) -> list[Text]:
+    """A line with the worst health of the engines; none if they do not report it."""
+    if not any(name.startswith(f"{HEALTH.name}:") for name in reading.values):
+        return []
+    problems = problems_of(reading.values)
+    return [Text(f"health {health_text(problems)}", style=_STYLES[state_of(problems)])]
 
 
 def show_directory(source: Source[Sequence[FolderState]]) -> RenderableType:

@@ -26,9 +26,12 @@ from flexkv.figures.definitions import (
     Samples,
     sample,
 )
+from flexkv.figures.health_samples import ok_sample, problems_of, trouble_samples
 from flexkv.figures.meter import Meter, Reader
+from flexkv.session.state_reports import StateReport, Subject
 from flexkv.types.changes import Medium
 from flexkv.types.mover import FALLBACK, Direction, Status
+from flexkv.types.troubles import Problem, Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +135,9 @@ class CopyFigures:
         )
 
 
+_OFF_SECONDS = 60.0
+"""A side that is off reports that again after so many seconds, for the log's lines. Not tuned."""
+
 _BUSY_SECONDS = 0.1
 """A busy engine is asked in every step, and a look takes 0.07 ms: it looks so often. Not tuned:
 nobody reads the figures more often."""
@@ -155,6 +161,7 @@ class CacheFigures:
 
     Attributes:
         active: whether `take` may have something.
+        health: the problems as of the last `take`, the worst first. Any thread may read it.
     """
 
     def __init__(
@@ -181,7 +188,34 @@ class CacheFigures:
         # Tokens and pairs of tokens that were loaded and have no price in seconds yet.
         self._loaded = (0, 0.0)
         self._looked = -math.inf
+        self._is_off = False
+        self._report: StateReport | None = None
+        self.health: tuple[Problem, ...] = ()
         self.active = True
+
+    def report_health(self, root: str, engine: str, fingerprint: str) -> None:
+        """Report `health` for `flexkv health`, until `close`.
+
+        Args:
+            root: path of the runtime directory.
+            engine: name of the engine.
+            fingerprint: of its blocks.
+        """
+        about = {"engine": engine, "fingerprint": fingerprint}
+        self._report = StateReport(root, about, Subject.HEALTH)
+        self._report.begin(lambda: {"problems": self.health})
+
+    def close(self) -> None:
+        """End the report. Idempotent."""
+        if self._report is not None:
+            self._report.close()
+
+    def turned_off(self) -> None:
+        """The engine's side does nothing more, whatever the cache could do. Further calls do
+        nothing."""
+        if not self._is_off:
+            self._is_off = self.active = True
+            self.health = (Problem(Trouble.LOST_TRACK),)
 
     def note_activity(self) -> None:
         """Note that something may have changed, so that `is_due` reports it."""
@@ -194,7 +228,10 @@ class CacheFigures:
             busy: whether the engine has requests. Then this is asked again soon, and samples are
                 taken less often.
         """
-        return self.active and not (busy and time.monotonic() < self._looked + _BUSY_SECONDS)
+        seconds = time.monotonic() - self._looked
+        if self._is_off and seconds >= _OFF_SECONDS:
+            return True
+        return self.active and not (busy and seconds < _BUSY_SECONDS)
 
     def asked(self, tokens: int, hit_tokens: int, fetched: Mapping[Medium, int]) -> None:
         """Count a request to which the engine gave blocks.
@@ -236,8 +273,14 @@ class CacheFigures:
         self._price()
         self._put_counts(self._meter)
         _put_errors(self._meter, self._boundary)
+        if self._is_off:
+            # The cache may be what fails. Its gauges keep their last values.
+            self.active = False
+            return self._reader.drain(self._meter.values) | trouble_samples(Trouble.LOST_TRACK)
         figures = self._cache.figures()
-        samples = self._reader.drain(self._meter.values | figures.own | figures.shared)
+        values = self._meter.values | figures.own | figures.shared
+        self.health = tuple(problems_of(values))
+        samples = self._reader.drain(values | ok_sample(values))
         # A rank may report a copy one step after its end was seen here.
         self.active = bool(samples)
         return samples

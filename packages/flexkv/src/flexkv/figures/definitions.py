@@ -10,16 +10,17 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from operator import attrgetter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from flexkv.eviction import POLICIES, GuardState
+from flexkv.figures.counters import Counters, ResetCause, TierCounters
 from flexkv.tiers.base import TierFigures
 from flexkv.tiers.circuit import CircuitState
 from flexkv.types.changes import BELOW, Medium
 from flexkv.types.mover import WAYS
+from flexkv.types.troubles import HealthState, Trouble
 
 Samples = dict[str, float]
 """Values by name of the sample, see `sample`: totals since the start and present gauges. A `Reader`
@@ -36,109 +37,6 @@ BLOCKS_BOUNDS = tuple(float(1 << power) for power in range(13))
 """Bounds for numbers of blocks: up to 4096, a prompt of 65,536 tokens in blocks of 16."""
 
 
-class ResetCause(enum.StrEnum):
-    """Why an engine resets the cache. The values are labels of metrics."""
-
-    REQUEST = "request"
-    """A user asked for it."""
-    WEIGHTS = "weights"
-    """The engine got other weights."""
-    DOUBT = "doubt"
-    """The engine paused, and its weights may have changed without a sign."""
-    PAUSE = "pause"
-    """The engine paused and has the weights of before. No block is dropped."""
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Counters of one lower tier."""
-
-    fetched_blocks: int = 0
-    """Blocks read from the tier and verified."""
-    failed_fetches: int = 0
-    """Blocks that the tier had promised and did not deliver: damaged, or an I/O error."""
-    damaged_fetches: int = 0
-    """Failed fetches of damaged blocks."""
-    stalled_fetches: int = 0
-    """Waits for the tier that FlexKV gave up."""
-    late_questions: int = 0
-    """Questions that the tier did not answer by the deadline."""
-    demoted_blocks: int = 0
-    """Blocks written to the tier, or found there."""
-    dropped_demotions: int = 0
-    """Blocks not written to the tier: its queue was full, its write budget was spent, or the tier
-    lacks the block before them."""
-    failed_demotions: int = 0
-    """Blocks whose write to the tier failed."""
-
-
-@dataclass(slots=True)
-class Counters(TierCounters):
-    """Counters of a cache, with the sums over all lower tiers.
-
-    Blocks are FlexKV blocks; bytes are those of all ranks together.
-    """
-
-    loads: int = 0
-    """Loads ordered."""
-    loaded_blocks: int = 0
-    """Blocks of loads that ended on all ranks."""
-    loaded_bytes: int = 0
-    """Bytes of these blocks."""
-    failed_loads: int = 0
-    """Loads that a rank reported as failed; their blocks were dropped."""
-    stores: int = 0
-    """Stores ordered."""
-    stored_blocks: int = 0
-    """Blocks that became ready."""
-    stored_bytes: int = 0
-    """Bytes of these blocks."""
-    failed_stores: int = 0
-    """Stores that a rank reported as failed. Lookups never find their blocks."""
-    refused_blocks: int = 0
-    """Blocks that were not stored because no slot or no place on the board could be had."""
-    evicted_blocks: int = 0
-    """Blocks that host memory evicted for others."""
-    refused_pins: int = 0
-    """Blocks that were not pinned or retained because of the limits on both."""
-    resets: int = 0
-    """Times that all blocks were dropped."""
-    weight_resets: int = 0
-    """Resets because the engine got other weights."""
-    doubt_resets: int = 0
-    """Resets because the engine paused and its weights may have changed unseen."""
-    pauses: int = 0
-    """Times that the engine reset its own cache for a pause, and blocks stayed."""
-
-    def count_reset(self, cause: ResetCause) -> None:
-        """Count a reset, or a pause that kept all blocks."""
-        self.resets += cause is not ResetCause.PAUSE
-        self.weight_resets += cause is ResetCause.WEIGHTS
-        self.doubt_resets += cause is ResetCause.DOUBT
-        self.pauses += cause is ResetCause.PAUSE
-
-    def resets_by_cause(self) -> dict[ResetCause, int]:
-        """The number of resets of each cause, and of pauses."""
-        return {
-            ResetCause.REQUEST: self.resets - self.weight_resets - self.doubt_resets,
-            ResetCause.WEIGHTS: self.weight_resets,
-            ResetCause.DOUBT: self.doubt_resets,
-            ResetCause.PAUSE: self.pauses,
-        }
-
-    def add_up(self, tiers: Iterable[TierCounters]) -> None:
-        """Set the counters of lower tiers to the sums over `tiers`, which are all lower tiers."""
-        counted = list(tiers)
-        if not counted:
-            return
-        for each in fields(TierCounters):
-            setattr(self, each.name, sum(map(attrgetter(each.name), counted)))
-
-    def as_dict(self) -> dict[str, int]:
-        """All counters by name, those of lower tiers too."""
-        return asdict(self)
-
-
 @dataclass(frozen=True, slots=True)
 class HostFigures:
     """A cache's own counts, and its host memory now.
@@ -149,7 +47,7 @@ class HostFigures:
         slots: blocks that host memory has room for.
         slot_bytes: bytes of a block, padding included.
         pinned_blocks: blocks that pins keep.
-        disabled: whether loads and stores are disabled.
+        trouble: what keeps the cache as a whole from loads or stores; None if nothing does.
         transfers: loads and stores under way.
         policy: name of the eviction policy.
         guard: state of its guard; None if it has none.
@@ -160,7 +58,7 @@ class HostFigures:
     slots: int
     slot_bytes: int
     pinned_blocks: int
-    disabled: bool
+    trouble: Trouble | None
     transfers: int
     policy: str
     guard: GuardState | None
@@ -311,6 +209,14 @@ def _reads_in(state: CircuitState) -> ReadTier:
 
 def _writes_in(state: CircuitState) -> ReadTier:
     return lambda tier: tier.figures.writes.get(state, 0)
+
+
+def _has_trouble(trouble: Trouble) -> ReadHost:
+    return lambda host: int(host.trouble is trouble)
+
+
+def _is_open(circuits: Mapping[CircuitState, int]) -> int:
+    return int(any(n for state, n in circuits.items() if state is not CircuitState.CLOSED))
 
 
 _hits, _lru_hits, _switches = map(operator.attrgetter, ("hits", "lru_hits", "switches"))
@@ -530,10 +436,18 @@ PINNED_BLOCKS = _gauge(
     "FlexKV blocks pinned or retained in host memory.",
     shared={(): lambda host: host.pinned_blocks},
 )
-DISABLED_ENGINES = _gauge(
-    "disabled_engines",
-    "1 if the engine's loads and stores are disabled, after an error; else 0.",
-    own={(): lambda host: int(host.disabled)},
+HEALTH = _gauge(
+    "health",
+    "1 for the state of the cache, and for each reason why it is not ok; else 0.",
+    ("state", "reason", "tier"),
+    counted=((HealthState.OK.value, "", ""),),
+    own={(each.state, each.value, ""): _has_trouble(each) for each in Trouble if not each.of_tier},
+    tiers={
+        (Trouble.READS.state, Trouble.READS.value, TIER): lambda tier: _is_open(tier.figures.reads),
+        (Trouble.WRITES.state, Trouble.WRITES.value, TIER): lambda tier: _is_open(
+            tier.figures.writes
+        ),
+    },
 )
 QUEUE_LENGTH = _gauge(
     "queue_length",

@@ -26,7 +26,10 @@ from flexkv.figures.definitions import (
     bucket,
     sample,
 )
+from flexkv.figures.health_samples import problems_of, trouble_samples
 from flexkv.settings import SETTINGS, CacheConfig
+from flexkv.types.changes import BELOW
+from flexkv.types.troubles import Trouble
 from flexkv.version import __version__
 
 INFO_NAME = "info"
@@ -37,6 +40,9 @@ _SETTINGS = tuple(each for each in SETTINGS.values() if not each.kind.shows_plac
 need them."""
 
 INFO_LABELS = ("version", *(each.name for each in _SETTINGS))
+
+_KINDS = {metric.name: metric.kind for metric in METRICS}
+_LOWER = frozenset(medium.value for medium in BELOW)
 
 Make: TypeAlias = Callable[..., Any]
 """Makes a metric from its name, its text and the names of its labels, as prometheus_client does. A
@@ -97,8 +103,9 @@ def info_labels(config: CacheConfig) -> Labels:
 
 
 class Exposition:
-    """FlexKV's metrics of the engines that a process serves. All values exist from the start, so
-    that a rate includes the first count.
+    """FlexKV's metrics of the engines that a process serves. Values exist from the start, so that a
+    rate includes the first count. Those of a lower tier exist once an engine reports the tier,
+    which it does before it counts anything there.
 
     Args:
         prefix: the engine's prefix of all names.
@@ -123,21 +130,31 @@ class Exposition:
     ) -> None:
         own = list(label_names)
         makers = {Kind.COUNTER: counter, Kind.GAUGE: gauge, Kind.HISTOGRAM: histogram}
+        self._families: dict[str, Any] = {}
+        self._engines = engines
         self._made: dict[tuple[Hashable, str, Labels], Any] = {}
+        self._tiers: set[tuple[Hashable, str]] = set()
         for metric in METRICS:
             more = {"buckets": list(metric.bounds)} if metric.bounds else {}
             labelled = [*own, *metric.label_names]
             made = makers[metric.kind](prefix + metric.name, metric.text, labelled, **more)
-            for engine, values in engines.items():
-                for labels in metric.combinations:
-                    self._made[engine, metric.name, labels] = made.labels(*values, *labels)
+            self._families[metric.name] = made
+        for engine in engines:
+            self._make(engine, "")
+            if not config.enable:
+                self.observe(trouble_samples(Trouble.SETTING), engine)
         about = gauge(prefix + INFO_NAME, INFO_TEXT, [*own, *INFO_LABELS])
         for values in engines.values():
             about.labels(*values, *info_labels(config)).set(1)
 
     def observe(self, samples: Samples, engine: Hashable) -> None:
         """Add the samples that an engine has counted since the last call."""
+        if engine not in self._engines:
+            return
         for metric, labels, value, times in values_of(samples):
+            tier = _lower_tier(labels)
+            if (engine, tier) not in self._tiers:
+                self._make(engine, tier)
             made = self._made.get((engine, metric.name, labels))
             if made is None:
                 continue
@@ -148,6 +165,27 @@ class Exposition:
             else:
                 for _ in range(times):
                     made.observe(value)
+
+    def zero_gauges(self) -> None:
+        """Set all gauges to 0 that exist from the start."""
+        for (_, name, _), made in self._made.items():
+            if _KINDS[name] is Kind.GAUGE:
+                made.set(0)
+
+    def _make(self, engine: Hashable, tier: str) -> None:
+        """Make the values of an engine that are about a lower tier, or about none if `tier` is
+        empty. All begin with 0."""
+        self._tiers.add((engine, tier))
+        for metric in METRICS:
+            for labels in metric.combinations:
+                if _lower_tier(labels) == tier:
+                    made = self._families[metric.name].labels(*self._engines[engine], *labels)
+                    self._made[engine, metric.name, labels] = made
+
+
+def _lower_tier(labels: Labels) -> str:
+    """The lower tier that a value is about; empty if it is about none."""
+    return next((label for label in labels if label in _LOWER), "")
 
 
 def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
@@ -160,6 +198,8 @@ def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
         return sum(total(metric, *labels) for labels in metric.combinations)
 
     line: dict[str, int | float] = {}
+    for problem in problems_of(samples):
+        line[f"{problem.trouble.state}: {' '.join(filter(None, reversed(problem)))}"] = 1
     queries = total(QUERY_TOKENS, "host")
     if queries:
         line["FlexKV hit rate (%)"] = round(100 * all_of(HIT_TOKENS) / queries, 1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
+from flexkv.figures.health_samples import ok_sample
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
 from flexkv.service.door import OperatorDoor
@@ -132,6 +133,7 @@ class Operators:
         engines = tuple(each.state for each in self._engines_of(pool))
         own = own_figures(engines, pool.prompt_blocks, pool.found_blocks)
         values = own | figures.own | figures.shared
+        values |= ok_sample(values)
         return PoolState(
             blocks.fingerprint,
             blocks.identity,

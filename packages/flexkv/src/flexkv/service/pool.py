@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 
 from flexkv.cache import KVCache
 from flexkv.eviction import choose_policy
-from flexkv.figures.definitions import ResetCause
+from flexkv.figures.counters import ResetCause
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock

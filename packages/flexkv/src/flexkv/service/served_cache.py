@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
-from flexkv.figures.definitions import Counters, HostFigures, ResetCause
+from flexkv.figures.counters import Counters, ResetCause
+from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import index_reader
@@ -31,6 +32,7 @@ from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence
+from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,14 @@ class ServedCache:
     def disabled(self) -> bool:
         """See `CacheClient.disabled`."""
         return self._off
+
+    @property
+    def _trouble(self) -> Trouble | None:
+        if self._off:
+            return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
+        if self._line.is_cut or self._hangs:
+            return Trouble.SERVICE
+        return Trouble.RECOVERING if self._recovering else None
 
     @property
     def is_full(self) -> bool:
@@ -523,7 +533,7 @@ class ServedCache:
             self.info.num_slots,
             self.info.slot_bytes,
             0,
-            self._off,
+            self._trouble,
             self._device.unreported,
             self.info.policy_name,
             None,

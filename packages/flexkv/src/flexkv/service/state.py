@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from flexkv.figures.definitions import CIRCUITS, TIERS, Kind, Metric, Samples, sample
-from flexkv.tiers.circuit import CircuitState
+from flexkv.figures.definitions import Kind, Metric, Samples
+from flexkv.figures.health_samples import problems_of
 
 SOCKET = "flexkv operators"
 """The name of the operators' door in the service's runtime directory."""
@@ -80,17 +80,6 @@ class PoolState(msgspec.Struct, frozen=True):
     figures: Samples
     engines: tuple[EngineState, ...]
 
-    @property
-    def open_circuits(self) -> list[str]:
-        """The lower tiers and directions that get no jobs after failures, such as `disk reads`."""
-        bad = (CircuitState.OPEN.value, CircuitState.CONNECTING.value)
-        return [
-            f"{tier} {direction}s"
-            for tier in TIERS
-            for direction in ("read", "write")
-            if any(self.figures.get(sample(CIRCUITS.name, tier, direction, each)) for each in bad)
-        ]
-
 
 class ServiceState(msgspec.Struct, frozen=True):
     """The service.
@@ -111,9 +100,9 @@ class ServiceState(msgspec.Struct, frozen=True):
     def problems(self) -> list[str]:
         """What keeps it from doing all that it should; a sentence each."""
         return [
-            f"the circuit of {each} is open in the pool of fingerprint {pool.fingerprint}"
+            f"pool {pool.fingerprint} is {each.trouble.state}: {each.text}"
             for pool in self.pools
-            for each in pool.open_circuits
+            for each in problems_of(pool.figures)
         ]
 
 

@@ -12,7 +12,8 @@ after its end workers may still make copies that it ordered. A restarted schedul
 new workers, which create a new arena.
 
 `meet` has the functions that processes call, `server` is rank 0's end, `directory` has the sockets,
-and `wire` has the messages. `store_states` reports the states of shared stores to `flexkv stat`.
+and `wire` has the messages. `state_reports` tells `flexkv stat` and `flexkv health` of
+shared stores and health.
 """
 
 from flexkv.session.meet import MEET_SECONDS, Session, alone, attach, join, lead

@@ -4,7 +4,7 @@
     <digest of the engine's id>.sock    an engine listens here while it lives
     lock                                held while sockets are created and removed
     engines                             held by the schedulers that use the service here
-    <16 hex digits>.store               see `flexkv.session.store_states`
+    <16 hex digits>.store, .health      see `flexkv.session.state_reports`
 
 A user who can write to the directory could replace a socket and get an engine's blocks. The
 directory must therefore belong to this user alone, and everything in it is opened relative to the

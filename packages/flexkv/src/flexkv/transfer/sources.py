@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.figures.definitions import TierCounters
+from flexkv.figures.counters import TierCounters
 from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
 
 HAS_SECONDS = 60.0

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexkv.eviction import RequestContext
-from flexkv.figures.definitions import FETCH_SECONDS, TierCounters, TierReading
+from flexkv.figures.counters import TierCounters
+from flexkv.figures.definitions import FETCH_SECONDS, TierReading
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex, BlockRow
 from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier

@@ -239,7 +239,9 @@ class RequestSide(Generic[Orders]):
     @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
-        if self.is_off or not self.figures.active:
+        if self.is_off:
+            self.figures.turned_off()
+        elif not self.figures.active:
             return False
         return self.figures.is_due(bool(self._requests.by_id))
 
@@ -293,6 +295,7 @@ class RequestSide(Generic[Orders]):
 
     def close(self, flush_seconds: float) -> None:
         """Log the totals, and close the cache. See `EngineCache.close`."""
+        self.figures.close()
         if self.is_off:
             # Nothing keeps the engine's steps from the blocks that stores under way read.
             self._cache.stop()

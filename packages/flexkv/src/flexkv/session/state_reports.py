@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running engines report the states of their shared stores in files of the runtime directory.
+"""Running engines report states in files of the runtime directory.
 
-    <16 hex digits>.store    one store of one engine, as JSON; the engine holds its lock
+    <16 hex digits>.store     one shared store of one engine, as JSON; the engine holds its lock
+    <16 hex digits>.health    the health of one engine's cache, likewise
 
 See `held_files` for those of killed engines.
 """
@@ -9,6 +10,7 @@ See `held_files` for those of killed engines.
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import os
@@ -26,31 +28,45 @@ logger = logging.getLogger(__name__)
 SECONDS = 1.0
 """Seconds between two updates of the file, the most that a reader sees it late. Not tuned."""
 
-_SUFFIX = ".store"
+
+class Subject(enum.StrEnum):
+    """What a report is about. The values are the suffixes of the files."""
+
+    STORE = ".store"
+    HEALTH = ".health"
 
 
-class StoreStates:
-    """Keeps the file of one shared store up to date, from a thread of its own because the engine
-    may be idle.
+_SHOWN = {
+    Subject.STORE: "the shared stores of flexkv stat",
+    Subject.HEALTH: "the output of flexkv health",
+}
 
-    If the file cannot be created, this logs a warning, and retries with each update. The store
+
+class StateReport:
+    """Keeps one report up to date, from a thread of its own because the engine may be idle.
+
+    If the file cannot be created, this logs a warning, and retries with each update. The engine
     works without it.
 
     Args:
         root: path of the runtime directory.
         about: the fields that do not change. Together with the states they fit into 4 KiB of JSON.
+        subject: what the report is about.
     """
 
-    def __init__(self, root: str, about: Mapping[str, str]) -> None:
+    def __init__(
+        self, root: str, about: Mapping[str, str], subject: Subject = Subject.STORE
+    ) -> None:
         self._root = root
         self._about = {"pid": os.getpid(), **about}
-        self._name = secrets.token_hex(8) + _SUFFIX
+        self._subject = subject
+        self._name = secrets.token_hex(8) + subject
         self._fd = -1
         self._written = b""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, read: Callable[[], Mapping[str, str]]) -> None:
+    def begin(self, read: Callable[[], Mapping[str, object]]) -> None:
         """Report the states until `close`.
 
         Args:
@@ -60,11 +76,11 @@ class StoreStates:
             self._update(read)
         except (OSError, ArenaError) as error:
             logger.warning(
-                "flexkv stat does not show this engine's shared stores: %s; FlexKV retries", error
+                "this engine is missing in %s: %s; FlexKV retries", _SHOWN[self._subject], error
             )
         close_in_children(self)
         self._thread = threading.Thread(
-            target=self._run, args=(read,), name="flexkv-store-states", daemon=True
+            target=self._run, args=(read,), name="flexkv-states", daemon=True
         )
         self._thread.start()
 
@@ -88,38 +104,39 @@ class StoreStates:
             os.close(self._fd)
             self._fd = -1
 
-    def _run(self, read: Callable[[], Mapping[str, str]]) -> None:
+    def _run(self, read: Callable[[], Mapping[str, object]]) -> None:
         while not self._ended.wait(SECONDS):
             # Whatever it is, such as a full disk: the next update tries again. If the thread ended,
             # the last states would be shown for ever.
             with contextlib.suppress(Exception):
                 self._update(read)
 
-    def _update(self, read: Callable[[], Mapping[str, str]]) -> None:
+    def _update(self, read: Callable[[], Mapping[str, object]]) -> None:
         if self._fd < 0:
             with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
                 self._fd = create_held(directory.descriptor, self._name)
         self._write(read())
 
-    def _write(self, states: Mapping[str, str]) -> None:
+    def _write(self, states: Mapping[str, object]) -> None:
         content = json.dumps({**self._about, **states}).encode()
         if content != self._written:
             write_held(self._fd, content)
             self._written = content
 
 
-def read_states(root: str) -> list[dict[str, object]]:
+def read_states(root: str, subject: Subject = Subject.STORE) -> list[dict[str, object]]:
     """Read the reports of this user's running engines, in no particular order.
 
     Args:
         root: path of the runtime directory. A missing one gives no reports.
+        subject: what the reports are about.
 
     Raises:
         ArenaError: the directory cannot be used.
     """
     try:
         with RuntimeDirectory(root) as directory:
-            return list(_parsed(read_held(directory.descriptor, _SUFFIX)))
+            return list(_parsed(read_held(directory.descriptor, subject)))
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.session.store_states import StoreStates, read_states
+from flexkv.session.state_reports import StateReport, read_states
 from flexkv.types.errors import ArenaError
 from packages.conftest import PATIENCE_SECONDS
 
@@ -17,8 +17,8 @@ ABOUT = {"tier": "mooncake", "store": "node:50051"}
 
 ENGINE = """
 import sys
-from flexkv.session.store_states import StoreStates
-StoreStates(sys.argv[1], {"store": "of a killed engine"}).begin(dict)
+from flexkv.session.state_reports import StateReport
+StateReport(sys.argv[1], {"store": "of a killed engine"}).begin(dict)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -38,7 +38,7 @@ def files(root: Path) -> list[Path]:
 def test_others_read_what_a_store_is_like_until_it_is_closed(tmp_path: Path) -> None:
     root = tmp_path / "run"
     now = {"reads": "closed"}
-    states = StoreStates(str(root), ABOUT)
+    states = StateReport(str(root), ABOUT)
     assert read_states(str(root)) == []
     states.begin(lambda: now)
     (found,) = read_states(str(root))
@@ -63,7 +63,7 @@ def test_an_odd_error_does_not_end_the_reports(tmp_path: Path) -> None:
             raise MemoryError
         return now
 
-    states = StoreStates(str(root), ABOUT)
+    states = StateReport(str(root), ABOUT)
     states.begin(read)
     (found,) = read_states(str(root))
     now["reads"] = "open"
@@ -88,7 +88,7 @@ def test_what_a_killed_engine_left_counts_for_nothing_and_is_removed(tmp_path: P
     assert read_states(str(tmp_path / "run")) == []
     assert len(files(tmp_path / "run")) == 1
 
-    states = StoreStates(str(tmp_path / "run"), ABOUT)
+    states = StateReport(str(tmp_path / "run"), ABOUT)
     states.begin(dict)
     assert [each["store"] for each in read_states(str(tmp_path / "run"))] == [ABOUT["store"]]
     assert len(files(tmp_path / "run")) == 1
@@ -99,7 +99,7 @@ def test_the_file_of_an_engine_killed_while_it_made_it_is_removed(tmp_path: Path
     root = tmp_path / "run"
     root.mkdir(mode=0o700)
     (root / f"{'0' * 16}.store.new").touch()
-    states = StoreStates(str(root), ABOUT)
+    states = StateReport(str(root), ABOUT)
     states.begin(dict)
     assert [path.suffix for path in files(root)] == [".store"]
     states.close()
@@ -112,7 +112,7 @@ def test_a_directory_that_cannot_be_used_stops_no_engine_and_is_tried_again(
     root = tmp_path / "run"
     root.mkdir()
     root.chmod(0o777)
-    states = StoreStates(str(root), ABOUT)
+    states = StateReport(str(root), ABOUT)
     states.begin(dict)
     assert "flexkv stat does not show" in caplog.text
     with pytest.raises(ArenaError, match="others can write to it"):
@@ -128,12 +128,12 @@ def test_a_directory_that_cannot_be_used_stops_no_engine_and_is_tried_again(
 
 def test_files_that_are_not_flexkvs_are_no_states(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    states = StoreStates(str(root), ABOUT)
+    states = StateReport(str(root), ABOUT)
     states.begin(dict)
     (root / "link.store").symlink_to("/etc/passwd")
     (root / "folder.store").mkdir()
     assert len(read_states(str(root))) == 1
-    second = StoreStates(str(root), ABOUT)
+    second = StateReport(str(root), ABOUT)
     second.begin(dict)
     assert (root / "link.store").is_symlink()
     for each in (states, second):

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print the health of the caches of this user's running engines, or of the `flexkv serve` in DIR:
+ok, degraded or off, and why. DIR is an engine's runtime_dir or a service's directory; default: the
+setting `service`, else `runtime_dir`. An engine's health is that of its last step. Exit code 0 if
+all caches are ok, 3 if one is degraded, 1 if one is off, no engine runs, or a service does not
+answer."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from flexkv.cli.common import add_json, print_json, read_settings
+from flexkv.figures.health_samples import health_text, problems_of, state_of
+from flexkv.service.ask import ServiceError, is_service
+from flexkv.service.ask import state_of as service_state
+from flexkv.session.state_reports import Subject, read_states
+from flexkv.types.deadline import HungError, call_beside
+from flexkv.types.errors import ArenaError, ConfigError
+from flexkv.types.texts import printable
+from flexkv.types.troubles import HealthState, Problem, Trouble
+
+NAME = "health"
+HELP = "print whether caches are ok, degraded or off"
+
+_CODES = {HealthState.OK: 0, HealthState.DEGRADED: 3, HealthState.OFF: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHealth:
+    """The health of one cache.
+
+    Attributes:
+        name: the engine with its process, or the service's directory with the pool.
+        state: ok, degraded or off.
+        text: the same with all problems, for people.
+    """
+
+    name: str
+    state: HealthState
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
+    parser.add_argument(
+        "directories", metavar="DIR", nargs="*", help="an engine's runtime_dir, or a service's DIR"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
+    roots: list[str] = args.directories or [_default()]
+    found = [each for root in roots for each in _health_in(root)]
+    if args.json:
+        print_json([asdict(each) for each in found])
+    else:
+        for each in found:
+            print(f"{each.name}: {each.text}")
+    order = list(HealthState)
+    return _CODES[max((each.state for each in found), key=order.index)]
+
+
+def _default() -> str:
+    config = read_settings()
+    return config.service or config.session_root
+
+
+def _health_in(root: str) -> list[CacheHealth]:
+    """The health of the caches in a directory, at least one.
+
+    Raises:
+        ConfigError: the directory cannot be read.
+    """
+    try:
+        return call_beside(root, functools.partial(_read, root))
+    except (ArenaError, HungError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _read(root: str) -> list[CacheHealth]:
+    try:
+        if is_service(root):
+            return _of_service(root)
+    except OSError:
+        pass  # as a runtime directory it gives the clearer error
+    found = engines_health(root)
+    return found or [
+        CacheHealth(printable(root), HealthState.OFF, "off: no engine with FlexKV runs")
+    ]
+
+
+def engines_health(root: str) -> list[CacheHealth]:
+    """The health of this user's running engines.
+
+    Args:
+        root: path of the runtime directory.
+
+    Raises:
+        ArenaError: it cannot be used.
+    """
+    return sorted(map(_of_engine, read_states(root, Subject.HEALTH)), key=lambda each: each.name)
+
+
+def _of_service(root: str) -> list[CacheHealth]:
+    name = printable(root)
+    try:
+        state = service_state(root)
+    except ServiceError as error:
+        return [CacheHealth(name, HealthState.OFF, f"off: {printable(str(error))}")]
+    pools = [
+        _health(f"{name}, pool {printable(pool.fingerprint)}", problems_of(pool.figures))
+        for pool in state.pools
+    ]
+    return pools or [CacheHealth(name, HealthState.OK, "ok, no engine has attached yet")]
+
+
+def _of_engine(report: Mapping[str, object]) -> CacheHealth:
+    parts = (str(report.get("engine")), f"process {report.get('pid')}")
+    name = printable(f"{', '.join(parts)}, fingerprint {report.get('fingerprint')}")
+    problems = _problems(report.get("problems"))
+    if problems is None:
+        return CacheHealth(name, HealthState.OFF, "unknown: another version of FlexKV reports it")
+    return _health(name, problems)
+
+
+def _problems(reported: object) -> list[Problem] | None:
+    """The problems of a report; None if another version wrote it."""
+    if not isinstance(reported, list):
+        return None
+    try:
+        return [Problem(Trouble(trouble), str(tier)) for trouble, tier in reported]
+    except (TypeError, ValueError):
+        return None
+
+
+def _health(name: str, problems: list[Problem]) -> CacheHealth:
+    return CacheHealth(name, state_of(problems), health_text(problems))
