@@ -119,6 +119,22 @@ def test_the_port_serves_metrics_and_health(flexkv: Flexkv, node: Node, engine: 
         assert b'service:flexkv_blocks{pool="same",tier="host"} 3.0\n' in answer.read()
 
 
+@pytest.mark.parametrize("address", ["0", "[::1]:0"])
+def test_the_first_line_names_the_port_that_was_free(tmp_path: Path, address: str) -> None:
+    environ = os.environ | {"FLEXKV_RUNTIME_DIR": str(tmp_path / "runtime")}
+    command = [sys.executable, "-m", "flexkv", "serve", str(tmp_path / "s"), "--http", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"and at (http://\S+:\d+) for /metrics and /health", line)
+            assert found, line
+            with urllib.request.urlopen(f"{found[1]}/health") as answer:
+                assert answer.read() == b"ok\n"
+        finally:
+            process.kill()
+
+
 def test_clear_drops_what_the_service_has(flexkv: Flexkv, node: Node, engine: Scheduler) -> None:
     would = flexkv("clear", node.root, "--dry-run")
     assert (would.code, would.out) == (0, f"would clear {node.root}, fingerprint same\n")
@@ -160,7 +176,7 @@ def test_a_service_that_was_killed_or_hangs_is_named(
         assert "no service of FlexKV runs in" in ended.err + ended.out
 
 
-@pytest.mark.parametrize("address", ["", "0", "65536", "x", "host.invalid:80", "127.0.0.1:", "-1"])
+@pytest.mark.parametrize("address", ["", "65536", "x", "host.invalid:80", "127.0.0.1:", "-1"])
 def test_a_wrong_address_is_named(flexkv: Flexkv, tmp_path: Path, address: str) -> None:
     ended = flexkv("serve", tmp_path / "service", f"--http={address}")
     assert ended.code == 2

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--http",
         metavar="[HOST:]PORT",
         help="serve /metrics and /health by HTTP at this address, to anyone who reaches it; "
-        "default host: 127.0.0.1; default: no address",
+        "default host: 127.0.0.1; port 0 for any free port; default: no address",
     )
 
 
@@ -68,15 +68,22 @@ def run(args: argparse.Namespace) -> int:
     report_without_effect(config, _IGNORED)
     check_start(config, meets=False)
     figures = None if args.http is None else _listen(args.http)
+    address = "" if figures is None else f", and at {_url(figures)} for /metrics and /health"
     server = NodeServer(root, config, config.cpu_cache_gb, figures)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
     try:
-        print(f"the service of FlexKV listens in {root}", flush=True)
+        print(f"the service of FlexKV listens in {root}{address}", flush=True)
         server.run()
     finally:
         server.close(FLUSH_SECONDS)
     return 0
+
+
+def _url(listener: socket.socket) -> str:
+    """The address of a listening socket of the network."""
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _listen(text: str) -> socket.socket:
@@ -87,8 +94,8 @@ def _listen(text: str) -> socket.socket:
     """
     host, _, port = text.rpartition(":")
     try:
-        if not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MOST_PORT:
-            raise OSError("it has no port from 1 to 65535")
+        if not port.isascii() or not port.isdigit() or not int(port) <= _MOST_PORT:
+            raise OSError(f"it has no port from 0 to {_MOST_PORT}")
         return listen_at(host.strip("[]") or _LOCAL, int(port))
     except OSError as error:
         raise ConfigError(
