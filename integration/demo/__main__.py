@@ -78,7 +78,9 @@ def _demo(console: Console, asked: Options, folder: Path) -> int:
     chart.draw(results, verdict, facts, asked.out)
     report = {
         "facts": facts,
-        "verdict": asdict(verdict) | {"speedup": verdict.speedup, "passed": verdict.passed},
+        "verdict": asdict(verdict)
+        | {"speedup": verdict.speedup, "passed": verdict.passed}
+        | {"is_fair": verdict.is_fair},
         "turns": [asdict(pair) for pair in results.pairs],
         "restarts": [asdict(pair) for pair in results.restarts],
         "example": [asdict(turn) for turn in results.example],

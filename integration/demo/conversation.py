@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from integration.demo import load
 from integration.demo.chat import Exchange
 from integration.demo.engines import Setup
 from integration.demo.serving import Serving
@@ -25,6 +26,7 @@ class Turn:
         ttft: seconds to the first token of the answer.
         seconds: seconds to the last one.
         tokens: token ids as generated.
+        others: the share of the cores, from 0 to 1, that other processes took meanwhile.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Turn:
     ttft: float
     seconds: float
     tokens: list[int]
+    others: float = 0.0
 
 
 class Conversations:
@@ -73,6 +76,7 @@ class Conversations:
         """The turn, and the tokens of its answer."""
         model, past = self._setup.model, self._past[user]
         prompt = model.chat.prompt(past, question)
+        before = load.look()
         done = engine.generate(
             prompt, max_tokens=self._setup.plan.answer_tokens, ignore_eos=model.random
         )
@@ -84,5 +88,6 @@ class Conversations:
             ttft=done.ttft,
             seconds=done.times[-1],
             tokens=done.tokens,
+            others=load.others_share(before, load.look()),
         )
         return turn, model.chat.answer(done.tokens)

@@ -212,6 +212,18 @@ def show_verdict(console: Console, verdict: Verdict, *, random: bool) -> None:
     )
     if verdict.loaded_tokens == 0:
         console.print(NOTHING_LOADED)
+    _show_load(console, verdict)
+
+
+def _show_load(console: Console, verdict: Verdict) -> None:
+    shares = ", ".join(f"{share:.0%} {run}" for run, share in verdict.others.items())
+    if verdict.is_fair:
+        console.print(f"Other processes took {shares} of the cores.", style="dim")
+    else:
+        console.print(
+            f"[bold red]These times are not fair[/]: other processes took {shares} of the cores. "
+            "Run the demo again on an idle machine."
+        )
 
 
 def _show_restart(console: Console, verdict: Verdict) -> None:

@@ -71,13 +71,23 @@ def spread(turns: Sequence[Turn]) -> Spread:
     return Spread(median(times), min(times), max(times))
 
 
+FAIR_SHARE = 0.1
+"""Other processes may take this share of the cores in each run. Not tuned."""
+
+
+def others_share(turns: Sequence[Turn]) -> float:
+    """The share of the cores that other processes took in at least one turn, over their time."""
+    return sum(turn.others * turn.seconds for turn in turns) / sum(turn.seconds for turn in turns)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The summary of a demo.
 
     Times in seconds. `first` are the turns in which the users come for the first time, `returning`
     all others. `restarted` are the turns after the restart, `restarted_without` the same prompts
-    without FlexKV. `different` names the turns whose answers are not equal.
+    without FlexKV. `different` names the turns whose answers are not equal. `others` has the share
+    of the cores that other processes took in each run, by the name of the run.
     """
 
     turns: int
@@ -94,6 +104,12 @@ class Verdict:
     restarted_with: Spread | None
     restored_tokens: int
     returning_example: Spread | None
+    others: dict[str, float]
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether other processes left the machine to the engine in all runs."""
+        return all(share <= FAIR_SHARE for share in self.others.values())
 
     @property
     def speedup(self) -> float:
@@ -120,6 +136,11 @@ def judge(results: Results) -> Verdict:
         f"{pair.without.user} after the restart" for pair in restarts if not pair.identical
     ]
     example = [turn for turn in results.example if turn.number > 1]
+    runs = {
+        "without FlexKV": [pair.without for pair in pairs],
+        "with FlexKV": [pair.with_flexkv for pair in pairs],
+        "after the restart": [pair.with_flexkv for pair in restarts],
+    }
     return Verdict(
         turns=len(pairs) + len(restarts),
         compared_tokens=sum(len(pair.without.tokens) for pair in (*pairs, *restarts)),
@@ -135,4 +156,5 @@ def judge(results: Results) -> Verdict:
         restarted_with=spread([pair.with_flexkv for pair in restarts]) if restarts else None,
         restored_tokens=results.restored_tokens,
         returning_example=spread(example) if example else None,
+        others={name: others_share(turns) for name, turns in runs.items() if turns},
     )

@@ -94,6 +94,20 @@ def test_one_other_token_fails_the_demo_and_is_named() -> None:
     assert verdict.different == ["Ada after the restart"]
 
 
+@pytest.mark.parametrize(("others", "fair"), [(0.02, True), (0.4, False)])
+def test_a_busy_machine_makes_the_times_unfair(others: float, fair: bool) -> None:
+    first, *rest = restarts()
+    busy = [Pair(first.without, replace(first.with_flexkv, others=others)), *rest]
+    finished = replace(whole(), restarts=busy)
+    verdict = judge(finished)
+    assert verdict.others["without FlexKV"] == 0
+    assert 0 < verdict.others["after the restart"] < others
+    assert (verdict.is_fair, verdict.passed) == (fair, True)
+    text = " ".join(shown(finished, terminal=False).split())
+    assert ("These times are not fair" in text) != fair
+    assert f"{verdict.others['after the restart']:.0%} after the restart" in text
+
+
 def test_a_demo_without_loads_fails() -> None:
     assert not judge(plain(loaded=0)).passed
 
