@@ -285,6 +285,7 @@ def docs(session: nox.Session) -> None:
     _compat_ci(session, "report", "--check")
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", env=quiet)
+    session.run("python", "docs/check_site.py")
 
 
 def _install_linters(session: nox.Session) -> None:
