@@ -24,6 +24,7 @@ KUBERNETES: list[dict[str, Any]] = [
 ]
 (POD,) = [each["spec"]["template"]["spec"] for each in KUBERNETES if each["kind"] == "StatefulSet"]
 (CONTAINER,) = POD["containers"]
+(MONITOR,) = yaml.safe_load_all((DEPLOY / "kubernetes/monitoring/servicemonitor.yaml").read_text())
 NODE: dict[str, dict[str, Any]] = {
     each["kind"]: each["spec"]["template"]["spec"]
     for each in yaml.safe_load_all((DEPLOY / "node" / "kubernetes.yaml").read_text())

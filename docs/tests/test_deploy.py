@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from docs.tests.deployed import (
     DEPLOY,
     ENGINES,
     KUBERNETES,
+    MONITOR,
     NODE,
     NODE_CACHE,
     NODE_ENGINE,
@@ -164,6 +167,108 @@ def test_the_service_of_a_node_takes_its_arguments(
     ((root, gb, host),) = begun
     assert (root.startswith("/run/flexkv"), gb) == (True, 256)
     assert f"{host}:9470" in command
+
+
+RESTRICTED_VOLUMES = {
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
+    *("projected", "secret"),
+}
+"""The volumes that the restricted profile of Kubernetes allows."""
+
+
+def breaches(pod: dict[str, Any], container: dict[str, Any]) -> list[str]:
+    """What a container has against the restricted profile of Kubernetes, apart from volumes."""
+    context = pod["securityContext"] | container["securityContext"]
+    rules = {
+        "runAsNonRoot": context.get("runAsNonRoot") is True,
+        "runAsUser": context.get("runAsUser", 0) != 0,
+        "seccompProfile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
+        "allowPrivilegeEscalation": context.get("allowPrivilegeEscalation") is False,
+        "privileged": not context.get("privileged"),
+        "capabilities": context["capabilities"] == {"drop": ["ALL"]},
+        "host": not {"hostNetwork", "hostIPC", "hostPID"} & pod.keys(),
+        "hostPort": not any("hostPort" in each for each in container.get("ports", ())),
+    }
+    return [name for name, holds in rules.items() if not holds]
+
+
+def test_engines_keep_to_the_restricted_profile() -> None:
+    assert breaches(POD, CONTAINER) == []
+    kinds = {kind for volume in POD["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= RESTRICTED_VOLUMES
+    context = POD["securityContext"]
+    assert context["fsGroup"] == context["runAsUser"], "else it cannot make its folder"
+    assert context["fsGroupChangePolicy"] == "OnRootMismatch", "else each mount costs all blocks"
+
+
+def test_a_node_has_folders_of_its_own_as_the_only_breach() -> None:
+    for pod, container in ((NODE["DaemonSet"], NODE_CACHE), (NODE["Deployment"], NODE_ENGINE)):
+        assert breaches(pod, container) == []
+    (folders,) = NODE["DaemonSet"]["initContainers"]
+    assert breaches(NODE["DaemonSet"], folders) == ["runAsNonRoot", "runAsUser", "capabilities"]
+    assert folders["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    values = {each["name"]: each["value"] for each in NODE_CACHE["env"]}
+    user = NODE["DaemonSet"]["securityContext"]["runAsUser"]
+    (command,) = folders["args"]
+    assert (
+        f"chown {user}:{user} {NODE_CACHE['args'][0]} {values['FLEXKV_SSD_CACHE_DIR']}" in command
+    )
+    # As the image's user, whose home the engine's libraries look for.
+    for image in (DEPLOY / "images").iterdir():
+        assert f"useradd --create-home --uid {user} flexkv" in image.read_text()
+
+
+def test_the_folders_of_a_node_can_be_made_again(tmp_path: Path) -> None:
+    (folders,) = NODE["DaemonSet"]["initContainers"]
+    (command,) = folders["args"]
+    me = f"{os.getuid()}:{os.getgid()}"
+    here = re.sub(r"(?<= )/", f"{tmp_path}/", command).replace("10001:10001", me)
+    for folder in ("run/flexkv", "cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    for _ in range(2):
+        subprocess.run([*folders["command"], here], check=True)
+        for folder in ("run/flexkv/node", "cache/flexkv"):
+            assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("container", [CONTAINER, NODE_ENGINE, NODE_CACHE])
+def test_probes_wait_longer_than_a_busy_server_takes(container: dict[str, Any]) -> None:
+    probes = {name: each for name, each in container.items() if name.endswith("Probe")}
+    assert probes.keys() >= {"readinessProbe", "livenessProbe"}
+    assert all(each["timeoutSeconds"] >= 5 for each in probes.values())
+    alive = probes["livenessProbe"]
+    assert alive["failureThreshold"] * alive["periodSeconds"] >= 60
+    assert all(each["httpGet"]["path"] == "/health" for each in probes.values())
+
+
+def test_the_network_and_prometheus_find_the_engines() -> None:
+    by_kind = {(each["kind"], each["metadata"]["name"]): each for each in KUBERNETES}
+    labels = by_kind["StatefulSet", "flexkv-engine"]["spec"]["template"]["metadata"]["labels"]
+    policy = by_kind["NetworkPolicy", "flexkv-engine"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    ports = {each["name"] for each in CONTAINER["ports"]}
+    assert {each["port"] for rule in policy["ingress"] for each in rule["ports"]} == ports
+    wanted = MONITOR["spec"]["selector"]["matchLabels"].items()
+    services = [
+        each
+        for each in KUBERNETES
+        if each["kind"] == "Service" and wanted <= each["metadata"]["labels"].items()
+    ]
+    (service,) = services  # two would scrape each pod twice
+    (endpoint,) = MONITOR["spec"]["endpoints"]
+    assert endpoint["port"] in {each["name"] for each in service["spec"]["ports"]}
+    assert endpoint["path"] == "/metrics"
+
+
+@pytest.mark.parametrize("compose", [COMPOSE, CLUSTER_COMPOSE], ids=["one", "cluster"])
+def test_services_of_compose_have_a_check_and_a_bound(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        kind, program, flag, code = service["healthcheck"]["test"]
+        assert (kind, program, flag) == ("CMD", "python3", "-c")
+        compile(code, "healthcheck", "exec")
+        assert service["mem_limit"]
+        assert service["pids_limit"]
+        assert all(port.startswith("${ADDRESS:-127.0.0.1}:") for port in service.get("ports", ()))
 
 
 def test_images_have_the_engines_that_the_tests_run() -> None:
