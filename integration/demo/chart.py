@@ -36,7 +36,7 @@ def draw(results: Results, verdict: Verdict, facts: Mapping[str, str], path: Pat
     _axes(axes, results)
     figure.suptitle(_title(verdict), x=LEFT, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes.set_title(
-        f"{facts['engine']} · {facts['model']}\n{facts['talk']}",
+        f"{facts['engine']} · {facts['model']}{_load(verdict)}\n{facts['talk']}",
         loc="left",
         fontsize=9,
         color=INK,
@@ -121,6 +121,13 @@ def _axes(axes: Any, results: Results) -> None:
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _load(verdict: Verdict) -> str:
+    """The machine's load, if it makes the times unfair."""
+    if verdict.is_fair:
+        return ""
+    return f" · other programs took up to {100 * max(verdict.others.values()):.0f} % of the cores"
 
 
 def _title(verdict: Verdict) -> str:

@@ -216,14 +216,12 @@ def show_verdict(console: Console, verdict: Verdict, *, random: bool) -> None:
 
 
 def _show_load(console: Console, verdict: Verdict) -> None:
-    shares = ", ".join(f"{share:.0%} {run}" for run, share in verdict.others.items())
+    shares = ", ".join(f"{100 * share:.0f} % {run}" for run, share in verdict.others.items())
+    told = f"Other processes took a share of the cores: {shares}."
     if verdict.is_fair:
-        console.print(f"Other processes took {shares} of the cores.", style="dim")
+        console.print(told, style="dim")
     else:
-        console.print(
-            f"[bold red]These times are not fair[/]: other processes took {shares} of the cores. "
-            "Run the demo again on an idle machine."
-        )
+        console.print(f"[bold red]These times are not fair.[/] {told} Run it on an idle machine.")
 
 
 def _show_restart(console: Console, verdict: Verdict) -> None:

@@ -105,7 +105,7 @@ def test_a_busy_machine_makes_the_times_unfair(others: float, fair: bool) -> Non
     assert (verdict.is_fair, verdict.passed) == (fair, True)
     text = " ".join(shown(finished, terminal=False).split())
     assert ("These times are not fair" in text) != fair
-    assert f"{verdict.others['after the restart']:.0%} after the restart" in text
+    assert f"{100 * verdict.others['after the restart']:.0f} % after the restart" in text
 
 
 def test_a_demo_without_loads_fails() -> None:
