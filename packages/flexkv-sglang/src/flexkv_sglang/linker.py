@@ -101,6 +101,7 @@ class FlexKVLinker(UnifiedCacheLinker):
                 if params.enable_kv_cache_events:
                     self.side.watch()
                 hooks.serve(self.side)
+                self._metrics.report(self.side)  # so that all values exist from the start
             undo.pop_all()
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
