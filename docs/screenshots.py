@@ -107,8 +107,8 @@ def _environment() -> dict[str, str]:
 
 
 def _draw(printed: str, title: str, path: Path) -> None:
-    # Beside colours a terminal is told of its cursor.
-    text = Text.from_ansi(re.sub(r"\x1b\[\?\d+[hl]|\r", "", printed).strip("\n"))
+    # Beside colours a terminal is told of its cursor. Dim text would have too little contrast.
+    text = Text.from_ansi(re.sub(r"\x1b\[\?\d+[hl]|\x1b\[2m|\r", "", printed).strip("\n"))
     text.rstrip()
     width = max(len(title) + _BUTTONS, *(line.cell_len for line in text.split()))
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:

@@ -57,3 +57,26 @@ def test_a_live_view_that_never_comes_makes_no_picture(tmp_path: Path) -> None:
 def test_no_picture_asks_others_for_anything(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"""(?:href|src)=(?!"#)|url\((?!#)|@import""", text) == []
+
+
+def luminance(color: str) -> float:
+    """The relative luminance of a colour, by WCAG."""
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "top.svg"])
+def test_the_text_of_a_terminal_has_contrast(name: str) -> None:
+    text = (ASSETS / name).read_text(encoding="utf-8")
+    (ground,) = re.findall(r'<rect fill="(#[0-9a-f]{6})"', text)
+    colors = re.findall(r"-r\d+ \{ fill: (#[0-9a-f]{6})", text)
+    assert colors
+    assert all((luminance(each) + 0.05) / (luminance(ground) + 0.05) >= 4.5 for each in colors)
+
+
+def test_top_is_shown_with_the_words_of_today() -> None:
+    text = (ASSETS / "top.svg").read_text(encoding="utf-8")
+    assert "health" in text
+    assert "closed" not in text
+    assert "/tmp" not in text
