@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,50 @@ def test_what_the_disk_held_at_the_start_is_told(make_world: MakeWorld) -> None:
     assert len(found[DISK]) == 6  # of the text that was asked for
     assert found[DISK] <= subscriber.told[DISK]
     assert len(subscriber.told[DISK]) == 6 + 6
+
+
+def await_descriptions(world: World) -> None:
+    """Wait until the blocks that are on disk already can be told."""
+    wait_until(lambda: not drive_of(world).loading, lambda: time.sleep(0.001))
+
+
+def test_after_a_restart_the_disk_is_told_in_full(make_world: MakeWorld) -> None:
+    rng = random.Random(4)
+    texts = [random_prompt(rng, 101) for _ in range(3)]
+    options: dict[str, Any] = {"slots": 14, "disk_slots": 100, "block_tokens": 32, "events": True}
+    first = make_world(**options)
+    before = Subscriber(first)
+    for text in texts:
+        first.generate(text)
+        first.settle()
+    first.generate(random_prompt(rng, 101), salt="salt")
+    drain(before)
+    first.close()
+    world = make_world(**options)
+    subscriber = Subscriber(world)
+    await_descriptions(world)
+    drain(subscriber)
+    told = {tuple(each.block_hashes): each for each in before.stored if each.medium == DISK}
+    again = {tuple(each.block_hashes): each for each in subscriber.stored}
+    whole = [each for each in again.values() if each.token_ids]
+    assert len(again) == 4 * 3
+    # Only the first block of a prompt has its salt, in vLLM's own events too.
+    assert len(whole) == 4 * 3 - 1
+    for each in whole:
+        same = told[tuple(each.block_hashes)]
+        assert (each.parent_block_hash, each.token_ids, each.block_size, each.group_idx) == (
+            same.parent_block_hash,
+            same.token_ids,
+            same.block_size,
+            same.group_idx,
+        )
+        assert each.medium == DISK
+    tokens = [each.token_ids for each in whole]
+    assert all(text[at : at + 32] in tokens for text in texts for at in (0, 32, 64))
+    assert subscriber.told[DISK] >= loadable(world)[DISK]
+    world.generate(texts[0])
+    drain(subscriber)
+    assert [each.medium for each in subscriber.stored[len(again) :]] == [HOST] * 3
 
 
 def test_the_blocks_of_all_groups_on_disk_are_told_at_the_start(make_world: MakeWorld) -> None:
@@ -353,5 +398,7 @@ def test_random_traffic_tells_exactly_what_can_be_loaded(
         )
         world.slow_down(rng, failure_rate=0.03)
         delay_reads(world, random.Random(seed))
+        if life:
+            await_descriptions(world)
         live_and_compare(world, rng, stems, tmp_path, whole=life == 0)
         world.close()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv.eviction import RequestContext
@@ -103,6 +103,12 @@ class MemoryTier:
         return False
 
     def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        return {}
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """Nothing emits events."""
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         return {}
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flexkv.client import CacheClient
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
-from flexkv.types.changes import Medium
+from flexkv.types.changes import Changes, Medium
 from flexkv_vllm.compat.events import (
     MEDIA,
     block_removed,
@@ -26,6 +26,13 @@ from flexkv_vllm.compat.events import (
     event_extra_keys,
     event_hash,
     group_traits,
+)
+from flexkv_vllm.kept_descriptions import (
+    KeptDescription,
+    decode,
+    encode,
+    pack_tokens,
+    unpack_tokens,
 )
 from flexkv_vllm.pool import Pool
 
@@ -70,6 +77,40 @@ class Description:
     tokens: Sequence[int]
     extra_keys: list[Any] | None
     request: dict[str, Any]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the disk keeps it: it has no adapter, and no keys beside its tokens."""
+        return self.request["lora_id"] is None and not any(self.extra_keys or ())
+
+    def encode(self) -> bytes:
+        """What the disk keeps of it."""
+        kept = KeptDescription(
+            self.position,
+            self.group,
+            self.block_size,
+            tuple(self.hashes),
+            self.parent,
+            pack_tokens(self.tokens),
+        )
+        return encode(kept)
+
+    @classmethod
+    def decode(cls, text: bytes, origin: tuple[int, bytes]) -> Description | None:
+        """What the disk has kept of the block of `origin`; None if `text` describes another."""
+        kept = decode(text, origin)
+        if kept is None:
+            return None
+        return cls(
+            kept.position,
+            kept.group,
+            kept.block_size,
+            kept.hashes,
+            kept.parent,
+            unpack_tokens(kept.tokens),
+            None,
+            {"lora_id": None, "lora_name": None},
+        )
 
 
 class _Reported:
@@ -207,21 +248,48 @@ class BlockEvents:
                 self._remove(each.medium, key, removed)
             if each.medium is Medium.HOST:
                 self._unsure.update(self._described.keys() & each.removed)
+        texts = {} if self._has_stamps else self._kept_of(changes)
+        fresh: dict[bytes, Description] = {}
         again, self._again = self._again, []
         for key in again:
             named = self._reported[Medium.DISK].named.get(key)
-            if named is not None and named != self._name(key):
+            description = self._described.get(key)
+            if description and named is not None and named != self._name(key, description):
                 self._remove(Medium.DISK, key, removed)
-                self._add(Medium.DISK, key, stored)
+                fresh[key] = description
+                self._add(Medium.DISK, key, stored, description)
         for each in changes:
             for key in each.added:
-                self._add(each.medium, key, stored)
+                description = self._described.get(key)
+                if each.medium is Medium.DISK and description is not None:
+                    fresh[key] = description
+                self._add(each.medium, key, stored, description or self._decoded(key, texts))
+        self._keep(fresh)
         if self._unsure:
             self._forget()
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
         early += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
         return early + [event for _, event in stored]
+
+    def _kept_of(self, changes: Iterable[Changes]) -> Mapping[bytes, bytes]:
+        """What an earlier process has kept of blocks on disk that nothing else describes."""
+        added = [each.added for each in changes if each.medium is Medium.DISK]
+        unknown = [key for keys in added for key in keys if key not in self._described]
+        return self._cache.take_descriptions(unknown) if unknown else {}
+
+    def _decoded(self, key: bytes, texts: Mapping[bytes, bytes]) -> Description | None:
+        origin = self._keys.origin(key) if key in texts else None
+        return None if origin is None else Description.decode(texts[key], origin)
+
+    def _keep(self, fresh: Mapping[bytes, Description]) -> None:
+        """Let the disk keep the descriptions of new blocks. Those of adapters may have changed by
+        the next start."""
+        if self._has_stamps:
+            return
+        kept = {key: each.encode() for key, each in fresh.items() if each.is_kept}
+        if kept:
+            self._cache.describe(kept)
 
     def _follow_epoch(self) -> None:
         """If the keys have changed, no lookup finds a block that was reported or described."""
@@ -283,9 +351,8 @@ class BlockEvents:
                 self._outdated.popleft()
         return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes]
 
-    def _name(self, key: bytes) -> tuple[int, Sequence[bytes]]:
+    def _name(self, key: bytes, description: Description | None) -> tuple[int, Sequence[bytes]]:
         """The group of a block and the hashes to report of it."""
-        description = self._described.get(key)
         if description is not None:
             return description.group, description.hashes
         if self._has_stamps:
@@ -293,11 +360,16 @@ class BlockEvents:
         origin = self._keys.origin(key)
         return (0, ()) if origin is None else (origin[0], (origin[1],))
 
-    def _add(self, medium: Medium, key: bytes, stored: list[tuple[int, KVCacheEvent]]) -> None:
+    def _add(
+        self,
+        medium: Medium,
+        key: bytes,
+        stored: list[tuple[int, KVCacheEvent]],
+        description: Description | None,
+    ) -> None:
         """Append the event of a new block to `stored`, after its position in its prefix."""
-        group, hashes = self._name(key)
+        group, hashes = self._name(key, description)
         known = self._reported[medium].add(key, group, hashes)
-        description = self._described.get(key)
         if hashes:
             position = -1 if description is None else description.position
             stored.append((position, self._stored(medium, group, hashes[known:], description)))

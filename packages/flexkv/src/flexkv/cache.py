@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -404,6 +404,14 @@ class KVCache:
         self._index.sweep(_CHANGES)
         host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
         return host + self._below.drain_changes(_CHANGES)
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """See `CacheClient.describe`."""
+        self._below.describe(described)
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """See `CacheClient.take_descriptions`."""
+        return self._below.take_descriptions(keys)
 
     def suspend(self) -> None:
         """See `CacheClient.suspend`."""

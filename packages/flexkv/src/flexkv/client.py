@@ -385,6 +385,20 @@ class CacheClient(Protocol):
         `watch`."""
         ...
 
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """Keep descriptions of blocks on disk beside them, over restarts: what events say of a
+        block. Best effort, written later; blocks that are not there are skipped.
+
+        Args:
+            described: the description of each block by key; the caller's own format.
+        """
+        ...
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The descriptions that an earlier process has left of blocks which `drain_changes` has
+        just returned, each once. Blocks without a description are missing."""
+        ...
+
     def figures(self) -> Figures:
         """All that engines report of the cache: totals since its start, and gauges."""
         ...

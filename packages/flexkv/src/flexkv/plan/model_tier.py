@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flexkv.eviction import OTHERWISE, POLICIES, RequestContext
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
@@ -151,6 +151,12 @@ class ModelTier:
 
     def drain_changes(self, limit: int) -> dict[bytes, bool]:
         return self._index.drain_changes(limit)
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """Nothing emits events."""
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        return {}
 
     def drain(self) -> bool:
         self._results.clear()

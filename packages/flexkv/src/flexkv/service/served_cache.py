@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
@@ -524,6 +524,13 @@ class ServedCache:
         changes = list(self._changes)
         self._changes.clear()
         return changes
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """See `CacheClient.describe`. The service keeps none."""
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """See `CacheClient.take_descriptions`. The service keeps none."""
+        return {}
 
     def figures(self) -> Figures:
         """See `CacheClient.figures`."""

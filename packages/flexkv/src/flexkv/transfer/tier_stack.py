@@ -237,6 +237,18 @@ class TierStack:
         drained = [changes_of(tier.medium, tier.drain_changes(limit)) for tier in self._indexed]
         return [changes for each in drained for changes in each]
 
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """See `IndexedTier.describe`."""
+        for tier in self._indexed:
+            tier.describe(described)
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """See `IndexedTier.take_descriptions`."""
+        taken: dict[bytes, bytes] = {}
+        for tier in self._indexed:
+            taken |= tier.take_descriptions(keys)
+        return taken
+
     def renew(self) -> None:
         """End all fetches, and write no block that waits to be written: the arena was cleared. The
         tiers keep what they have, and the blocks of writes under way."""

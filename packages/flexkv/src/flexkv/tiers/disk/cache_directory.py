@@ -3,7 +3,7 @@
 
 DIR/<fingerprint>/            the cache of the first engine with blocks of this fingerprint
 DIR/<fingerprint>-1/          the cache of a second engine at the same time, if this is allowed
-    lock  table  slab-00000 ...  counters.json  identity
+    lock  table  slab-00000 ...  counters.json  identity  descriptions
 DIR/<name>.removed-<random>/  a folder whose removal is under way or was interrupted
 
 A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes. The name of a

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
 from flexkv.tiers.disk import cache_directory, table
+from flexkv.tiers.disk.descriptions import Descriptions
 from flexkv.tiers.disk.files import (
     Files,
     disk_error,
@@ -100,6 +101,7 @@ class DiskStore:
         seal: what records and checksums are bound to.
         direct: whether I/O passes the page cache by.
         slot_bytes: bytes of a slot, a multiple of 4 KiB.
+        descriptions: of the blocks; for one thread.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class DiskStore:
         self._fingerprint = fingerprint
         self._table = -1
         self._slabs: Slabs | None = None
+        self.descriptions: Descriptions | None = None
         self._header: table.Header
         self._make_policy = policy
         self._num_slots = slots_within(capacity, slot_bytes)
@@ -187,6 +190,7 @@ class DiskStore:
         for slot in outdated:
             self.erase(slot)
         self.ledger = load_ledger(folder)
+        self.descriptions = Descriptions(files, folder, self._num_slots)
 
     def read(
         self,
@@ -300,6 +304,9 @@ class DiskStore:
         if self._table >= 0:
             with contextlib.suppress(OSError):
                 self._files.close(self._table)
+        if self.descriptions is not None:
+            with contextlib.suppress(OSError):
+                self.descriptions.close()
         self._slabs, self._table = None, -1
         self._folder.release()
 

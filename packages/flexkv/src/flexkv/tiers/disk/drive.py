@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -255,6 +255,40 @@ class Drive:
                 checksum = self.index.checksum(slot)
                 record = encode_record(slot, self._seal, key, checksum, self._generation)
                 self._upkeep.renew(slot, record)
+
+    def watch(self) -> None:
+        """See `IndexedTier.watch`. Changes wait until the blocks' descriptions are read."""
+        self.index.watch()
+        self._upkeep.load_descriptions()
+
+    @property
+    def loading(self) -> bool:
+        """Whether changes wait until the blocks' descriptions are read."""
+        return self._upkeep.loading
+
+    @property
+    def has_changes(self) -> bool:
+        """See `IndexedTier.has_changes`."""
+        return not self._upkeep.loading and self.index.has_changes
+
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        """See `IndexedTier.drain_changes`."""
+        if self._upkeep.loading:
+            return {}
+        changes = self.index.drain_changes(limit)
+        if not changes and not self.index.has_changes:
+            self._upkeep.drop_descriptions()  # of blocks that have left
+        return changes
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """See `IndexedTier.describe`."""
+        for key, slot in zip(described, self.index.ready_slots(described), strict=True):
+            if slot is not None:
+                self._upkeep.describe(slot, self._seal, key, described[key])
+
+    def take_descriptions(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+        """See `IndexedTier.take_descriptions`."""
+        return self._upkeep.take_descriptions(keys)
 
     def clear(self) -> None:
         """Remove all blocks; see `LowerTier.clear`."""

@@ -12,7 +12,7 @@ import os
 import secrets
 
 from flexkv.system.regular_files import open_regular
-from flexkv.tiers.disk import ledger
+from flexkv.tiers.disk import descriptions, ledger
 from flexkv.tiers.disk.cache_directory import (
     IDENTITY,
     LOCK,
@@ -244,4 +244,6 @@ def is_own(name: str) -> bool:
     return name in _OWN_NAMES or is_slab(name)
 
 
-_OWN_NAMES = frozenset({LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH})
+_OWN_NAMES = frozenset(
+    {LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH, descriptions.FILE}
+)

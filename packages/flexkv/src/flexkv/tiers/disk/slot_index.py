@@ -95,6 +95,14 @@ class SlotIndex:
         states, ready = self._states, self._ready
         return [slot >= 0 and states[slot] == ready for slot in self._slots.get_all(keys)]
 
+    def ready_slots(self, keys: Iterable[bytes]) -> list[int | None]:
+        """The slot of each block; None if the block is not ready."""
+        states, ready = self._states, self._ready
+        return [
+            slot if slot >= 0 and states[slot] == ready else None
+            for slot in self._slots.get_all(keys)
+        ]
+
     @property
     def free_slots(self) -> int:
         return self.num_slots - self._used_slots

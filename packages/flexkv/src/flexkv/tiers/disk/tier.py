@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flexkv.eviction import FOLLOWING, OTHERWISE, RequestContext
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
@@ -96,22 +96,31 @@ class DiskTier:
     def watch(self) -> None:
         self._watched = True
         for drive in self._drives:
-            drive.index.watch()
+            drive.watch()
 
     @property
     def has_changes(self) -> bool:
-        return any(drive.index.has_changes for drive in self._drives)
+        return any(drive.has_changes for drive in self._drives)
 
     def drain_changes(self, limit: int) -> dict[bytes, bool]:
-        indexes = [drive.index for drive in self._drives]
         changed: dict[bytes, bool] = {}
-        for index in indexes:
-            others = [other for other in indexes if other is not index]
-            for key, ready in index.drain_changes(limit).items():
+        for drive in self._drives:
+            others = [other.index for other in self._drives if other is not drive]
+            for key, ready in drive.drain_changes(limit).items():
                 # Two drives have the same block if a directory was added or removed meanwhile.
                 if not any(other.is_reported(key) for other in others):
                     note(changed, key, ready)
         return changed
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        for drive in self._drives:
+            drive.describe(described)
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        taken: dict[bytes, bytes] = {}
+        for drive in self._drives:
+            taken |= drive.take_descriptions(keys)
+        return taken
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         wanted = list(keys)
@@ -266,7 +275,7 @@ class DiskTier:
                 continue
             opening.reset(drive)  # before anyone can find a block of before
             if self._watched:
-                drive.index.watch()
+                drive.watch()
             self.connecting.remove(opening)
             self._drives.append(drive)
 

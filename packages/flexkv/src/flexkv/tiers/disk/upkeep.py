@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flexkv.system.retries import Failures
 from flexkv.tiers.disk import table
@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 SAVE_SECONDS = 1.0
 """Seconds between two saves of the counters, each a write of a few hundred bytes. A kill loses the
 counts since the last save. Not tuned."""
+
+
+_WAITING_DESCRIPTIONS = 8192
+"""The most descriptions that wait to be written: about 8 MB. Not tuned."""
 
 
 class _Task:
@@ -73,8 +77,8 @@ class _Task:
 
 
 class Upkeep:
-    """Makes resets durable, writes single records and saves counters, in this order. All methods
-    are for one thread, and none waits but `close`.
+    """Makes resets durable, writes single records, reads and writes descriptions, and saves
+    counters, in this order. All methods are for one thread, and none waits but `close`.
 
     Args:
         name: of the thread.
@@ -99,6 +103,10 @@ class Upkeep:
         )
         self._records: deque[tuple[int, bytes]] = deque()
         self._written: deque[tuple[int, bool]] = deque()
+        self._described: deque[tuple[int, int, bytes, bytes]] = deque()
+        self._loads = False
+        self._descriptions: dict[bytes, bytes] = {}
+        self._description_failures = Failures()
         self._closing = False
         # A daemon: a thread that hangs in its device must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -127,6 +135,36 @@ class Upkeep:
             with self._work:
                 self._save.wanted = True
                 self._work.notify()
+
+    def describe(self, slot: int, seal: int, key: bytes, text: bytes) -> None:
+        """Write the description of a block. It is lost if too many wait to be written."""
+        if len(self._described) >= _WAITING_DESCRIPTIONS:
+            return
+        with self._work:
+            self._described.append((slot, seal, key, text))
+            self._work.notify()
+
+    def load_descriptions(self) -> None:
+        """Begin to read the descriptions that an earlier owner has left; see `loading`."""
+        descriptions = self._store.descriptions
+        if descriptions is not None and descriptions.exists:
+            with self._work:
+                self._loads = True
+                self._work.notify()
+
+    @property
+    def loading(self) -> bool:
+        """Whether descriptions are being read."""
+        return self._loads
+
+    def take_descriptions(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+        """The descriptions of blocks, as far as they were read and not taken."""
+        read = self._descriptions
+        return {key: read.pop(key) for key in keys if key in read} if read else {}
+
+    def drop_descriptions(self) -> None:
+        """Discard the descriptions that were read."""
+        self._descriptions = {}
 
     @property
     def slots(self) -> list[int]:
@@ -160,6 +198,10 @@ class Upkeep:
                 written = self._write_next(*self._records[0])
                 with self._work:
                     self._written.append((self._records.popleft()[0], written))
+            elif self._loads:
+                self._load()
+            elif self._described:
+                self._describe(*self._described.popleft())
             elif self._save.is_due(self._now()):
                 self._save.run(self._store.path, self._closing)
 
@@ -168,7 +210,8 @@ class Upkeep:
         with self._work:
             while True:
                 wanted = [task for task in (self._reset, self._save) if task.wanted]
-                if self._records or any(task.is_due(self._now()) for task in wanted):
+                waits = self._records or self._loads or self._described
+                if waits or any(task.is_due(self._now()) for task in wanted):
                     return True
                 if self._closing:
                     return False
@@ -192,6 +235,38 @@ class Upkeep:
             # Whatever it is: the slot would stay in use for ever.
             return record != table.EMPTY_RECORD
         return True
+
+    def _load(self) -> None:
+        """Read all descriptions, unless the upkeep ends meanwhile."""
+        assert self._store.descriptions is not None
+        read: dict[bytes, bytes] = {}
+        try:
+            for some in self._store.descriptions.read(self._store.seal):
+                if self._closing:
+                    break
+                read |= some
+        except Exception as error:  # noqa: BLE001 - events do without, and must not wait for ever
+            self._note_descriptions("read", error)
+        self._descriptions = read
+        self._loads = False
+
+    def _describe(self, slot: int, seal: int, key: bytes, text: bytes) -> None:
+        assert self._store.descriptions is not None
+        try:
+            self._store.descriptions.write(slot, seal, key, text)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the thread has more to do
+            self._note_descriptions("written", error)
+
+    def _note_descriptions(self, what: str, error: Exception) -> None:
+        if self._description_failures.note(error):
+            with contextlib.suppress(Exception):
+                logger.warning(
+                    "the descriptions of blocks in %s cannot be %s (%s); after a restart, events "
+                    "report these blocks without tokens",
+                    self._store.path,
+                    what,
+                    error,
+                )
 
     def _invalidate(self) -> None:
         self._store.invalidate(self._epoch)
