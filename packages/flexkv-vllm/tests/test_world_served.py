@@ -191,27 +191,30 @@ def test_traffic_goes_on_when_the_service_ends(
     assert all(line_of(world.cache).is_cut for world in worlds)
 
 
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
 def test_what_left_host_memory_comes_back_from_the_services_disk(
     make_service: MakeService,
     make_world: MakeWorld,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, ...],
 ) -> None:
     monkeypatch.setattr("flexkv.service.served_cache._SILENT_SECONDS", PATIENCE_SECONDS)
+    slots = 64 * (1 + len(windows))
     service = make_service(
-        64,
-        ssd_cache_gb=0.01,
+        slots,
+        ssd_cache_gb=0.02,
         ssd_cache_dir=(str(tmp_path / "disk"),),
         ssd_timeout_seconds=2 * PATIENCE_SECONDS,
     )
-    one, other = served(make_world, service), served(make_world, service)
+    one, other = (served(make_world, service, windows=windows) for _ in range(2))
     texts = prompts(3, 16)
+    needed = PROMPT_BLOCKS * (1 + len(windows))
     for text in texts:
-        wait_until(lambda: len(stores_of(one.cache).free) >= PROMPT_BLOCKS, one.poll)
+        wait_until(lambda: len(stores_of(one.cache).free) >= needed, one.poll)
         one.generate(text)
         one.settle()
         wait_until(lambda: not service.pool.busy, lambda: None)
-    assert len(texts) * PROMPT_BLOCKS > 64
     for text in texts:
         assert hits(other, text) == PROMPT_BLOCKS
         other.settle()

@@ -44,9 +44,8 @@ from packages.tier_blocks import ready_blocks
         ({"settings": {"block_tokens": 64}}, ConfigError, ["block_tokens is 64", "block_size"]),
         ({"chunk": 2, "windows": (40,)}, ConfigError, ["blocks_per_chunk is 2", "allowed: 1"]),
         ({"settings": {"canonical_layout": True}}, ConfigError, ["'canonical_layout'"]),
-        ({"settings": {"service": "/s"}}, ConfigError, ["service is '/s'", "allowed: no service"]),
     ],
-    ids=["unknown key", "two block sizes", "chunks of a hybrid model", "another layout", "service"],
+    ids=["unknown key", "two block sizes", "chunks of a hybrid model", "another layout"],
 )
 def test_what_cannot_work_is_refused(
     make_offloading_world: MakeOffloadingWorld,

@@ -48,8 +48,9 @@ _POLLING = "polling the cache"
 class FlexKVOffloadingManager(OffloadingManager):
     """All that vLLM's connector calls in its scheduler. One per engine; single-threaded.
 
-    A block that was reported to vLLM as a hit stays until the end of the step: blocks are evicted
-    only while a step's stores are prepared and between steps.
+    A block that was reported to vLLM as a hit stays until the end of the step: blocks of a cache of
+    this engine alone are evicted only while a step's stores are prepared and between steps, and
+    those of a shared cache are held.
 
     Args:
         cache: the cache of the engine; owned.
@@ -195,6 +196,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         with self._boundary.guard("ending a step's lookups", "nothing is fetched"):
             self.held.step_is_complete()
             self._idle_steps.note(bool(self._requests))
+            self.prompts.hits.release_all()
             self._poll()
             self.prompts.fetch_lacking()
             for request_id in context.new_req_ids:
@@ -275,6 +277,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _begin_load(self, keys: Collection[OffloadKey], context: ReqContext) -> Transfer | None:
         transfer = self._cache.load(list(keys))
+        self.prompts.hits.release(context.req_id)
         if transfer is not None:
             request = self.prompts.request(context)
             self._fetched.pop(context.req_id, None)

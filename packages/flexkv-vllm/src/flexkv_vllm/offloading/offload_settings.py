@@ -10,7 +10,6 @@ from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig, ConfigError, LayoutError
-from flexkv.engine.open_rank import not_served
 from flexkv.settings import configure_logging
 from flexkv_vllm.compat.core import check_version, fails_by_request
 from flexkv_vllm.settings import load_extra
@@ -42,8 +41,6 @@ def read_settings(config: OffloadingConfig, manager: type) -> CacheConfig:
     configure_logging(settings)
     check_engine(settings, manager)
     if settings.enable:
-        if settings.service is not None:
-            raise not_served(settings.service)
         _check_parallelism(config)
         _check_groups(config)
         _check_blocks(config, settings)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
+from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChooser
@@ -17,6 +18,7 @@ from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, limited
 from flexkv.engine.scheduler.request import HitTokens, Match
+from flexkv_vllm.offloading.hits import HeldHits
 from flexkv_vllm.offloading.lookups import Lookups
 from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks, RequestMaker
 
@@ -33,6 +35,7 @@ class OffloadedPrompts:
     """The requests of one engine under vLLM's offloading connector. Single-threaded.
 
     Args:
+        cache: the cache of the engine.
         maker: makes the states of requests.
         chooser: decides whether a load or a wait is worth its time.
         reports: reports allocated and ended requests; owned.
@@ -41,6 +44,7 @@ class OffloadedPrompts:
     Attributes:
         figures: figures of the cache.
         by_id: the requests that have not ended.
+        hits: the hits whose load is not ordered yet.
         answers: results of lookups of the prompt that vLLM matches now; the same object always.
         may_find: returns whether any block may be found.
         before_match: called before the first match of each step.
@@ -50,11 +54,13 @@ class OffloadedPrompts:
 
     def __init__(
         self,
+        cache: CacheClient,
         maker: RequestMaker,
         chooser: LoadChooser,
         reports: HitReports,
         boundary: ErrorBoundary,
     ) -> None:
+        self.hits = HeldHits(cache)
         self.figures = reports.figures
         self._maker = maker
         self.by_id: dict[str, RequestBlocks] = {}
@@ -91,6 +97,8 @@ class OffloadedPrompts:
             with self._boundary.guard("choosing a load", "the whole hit is loaded"):
                 shortens = bool(answer[0]) and self._shortens(request, local_tokens, answer[0] or 0)
             if shortens:
+                answer = ask()
+            if answer[0] and not self._hold(request):
                 answer = ask()
             with self._boundary.guard("ending a lookup", "the hit is not counted"):
                 self._end_match(request, local_tokens, answer[0])
@@ -183,12 +191,14 @@ class OffloadedPrompts:
     def forget(self) -> None:
         """The cache was reset, or its pages may be gone."""
         self._lacking.clear()
+        self.hits.release_all()
         for request in self.by_id.values():
             request.forget()
 
     def ended(self, request_id: str) -> RequestBlocks | None:
         """A request has ended. Returns its state; None if it is unknown."""
         self._lacking.pop(request_id, None)
+        self.hits.release(request_id)
         self._finished.discard(request_id)
         return self.by_id.pop(request_id, None)
 
@@ -275,6 +285,18 @@ class OffloadedPrompts:
             lookups.shorten(choice.blocks)
             lookups.left = choice.left, span.stop
         return choice.left is not None
+
+    def _hold(self, request: EngineRequest) -> bool:
+        """Hold the hit of the request that is matched now. Returns False if a part has left:
+        further lookups find nothing then."""
+        lookups = self._lookups
+        if lookups is None:
+            return True
+        with self._boundary.guard("holding a hit", "it is a miss"):
+            if self.hits.hold(request.request_id, lookups.wanted()):
+                return True
+        lookups.shorten(0)
+        return False
 
     def _end_match(self, request: EngineRequest, local_tokens: int, tokens: int | None) -> None:
         lookups = self._lookups

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv.engine.boundary import ErrorBoundary
+from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.offloading.idle import IdleManager, IdleWorker
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.offload_settings import read_settings
@@ -49,6 +50,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             if self._settings.enable:
+                warn_if_newer()
                 manager = make_manager(self.config, self._settings, self._boundary)
                 manager.choose_reset = WeightWatch(manager.weights_changed).reset
                 self._manager = manager

@@ -56,7 +56,7 @@ def make_worker(
         chunk,
         max(layout.shard_bytes(chunk) for layout in layouts),
         numa_node=device.numa_node,
-        durable=not settings.names_lower_tier or is_durable(vllm_config),
+        durable=not _lets_others_read(settings) or is_durable(vllm_config),
         identity=tuple(identity),
     )
     start = functools.partial(start_movers, device, layouts, chunk)
@@ -64,3 +64,8 @@ def make_worker(
     blocks = max(layout.num_blocks for layout in layouts)
     session, groups = open_rank(settings, config.engine_id, shard, ranks, start, pool_blocks=blocks)
     return FlexKVOffloadingWorker(session, groups, rank, device, boundary)
+
+
+def _lets_others_read(settings: CacheConfig) -> bool:
+    """Whether other processes may find blocks of this one."""
+    return settings.names_lower_tier or settings.service is not None

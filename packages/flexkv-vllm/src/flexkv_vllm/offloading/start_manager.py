@@ -11,22 +11,29 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.epoch_cache import of_epochs
 from flexkv.engine.scheduler.hit_reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.start import (
     attach_session,
+    make_cache,
     make_chooser,
-    make_own_cache,
     make_recorder,
 )
 from flexkv.settings.without_effect import report_without_effect
-from flexkv_vllm.compat.core import warn_if_newer
 from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.prompts import OffloadedPrompts
 from flexkv_vllm.offloading.requests import RequestMaker
 
 logger = logging.getLogger("flexkv.vllm")
+
+_STEP_TOKENS, _STEP_REQUESTS = 16_384, 256
+"""The most tokens and requests of a step by vLLM's defaults, which does not tell them to an
+offloading spec."""
+_STEPS = 4
+"""Steps whose stores are under way: vLLM copies a step's blocks with the next step, and schedules
+one ahead. Not tuned."""
 
 _IGNORED = {
     "load_mode": "vLLM's OffloadingConnector loads before the step that computes a request",
@@ -50,7 +57,6 @@ def make_manager(
         ArenaError: the workers have created no arena.
         DiskError: a cache directory cannot be used.
     """
-    warn_if_newer()
     report_without_effect(settings, _IGNORED)
     offer_only_what_was_computed()
     follow_connector(_prompts_of)
@@ -58,14 +64,17 @@ def make_manager(
     spec, chunk = session.arena.spec, config.cache.blocks_per_chunk
     with contextlib.ExitStack() as undo:
         undo.callback(session.close)
-        cache = make_own_cache(
+        sizes = [group.tokens_per_block * chunk for group in config.groups]
+        cache = make_cache(
             settings,
             session,
             keeps_blocks=session.info.durable,
-            follows_requests=len(config.groups) == 1,  # the policy sees the prompts of one
+            follows_requests=len(sizes) == 1,  # the policy sees the prompts of one
+            step_blocks=_STEPS * sum(_STEP_TOKENS // size + _STEP_REQUESTS for size in sizes),
         )
+        cache = of_epochs(cache, alone=not session.info.durable)
         undo.callback(cache.close)
-        tokens = config.groups[0].tokens_per_block * chunk
+        tokens = sizes[0]
         chooser = make_chooser(settings, LoadMode.ASYNC, spec, cache)
         recorder = make_recorder(settings, "vllm", tokens, spec.format.slot_bytes, chooser)
         maker = RequestMaker(cache, settings.request_options, chooser.fetched)
@@ -77,7 +86,7 @@ def make_manager(
             boundary,
             config.enable_kv_cache_events,
             settings=settings,
-            prompts=OffloadedPrompts(maker, chooser, reports, boundary),
+            prompts=OffloadedPrompts(cache, maker, chooser, reports, boundary),
         )
         figures.report_health(settings.session_root, "vllm", session.info.fingerprint)
         undo.pop_all()

@@ -129,6 +129,6 @@ def running_on(cpus: set[int]) -> Iterator[None]:
 def not_served(root: str) -> ConfigError:
     """The error of an engine that cannot use a service in `root`."""
     return ConfigError(
-        f"service is {root!r}, and only vLLM's FlexKVConnectorV1 and SGLang's linker can use it so "
-        f"far; allowed: no service, and a cache of this engine's own"
+        f"service is {root!r}, and only vLLM's connectors and SGLang's --enable-flexkv can use it "
+        f"so far; allowed: no service, and a cache of this engine's own"
     )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines under vLLM's `OffloadingConnector` share one cache by the node's service; every byte is
+checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_world import PROMPT_BLOCKS, hits, prompts
+from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
+from offloading_world import HYBRID
+from patience import PATIENCE_SECONDS, wait_until
+from served_offloading_world import ServedOffloadingWorld
+from traffic import Traffic, loaded, make_stems
+
+from packages.flexkv.tests.service.served import Service
+from packages.inside import index_of, line_of, stores_of
+from packages.tier_blocks import ready_blocks, writing_blocks
+
+SLOT_BYTES = 4096 * -(-BLOCK_TOKENS * HEAD_BYTES * HEADS * LAYERS // 4096)
+
+MakeService = Callable[..., Service]
+MakeServed = Callable[..., ServedOffloadingWorld]
+
+
+@pytest.fixture
+def make_service(tmp_path: Path) -> Iterator[MakeService]:
+    """Makes services with memory for so many blocks, and closes them after the worlds: fixtures end
+    in the reverse order of a test's arguments."""
+    made: list[Service] = []
+
+    def make(slots: int = 64, **settings: Any) -> Service:
+        made.append(Service(tmp_path / f"{len(made)}", slots, SLOT_BYTES, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def make_served(tmp_path: Path) -> Iterator[MakeServed]:
+    """Makes engines that use a service, and closes them."""
+    worlds: list[ServedOffloadingWorld] = []
+
+    def make(service: Service, **options: Any) -> ServedOffloadingWorld:
+        settings = {"service": service.root, "always_load": True} | options.pop("settings", {})
+        world = ServedOffloadingWorld(tmp_path, settings=settings, **options)
+        worlds.append(world)
+        wait_until(lambda: bool(stores_of(world.cache).free), world.poll)
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def assert_nothing_is_lost(service: Service) -> None:
+    """Once engines are at rest: each slot is free, has a block, or is granted."""
+    wait_until(service.accounted, lambda: None)
+    index = index_of(service.pool.cache)
+    assert not writing_blocks(index)
+    assert [block.key for block in ready_blocks(index).values() if block.leases] == []
+
+
+@HYBRID
+def test_an_engine_loads_what_another_has_stored(
+    make_service: MakeService, make_served: MakeServed, windows: tuple[int, ...]
+) -> None:
+    service = make_service(128)
+    one, other = (make_served(service, windows=windows) for _ in range(2))
+    (text,) = prompts(1, 1)
+    one.generate(text)
+    one.settle()
+    assert hits(other, text) == PROMPT_BLOCKS
+    other.check_outputs()
+    assert_nothing_is_lost(service)
+
+
+@HYBRID
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_that_evict_each_others_blocks_see_right_bytes(
+    make_service: MakeService, make_served: MakeServed, ranks: int, windows: tuple[int, ...]
+) -> None:
+    # vLLM's connector asserts that no request that begins anew has just been loaded.
+    service = make_service(40 * (1 + len(windows)))
+    worlds = [make_served(service, ranks=ranks, windows=windows) for _ in range(2)]
+    rng = random.Random(ranks)
+    stems = make_stems(rng, 6)
+    for _ in range(3):
+        for world in worlds:
+            Traffic(world, rng, stems, restart_rate=0.0).run(12, [])
+    for world in worlds:
+        world.settle()
+        assert loaded(world) > 0
+    assert_nothing_is_lost(service)
+    assert service.pool.cache.counters.evicted_blocks > 0
+
+
+@pytest.mark.parametrize("changes", ["a reset", "other weights"])
+def test_a_change_of_one_engine_leaves_the_others_alone(
+    make_service: MakeService, make_served: MakeServed, changes: str
+) -> None:
+    service = make_service()
+    one, other = make_served(service), make_served(service)
+    (text,) = prompts(2, 1)
+    one.generate(text)
+    one.settle()
+    one.forget()
+    if changes == "a reset":
+        one.manager.reset_cache()
+    else:
+        one.manager.weights_changed(sure=True)
+    assert hits(one, text) == 0
+    assert hits(other, text) == PROMPT_BLOCKS
+    one.settle()
+    one.forget()
+    assert hits(one, text) == PROMPT_BLOCKS, "of its own, under its new keys"
+    one.check_outputs()
+    other.check_outputs()
+    assert_nothing_is_lost(service)
+
+
+def test_an_engine_whose_keys_mean_nothing_elsewhere_keeps_its_blocks_to_itself(
+    make_service: MakeService, make_served: MakeServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    (text,) = prompts(1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("flexkv_vllm.offloading.start.is_durable", lambda _: False)
+        one = make_served(service)
+    other = make_served(service)
+    for world, stranger in ((one, other), (other, one)):
+        world.generate(text)
+        world.settle()
+        world.forget()
+        assert hits(world, text) == PROMPT_BLOCKS
+        world.forget()
+        if world is one:
+            assert hits(stranger, text) == 0
+            stranger.settle()
+            stranger.forget()
+        world.check_outputs()
+    assert_nothing_is_lost(service)
+
+
+def test_traffic_goes_on_when_the_service_ends(
+    make_service: MakeService, make_served: MakeServed
+) -> None:
+    service = make_service(40)
+    worlds = [make_served(service) for _ in range(2)]
+    rng = random.Random(5)
+    stems = make_stems(rng, 5)
+    for world in worlds:
+        Traffic(world, rng, stems, restart_rate=0.0, clear_rate=0.0).run(10, [])
+    service.close()
+    before = [loaded(world) for world in worlds]
+    for world in worlds:
+        Traffic(world, rng, stems, restart_rate=0.0, clear_rate=0.0).run(20, [])
+    assert [loaded(world) for world in worlds] > before
+    assert all(line_of(world.cache).is_cut for world in worlds)
+
+
+@HYBRID
+def test_what_left_host_memory_comes_back_from_the_services_disk(
+    make_service: MakeService,
+    make_served: MakeServed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr("flexkv.service.served_cache._SILENT_SECONDS", PATIENCE_SECONDS)
+    slots = 64 * (1 + len(windows))
+    service = make_service(
+        slots,
+        ssd_cache_gb=0.02,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=2 * PATIENCE_SECONDS,
+    )
+    one, other = (make_served(service, windows=windows) for _ in range(2))
+    texts = prompts(3, 16)
+    needed = PROMPT_BLOCKS * (1 + len(windows))
+    for text in texts:
+        wait_until(lambda: len(stores_of(one.cache).free) >= needed, one.poll)
+        one.generate(text)
+        one.settle()
+        wait_until(lambda: not service.pool.busy, lambda: None)
+    for text in texts:
+        assert hits(other, text) == PROMPT_BLOCKS
+        other.settle()
+        wait_until(lambda: not service.pool.busy, lambda: None)
+    other.check_outputs()
+    assert service.pool.cache.counters.fetched_blocks > 0
+    assert_nothing_is_lost(service)
+
+
+def test_blocks_that_vllm_has_found_stay_until_it_orders_their_load(
+    make_service: MakeService, make_served: MakeServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much another engine stores meanwhile."""
+    service = make_service(24, eviction_policy="lru")
+    one, other = make_served(service), make_served(service)
+    (text,) = prompts(4, 1)
+    one.generate(text)
+    one.settle()
+    one.forget()
+    allocate = one.scheduler.kv_cache_manager.allocate_slots
+    evicted = []
+
+    def store_much(*args: Any, **options: Any) -> Any:
+        if not evicted:
+            for another in prompts(5, 100):
+                other.generate(another)
+                other.settle()
+                other.forget()
+                if service.pool.cache.counters.evicted_blocks >= 48:
+                    break
+            evicted.append(service.pool.cache.counters.evicted_blocks)
+        return allocate(*args, **options)
+
+    monkeypatch.setattr(one.scheduler.kv_cache_manager, "allocate_slots", store_much)
+    assert hits(one, text) == PROMPT_BLOCKS
+    assert evicted[0] >= 48, "of 24"
+    assert one.cache.counters.failed_loads == 0
+    one.check_outputs()
+    assert_nothing_is_lost(service)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache that engines share, for an adapter whose engine makes the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from flexkv.client import CacheClient, CacheInfo, FetchId, Transfer
+from flexkv.engine.key_epoch import KeyEpoch
+from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
+from flexkv.figures.counters import ResetCause
+from flexkv.types.changes import Changes
+from flexkv.types.presence import Presence
+
+
+class EpochCache:
+    """A `CacheClient` over one that others share. A reset begins another epoch of keys: this engine
+    finds no block of before, and the others keep theirs. Single-threaded.
+
+    Args:
+        cache: the shared cache; owned.
+        alone: whether the engine's keys mean something else in other engines. Then no epoch is
+            shared.
+    """
+
+    def __init__(self, cache: CacheClient, *, alone: bool) -> None:
+        self._cache = cache
+        self._epoch = KeyEpoch()
+        if alone:
+            self._epoch.renew()
+        # What has no keys is the cache's own.
+        self.confirm, self.cancel, self.discard = cache.confirm, cache.cancel, cache.discard
+        self.raise_priority, self.fetch_state = cache.raise_priority, cache.fetch_state
+        self.end_fetch, self.ended, self.unpin = cache.end_fetch, cache.ended, cache.unpin
+        self.poll, self.watch, self.figures = cache.poll, cache.watch, cache.figures
+        self.suspend, self.pause, self.stop = cache.suspend, cache.pause, cache.stop
+        self.recover, self.close = cache.recover, cache.close
+
+    @property
+    def info(self) -> CacheInfo:
+        """See `CacheClient.info`."""
+        return self._cache.info
+
+    @property
+    def busy(self) -> bool:
+        """See `CacheClient.busy`."""
+        return self._cache.busy
+
+    @property
+    def disabled(self) -> bool:
+        """See `CacheClient.disabled`."""
+        return self._cache.disabled
+
+    @property
+    def is_full(self) -> bool:
+        """See `CacheClient.is_full`."""
+        return self._cache.is_full
+
+    @property
+    def under_way(self) -> Collection[int]:
+        """See `CacheClient.under_way`."""
+        return self._cache.under_way
+
+    @property
+    def loading_blocks(self) -> int:
+        """See `CacheClient.loading_blocks`."""
+        return self._cache.loading_blocks
+
+    @property
+    def has_changes(self) -> bool:
+        """See `CacheClient.has_changes`."""
+        return self._cache.has_changes
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """See `CacheClient.lookup`."""
+        return self._cache.lookup(self._own(keys))
+
+    def presence(self, keys: Sequence[bytes]) -> Sequence[Presence]:
+        """See `CacheClient.presence`."""
+        return self._cache.presence(self._own(keys))
+
+    def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
+        """See `CacheClient.missing`."""
+        return self._cache.missing(self._own(keys), start)
+
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
+        """See `CacheClient.query`."""
+        return self._cache.query(self._own(keys), self._own(scattered))
+
+    def load(self, keys: Sequence[bytes]) -> Transfer | None:
+        """See `CacheClient.load`."""
+        return self._engines(self._cache.load(self._own(keys)))
+
+    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+        """See `CacheClient.fetch`."""
+        return self._cache.fetch(self._own(keys), queued=queued)
+
+    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+        """See `CacheClient.extend_fetch`."""
+        return self._cache.extend_fetch(fetch, self._own(keys))
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Collection[int] = (0,),
+        *,
+        held: bool = False,
+    ) -> Transfer | None:
+        """See `CacheClient.store`."""
+        return self._engines(
+            self._cache.store(self._own(keys), positions, prefix_starts, held=held)
+        )
+
+    def record(
+        self,
+        keys: Sequence[bytes],
+        context: RequestContext = UNKNOWN_REQUEST,
+        prompt: Sequence[bytes] | None = None,
+    ) -> None:
+        """See `CacheClient.record`."""
+        self._cache.record(self._own(keys), context, None if prompt is None else self._own(prompt))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.touch`."""
+        self._cache.touch(self._own(keys))
+
+    def pin(
+        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    ) -> None:
+        """See `CacheClient.pin`."""
+        self._cache.pin(self._own(keys), owner, seconds)
+
+    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
+        """See `CacheClient.retain`."""
+        self._cache.retain(self._own(keys), owner, seconds)
+
+    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
+        """See `CacheClient.release`."""
+        self._cache.release(self._own(keys), owner)
+
+    def drain_changes(self) -> list[Changes]:
+        """See `CacheClient.drain_changes`. Blocks of other epochs, which this engine does not find,
+        are left out."""
+        return [
+            Changes(each.medium, self._of_epoch(each.removed), self._of_epoch(each.added))
+            for each in self._cache.drain_changes()
+        ]
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """See `CacheClient.describe`."""
+        end = self._epoch.end
+        self._cache.describe({key + end: text for key, text in described.items()})
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """See `CacheClient.take_descriptions`."""
+        described = self._cache.take_descriptions(self._own(keys))
+        return {
+            key: described[own]
+            for key, own in zip(keys, self._own(keys), strict=True)
+            if own in described
+        }
+
+    def clear(self, cause: str = ResetCause.REQUEST) -> None:
+        """See `CacheClient.clear`."""
+        self._cache.clear(cause)
+        self._epoch.renew()
+
+    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
+        """See `CacheClient.renew`."""
+        self._cache.renew(cause)
+        self._epoch.renew()
+
+    def _own(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        end = self._epoch.end
+        return [key + end for key in keys] if end else keys
+
+    def _engines(self, transfer: Transfer | None) -> Transfer | None:
+        """A transfer with the keys that the engine knows."""
+        end = len(self._epoch.end)
+        if transfer is None or not end:
+            return transfer
+        return replace(transfer, keys=[key[:-end] for key in transfer.keys])
+
+    def _of_epoch(self, keys: Sequence[bytes]) -> list[bytes]:
+        end = len(self._epoch.end)
+        own = filter(self._epoch.has, keys)
+        return [key[:-end] for key in own] if end else list(own)
+
+
+def of_epochs(cache: CacheClient, *, alone: bool) -> CacheClient:
+    """A cache whose resets leave other engines their blocks: `cache`, if it has no others. `alone`:
+    see `EpochCache`."""
+    return EpochCache(cache, alone=alone) if cache.info.is_shared else cache
