@@ -13,6 +13,7 @@ from typing import Any
 from integration.campaign.counts import Counts
 from integration.harness import connector
 from integration.harness.config import EngineConfig
+from integration.harness.connector import Connector
 from integration.harness.host import EngineHost
 from integration.harness.server import Server
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, WARM
@@ -90,3 +91,29 @@ def test_data_parallel_engines_of_a_server_share_it(
             for engine in ("0", "1")
         ]
     assert hits == [0, sum(restorable(WARM))]
+
+
+def test_engines_of_vllms_own_connector_share_it(
+    nodes: Nodes,
+    service: NodeService,
+    reference: Reference,
+    offloading: Callable[..., Connector],
+) -> None:
+    """One engine's reset costs the other no hit."""
+    chosen = offloading(service=str(service.root))
+    one, other = nodes.start_with(chosen), nodes.start_with(chosen)
+    reference.check_all(FIRST, ask_each(one, FIRST), what="the first engine")
+    found = ask_each(other, FIRST)
+    reference.check_all(FIRST, found, what="the other engine")
+    assert restored(found) == restorable(FIRST)
+    one.reset_prefix_cache(reset_connector=True)
+    found = ask_each(one, FIRST)
+    reference.check_all(FIRST, found, what="after a reset")
+    assert restored(found) == [0] * len(FIRST)
+    other.forget()
+    reference.check_all(CONCURRENT, ask_together(other, CONCURRENT), what="together")
+    service.kill()
+    other.forget()
+    found = ask_each(other, FIRST)
+    reference.check_all(FIRST, found, what="without a service")
+    assert restored(found) == restorable(FIRST)
