@@ -22,6 +22,7 @@ from flexkv.client import CacheClient, Transfer
 from flexkv.eviction import POLICIES
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.types.mover import Status
+from flexkv.types.presence import Presence
 from integration.bench.rows import Goal, Row
 from packages.flexkv.tests.service.served import FORMAT, Scheduler, until
 from packages.inside import stores_of
@@ -34,6 +35,8 @@ REQUESTS = 64
 ENGINES = 8
 _REPEATS = 200
 _STORES = 80
+_PROMPTS = 8
+"""That are fetched from a disk."""
 _STEP_SECONDS = 0.005
 """Between two steps: less than any model takes."""
 
@@ -106,7 +109,60 @@ def service_rows(say: Say) -> list[Row]:
                 share=ENGINES,
             )
         )
+    with _served(1, disk=True) as (served,):
+        rows += _disk_rows(served, say)
     return rows
+
+
+def _disk_rows(served: _Side, say: Say) -> list[Row]:
+    """CPU of the scheduler's thread for blocks that left memory, and for those that are nowhere."""
+    say("service: a disk")
+    cache = served.cache
+    prompts = [_stored(served) for _ in range(_PROMPTS)]
+    for keys in prompts:
+        while Presence.HOST in cache.presence(keys):
+            _stored(served)
+        while set(cache.presence(keys)) != {Presence.BELOW}:
+            cache.poll()
+            time.sleep(0.001)
+    nowhere = _keys(BLOCKS)
+    asked = [_seconds(lambda: cache.fetch(nowhere)) for _ in range(_REPEATS)]
+    return [
+        Row(
+            "service: a prompt of 1,312 blocks that no disk has",
+            statistics.median(asked) * 1e6,
+            "us",
+            Goal("<=", 100),
+            "CPU of the scheduler's thread: CacheClient.fetch, which sends nothing",
+            {"served": asked},
+        ),
+        _fetch_row([_fetched(cache, keys) for keys in prompts]),
+    ]
+
+
+def _fetch_row(taken: Sequence[float]) -> Row:
+    return Row(
+        "service: fetch of 1,312 disk blocks",
+        statistics.median(taken) * 1e6,
+        "us",
+        Goal("<=", 200),
+        "CPU of the scheduler's thread, from the order to the end, with a poll each 5 ms",
+        {"served": list(taken)},
+    )
+
+
+def _fetched(cache: CacheClient, keys: Sequence[bytes]) -> float:
+    """Fetch a prompt. Returns seconds of this thread's CPU."""
+    begun = time.thread_time()
+    fetch = cache.fetch(keys)
+    cache.poll()
+    assert fetch is not None
+    while cache.fetch_state(fetch).arrived < len(keys):
+        time.sleep(_STEP_SECONDS)
+        cache.poll()
+    cache.end_fetch(fetch)
+    cache.poll()
+    return time.thread_time() - begun
 
 
 def _compare(own: _Side, served: _Side, say: Say) -> list[Row]:
@@ -201,14 +257,17 @@ def _embedded() -> Iterator[_Side]:
 
 
 @contextmanager
-def _served(engines: int) -> Iterator[list[_Side]]:
-    """So many engines of one service."""
+def _served(engines: int, *, disk: bool = False) -> Iterator[list[_Side]]:
+    """So many engines of one service, with a disk of four times its memory if asked for."""
     with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
         root = Path(folder, "service")
         environ = os.environ | {
             "FLEXKV_CPU_CACHE_GB": str(SLOTS * FORMAT.slot_bytes / (1 << 30)),
             "FLEXKV_RUNTIME_DIR": str(Path(folder, "runtime")),
         }
+        if disk:
+            environ["FLEXKV_SSD_CACHE_DIR"] = str(Path(folder, "disk"))
+            environ["FLEXKV_SSD_CACHE_GB"] = str(4 * SLOTS * FORMAT.slot_bytes / (1 << 30))
         command = [sys.executable, "-m", "flexkv", "serve", str(root)]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ

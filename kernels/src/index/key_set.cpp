@@ -180,6 +180,18 @@ PyObject* contains(PyObject* self, PyObject* keys) {
   });
 }
 
+PyObject* lookup(PyObject* self, PyObject* keys) {
+  return guarded([&] {
+    Py_ssize_t count = 0;
+    of(self).each(Keys(keys), [&](Py_ssize_t, Tag tag) {
+      const bool has = of(self).has(tag);
+      count += has;
+      return has;
+    });
+    return number(count);
+  });
+}
+
 PyObject* add(PyObject* self, PyObject* keys) {
   return guarded([&] {
     Set& set = owned(self);
@@ -251,6 +263,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 
 PyMethodDef methods[] = {
     {"contains", contains, METH_O, nullptr},
+    {"lookup", lookup, METH_O, nullptr},
     {"add", add, METH_O, nullptr},
     {"remove", remove_keys, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

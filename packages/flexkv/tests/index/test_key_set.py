@@ -47,6 +47,7 @@ def test_it_has_what_was_added_and_not_removed(changes: list[tuple[bool, list[in
         expected = [number in model for number in range(61)]
         assert owner.contains(keys(range(61))) == expected
         assert reader.contains(keys(range(61))) == expected
+        assert reader.lookup(keys(range(61))) == [*expected, False].index(False)
         assert len(owner) == len(model)
 
 

@@ -35,6 +35,10 @@ class KeySet(Protocol):
         """For each of `keys` whether it is in the set."""
         ...
 
+    def lookup(self, keys: Sequence[bytes], /) -> int:
+        """How many of `keys`, from the first on, are in the set."""
+        ...
+
     def add(self, keys: Sequence[bytes], /) -> int:
         """Add keys. Returns for how many there was no room."""
         ...

@@ -85,15 +85,18 @@ class ServedTiers:
 
     def fetch(self, keys: Sequence[bytes], queued: bool) -> FetchId | None:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
-        there, is_sure = self._reader.lookup(keys), self._knows_all
-        if there == len(keys) or (is_sure and not self.below.contains(keys[there : there + 1])[0]):
-            return None  # as for most new prompts
-        ends = False
+        there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False
+        if there == len(keys):
+            return None
         if is_sure:
-            presence = self.presence(keys[there:])
-            ends = Presence.ABSENT in presence
-            if ends:
-                keys = keys[: there + presence.index(Presence.ABSENT)]
+            reach = there + self.below.lookup(keys[there:])
+            if reach == there:
+                return None  # as for most new prompts
+            if reach < len(keys):
+                presence = self.presence(keys[reach:])
+                ends = Presence.ABSENT in presence
+                if ends:
+                    keys = keys[: reach + presence.index(Presence.ABSENT)]
         fetch, medium = FetchId(self._next_fetch), self._media[0]
         self._next_fetch += 1
         state = FetchState(
