@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import socket
 from collections.abc import Callable, Sequence
@@ -159,6 +160,20 @@ def test_health_tells_a_pool_that_is_suspended_until_it_is_cleared(
     )
     clear_pools(service.root, None)
     assert ask(port, "GET", "/health") == (200, "ok\n")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.EPIPE])
+def test_an_error_of_a_disk_at_a_clear_reaches_the_operator(
+    number: int, service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach(service)
+
+    def fails(*_: object) -> None:
+        raise OSError(number, "for the test", "/the/disk")
+
+    monkeypatch.setattr(TierStack, "empty", fails)
+    with pytest.raises(ServiceError, match=r"for the test"):
+        clear_pools(service.root, None)
 
 
 def test_silent_peers_keep_nobody_out(

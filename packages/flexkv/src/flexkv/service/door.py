@@ -44,6 +44,13 @@ _ACCEPT_SECONDS = 0.1
 """Pause after a peer could not be accepted, for lack of descriptors. Not tuned."""
 
 
+_TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
+
+
+class SilentLoopError(Exception):
+    """The service's loop has not come to a request in time."""
+
+
 class Served(Protocol):
     """What the door asks of the service. All calls come in threads of the door, and wait for the
     service's loop for so many seconds."""
@@ -51,11 +58,11 @@ class Served(Protocol):
     config: CacheConfig
 
     def state(self, seconds: float) -> ServiceState:
-        """The state now; raises TimeoutError."""
+        """The state now; raises SilentLoopError."""
         ...
 
     def clear(self, fingerprint: str | None, seconds: float) -> Cleared:
-        """Clear the pool of a fingerprint, or all pools; raises TimeoutError, LookupError."""
+        """Clear the pool of a fingerprint, or all pools; raises SilentLoopError, LookupError."""
         ...
 
 
@@ -160,41 +167,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, f"nothing is here; allowed: {paths}\n".encode())
             return
         try:
-            call()
-        except TimeoutError:
+            content, kind = call()
+        except SilentLoopError:
             text = f"the loop of the service has not answered for {_LOOP_SECONDS:g} s\n"
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, text.encode())
         except LookupError as error:
             self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
-        except OSError:
-            raise  # the peer has left
         except Exception as error:
             logger.exception("an operator's request failed")
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error!r}\n".encode())
+        else:
+            self._send(HTTPStatus.OK, content, kind)
 
-    def _metrics(self) -> None:
+    def _metrics(self) -> tuple[bytes, str]:
         served = self.server.served
-        figures = exposition(served.state(_LOOP_SECONDS), served.config)
-        self._send(HTTPStatus.OK, figures, CONTENT_TYPE_LATEST)
+        return exposition(served.state(_LOOP_SECONDS), served.config), CONTENT_TYPE_LATEST
 
-    def _health(self) -> None:
+    def _health(self) -> tuple[bytes, str]:
         problems = self.server.served.state(_LOOP_SECONDS).problems
         text = "\n".join(problems) or "ok"
-        self._send(HTTPStatus.OK, f"{text}\n".encode())
+        return f"{text}\n".encode(), _TEXT
 
-    def _state(self) -> None:
-        self._send_json(self.server.served.state(_LOOP_SECONDS))
+    def _state(self) -> tuple[bytes, str]:
+        return msgspec.json.encode(self.server.served.state(_LOOP_SECONDS)), _JSON
 
-    def _clear(self) -> None:
+    def _clear(self) -> tuple[bytes, str]:
         wanted = parse_qs(urlsplit(self.path).query).get("fingerprint", [None])
-        self._send_json(self.server.served.clear(wanted[0], _LOOP_SECONDS))
+        return msgspec.json.encode(self.server.served.clear(wanted[0], _LOOP_SECONDS)), _JSON
 
-    def _send_json(self, content: msgspec.Struct) -> None:
-        self._send(HTTPStatus.OK, msgspec.json.encode(content), "application/json")
-
-    def _send(
-        self, status: HTTPStatus, content: bytes, kind: str = "text/plain; charset=utf-8"
-    ) -> None:
+    def _send(self, status: HTTPStatus, content: bytes, kind: str = _TEXT) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))

@@ -16,7 +16,7 @@ from typing import TypeVar
 from flexkv.figures.health_samples import ok_sample
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
-from flexkv.service.door import OperatorDoor
+from flexkv.service.door import OperatorDoor, SilentLoopError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import SOCKET, Cleared, PoolState, ServiceState, own_figures
 from flexkv.session.runtime_directory import RuntimeDirectory
@@ -68,7 +68,7 @@ class Operators:
         """The state of the service, within `seconds`.
 
         Raises:
-            TimeoutError: the loop has not come to it.
+            SilentLoopError: the loop has not come to it.
         """
         return self._ask(self._state, seconds)
 
@@ -80,7 +80,7 @@ class Operators:
             seconds: to wait for the loop.
 
         Raises:
-            TimeoutError: the loop has not come to it, and nothing is cleared.
+            SilentLoopError: the loop has not come to it, and nothing is cleared.
             LookupError: there is no such pool.
         """
         return self._ask(lambda: self._clear(fingerprint), seconds)
@@ -113,14 +113,14 @@ class Operators:
 
         with self._guard:
             if self._asked is None:
-                raise TimeoutError
+                raise SilentLoopError
             self._asked.append(answer)
             self._wake()
         try:
             return told.result(seconds)
         except TimeoutError:
             if told.cancel():
-                raise
+                raise SilentLoopError from None
             return told.result()  # the loop is at it
 
     def _state(self) -> ServiceState:
