@@ -20,9 +20,15 @@ SOURCES = [
 
 
 def quoted_messages() -> list[str]:
-    """What the page's headings quote; "..." stands for what differs from case to case."""
-    headings = re.findall(r"^### (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return [quote for heading in headings for quote in re.findall("`(.*?)`", heading)]
+    """What the page quotes in headings and in tables of lines, and wherever it has a "...", which
+    stands for what differs from case to case."""
+    text = PAGE.read_text(encoding="utf-8")
+    headings = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    tables = re.findall(r"^\| line.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    quotes = [quote for part in headings + rows for quote in re.findall("`(.*?)`", part)]
+    elsewhere = [quote for quote in re.findall("`([^`\n]+)`", text) if "..." in quote]
+    return sorted({*quotes, *elsewhere})
 
 
 def templates(path: Path) -> Iterator[str]:
@@ -51,7 +57,10 @@ def occurs(message: str, texts: list[str]) -> bool:
 
 
 def test_page_quotes_messages() -> None:
-    assert len(quoted_messages()) >= 10
+    quoted = quoted_messages()
+    assert len(quoted) >= 70
+    assert "the service of FlexKV is gone" in quoted
+    assert "vLLM replaces FlexKV by ..." in quoted
 
 
 @pytest.mark.parametrize("message", quoted_messages())
