@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +137,9 @@ def test_what_the_disk_held_at_the_start_is_told(make_world: MakeWorld) -> None:
 
 
 def await_descriptions(world: World) -> None:
-    """Wait until the blocks that are on disk already can be told."""
-    wait_until(lambda: not drive_of(world).loading, lambda: time.sleep(0.001))
+    """Run steps until the blocks that were on disk at the start are told."""
+    index = drive_of(world).index
+    wait_until(lambda: index.noted_slots == index.num_slots and not index.has_changes, world.step)
 
 
 def test_after_a_restart_the_disk_is_told_in_full(make_world: MakeWorld) -> None:
@@ -179,6 +179,29 @@ def test_after_a_restart_the_disk_is_told_in_full(make_world: MakeWorld) -> None
     world.generate(texts[0])
     drain(subscriber)
     assert [each.medium for each in subscriber.stored[len(again) :]] == [HOST] * 3
+
+
+def test_after_a_restart_a_step_tells_few_blocks_in_full(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexkv.tiers.disk.described_slots._BLOCKS_PER_CALL", 2)
+    options: dict[str, Any] = {"slots": 14, "disk_slots": 100, "events": True}
+    first = make_world(**options)
+    text = random_prompt(random.Random(4), 7 * BLOCK_TOKENS + 1)
+    first.generate(text)
+    drain(Subscriber(first))
+    first.close()
+    world = make_world(**options)
+    subscriber = Subscriber(world)
+    index, told = drive_of(world).index, []
+    while index.has_changes:
+        seen = len(subscriber.stored)
+        world.step()
+        subscriber.listen()
+        told.append(subscriber.stored[seen:])
+    assert [len(each) for each in told if each] == [2, 2, 2, 1]
+    tokens = [each.token_ids for some in told for each in some]
+    assert sorted(tokens) == sorted(text[at : at + 16] for at in range(0, 7 * 16, 16))
 
 
 def test_the_blocks_of_all_groups_on_disk_are_told_at_the_start(make_world: MakeWorld) -> None:

@@ -34,7 +34,7 @@ def write(folder: int, num_slots: int = 8) -> None:
 def read(folder: int, seal: int = SEAL, num_slots: int = 8) -> dict[bytes, bytes]:
     kept = Descriptions(OsFiles(), folder, num_slots)
     found: dict[bytes, bytes] = {}
-    for some in kept.read(seal):
+    for _, some in kept.read(seal):
         found |= some
     kept.close()
     return found
@@ -46,6 +46,21 @@ def test_descriptions_outlive_the_process(folder: int, tmp_path: Path) -> None:
     assert Descriptions(OsFiles(), folder, 8).exists
     assert read(folder) == dict(TEXTS.values())
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+
+
+def test_parts_come_in_the_order_of_slots_and_writes_between_them(
+    folder: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexkv.tiers.disk.descriptions._READ_BYTES", 600)
+    write(folder)
+    kept = Descriptions(OsFiles(), folder, 8)
+    parts = kept.read(SEAL)
+    assert next(parts) == (2, dict([TEXTS[0], TEXTS[1]]))
+    kept.write(3, SEAL, b"key3", b"new")
+    assert next(parts) == (4, {b"key3": b"new"})
+    kept.write(2, SEAL, b"long", bytes(1000))
+    assert list(parts) == [], "a longer description has discarded all"
+    kept.close()
 
 
 def test_a_table_with_fewer_slots_reads_only_theirs(folder: int) -> None:

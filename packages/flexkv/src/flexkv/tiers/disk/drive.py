@@ -14,6 +14,7 @@ from typing import TypeAlias
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Traffic
 from flexkv.tiers.circuit import Circuit
+from flexkv.tiers.disk.described_slots import DescribedSlots
 from flexkv.tiers.disk.disk_store import DiskStore, new_epoch
 from flexkv.tiers.disk.runs import (
     READ_RUN_BYTES,
@@ -144,6 +145,7 @@ class Drive:
         self._running: dict[Job, _Running] = {}
         self._ended = EndedJobs(link)
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
+        self._described = DescribedSlots(None, self.index.num_slots)
         self._unerased: set[int] = set()
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
@@ -257,28 +259,22 @@ class Drive:
                 self._upkeep.renew(slot, record)
 
     def watch(self) -> None:
-        """See `IndexedTier.watch`. Changes wait until the blocks' descriptions are read."""
+        """See `IndexedTier.watch`. The blocks of a slot are changes once their descriptions are
+        read."""
         self.index.watch()
-        self._upkeep.load_descriptions()
-
-    @property
-    def loading(self) -> bool:
-        """Whether changes wait until the blocks' descriptions are read."""
-        return self._upkeep.loading
+        self._described = self._upkeep.read_descriptions(self._seal)
 
     @property
     def has_changes(self) -> bool:
         """See `IndexedTier.has_changes`."""
-        return not self._upkeep.loading and self.index.has_changes
+        return self.index.has_changes_before(self._described.stop_slot)
 
     def drain_changes(self, limit: int) -> dict[bytes, bool]:
-        """See `IndexedTier.drain_changes`."""
-        if self._upkeep.loading:
-            return {}
-        changes = self.index.drain_changes(limit)
-        if not changes and not self.index.has_changes:
-            self._upkeep.drop_descriptions()  # of blocks that have left
-        return changes
+        """See `IndexedTier.drain_changes`. Blocks with descriptions come in small numbers."""
+        described = self._described
+        described.forget(self.index.noted_slots)
+        self._upkeep.resume()
+        return self.index.drain_changes(described.limit(limit), described.stop_slot)
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `IndexedTier.describe`."""
@@ -288,7 +284,7 @@ class Drive:
 
     def take_descriptions(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
         """See `IndexedTier.take_descriptions`."""
-        return self._upkeep.take_descriptions(keys)
+        return self._described.take(keys)
 
     def clear(self) -> None:
         """Remove all blocks; see `LowerTier.clear`."""
@@ -298,6 +294,8 @@ class Drive:
     def empty(self) -> None:
         """Remove all blocks; see `LowerTier.empty`."""
         self.index.clear()
+        self._upkeep.stop_reading()
+        self._described = DescribedSlots(None, self.index.num_slots)
         epoch = new_epoch()
         # No table has the seal of blocks whose keys have another meaning in this process. A restart
         # finds none of them.

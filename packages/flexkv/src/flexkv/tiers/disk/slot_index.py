@@ -49,6 +49,8 @@ class SlotIndex:
         num_slots: slots of the store.
         stale_blocks: blocks of before a reset that still have a slot.
         evictions: blocks evicted so far.
+        noted_slots: slots, from the first on, whose changes are noted as they occur. Drains note
+            the blocks of later slots.
     """
 
     def __init__(self, num_slots: int, policy: AnyPolicy | None = None) -> None:
@@ -56,7 +58,7 @@ class SlotIndex:
         self.stale_blocks = 0
         self.evictions = 0
         self._changes: dict[bytes, bool] | None = None  # None when not watched
-        self._noted_slots = 0  # the changes of later slots are noted by `_note_first_blocks`
+        self.noted_slots = 0
         self._keys: list[bytes | None] = [None] * num_slots
         self._slots = SlotMap(self._keys)
         self._states = array("H", bytes(2 * num_slots))
@@ -132,28 +134,33 @@ class SlotIndex:
         """Record changes for `drain_changes` from now on. All ready blocks count as changes. It
         takes the same time for any number of blocks."""
         self._changes = {}
-        self._noted_slots = 0 if self._blocks else self.num_slots
+        self.noted_slots = 0 if self._blocks else self.num_slots
 
     @property
     def has_changes(self) -> bool:
         """Whether `drain_changes` may return any."""
+        return self.has_changes_before(self.num_slots)
+
+    def has_changes_before(self, stop: int) -> bool:
+        """Whether `drain_changes` may return any with this `stop`."""
         if self._changes is None:
             return False
-        return bool(self._changes or self.stale_blocks or self._noted_slots < self.num_slots)
+        return bool(self._changes or self.stale_blocks or self.noted_slots < stop)
 
-    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+    def drain_changes(self, limit: int, stop: int | None = None) -> dict[bytes, bool]:
         """Up to `limit` blocks that became ready or left since the last call, the oldest change
-        first; for the key of each whether it became ready. Empty without `watch`."""
+        first; for the key of each whether it became ready. Blocks that were there before `watch`
+        only come from slots before `stop`. Empty without `watch`."""
         if self._changes is None:
             return {}
         self.sweep(limit)
-        self._note_first_blocks(self._changes, limit)
+        self._note_first_blocks(self._changes, limit, self.num_slots if stop is None else stop)
         return take_oldest(self._changes, limit)
 
     def is_reported(self, key: bytes) -> bool:
         """Whether the block is ready by the changes that `drain_changes` has returned."""
         slot = self._slots.get(key)
-        is_noted = 0 <= slot < self._noted_slots and self._states[slot] % 2 == 0
+        is_noted = 0 <= slot < self.noted_slots and self._states[slot] % 2 == 0
         return is_noted != (key in (self._changes or ()))
 
     def has_all(self, keys: Iterable[bytes]) -> list[bool]:
@@ -408,16 +415,16 @@ class SlotIndex:
 
     def _note(self, slot: int, ready: bool) -> None:
         key = self._keys[slot]
-        if self._changes is not None and slot < self._noted_slots and key is not None:
+        if self._changes is not None and slot < self.noted_slots and key is not None:
             note(self._changes, key, ready)
 
-    def _note_first_blocks(self, changes: dict[bytes, bool], limit: int) -> None:
+    def _note_first_blocks(self, changes: dict[bytes, bool], limit: int, stop: int) -> None:
         """Note ready blocks that `watch` has found, a part of the slots at a time. Stale blocks
         leave before: nobody knows of those in later slots."""
-        end = min(self._noted_slots + _NOTED_SLOTS, self.num_slots)
-        while len(changes) < limit and self._noted_slots < end and not self.stale_blocks:
-            slot = self._noted_slots
-            self._noted_slots += 1
+        end = min(self.noted_slots + _NOTED_SLOTS, stop)
+        while len(changes) < limit and self.noted_slots < end and not self.stale_blocks:
+            slot = self.noted_slots
+            self.noted_slots += 1
             if self._states[slot] == self._ready:
                 self._note(slot, True)
 

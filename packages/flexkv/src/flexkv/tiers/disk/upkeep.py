@@ -13,10 +13,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from flexkv.system.retries import Failures
 from flexkv.tiers.disk import table
+from flexkv.tiers.disk.described_slots import DescribedSlots
 from flexkv.tiers.disk.disk_store import DiskStore
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,7 @@ class Upkeep:
         self._records: deque[tuple[int, bytes]] = deque()
         self._written: deque[tuple[int, bool]] = deque()
         self._described: deque[tuple[int, int, bytes, bytes]] = deque()
-        self._loads = False
-        self._descriptions: dict[bytes, bytes] = {}
+        self._read: DescribedSlots | None = None
         self._description_failures = Failures()
         self._closing = False
         # A daemon: a thread that hangs in its device must not keep the process from ending.
@@ -144,27 +144,25 @@ class Upkeep:
             self._described.append((slot, seal, key, text))
             self._work.notify()
 
-    def load_descriptions(self) -> None:
-        """Begin to read the descriptions that an earlier owner has left; see `loading`."""
+    def read_descriptions(self, seal: int) -> DescribedSlots:
+        """Begin to read the descriptions that are in the folder, a part at a time. The caller gets
+        what the thread reads into, and calls `resume` when it has taken some."""
         descriptions = self._store.descriptions
-        if descriptions is not None and descriptions.exists:
+        parts = None if descriptions is None else descriptions.read(seal)
+        with self._work:
+            self._read = DescribedSlots(parts, self._store.index.num_slots)
+            self._work.notify()
+            return self._read
+
+    def stop_reading(self) -> None:
+        """Read no more descriptions."""
+        self._read = None
+
+    def resume(self) -> None:
+        """Read the next descriptions, if there is room for them."""
+        if self._reads:
             with self._work:
-                self._loads = True
                 self._work.notify()
-
-    @property
-    def loading(self) -> bool:
-        """Whether descriptions are being read."""
-        return self._loads
-
-    def take_descriptions(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
-        """The descriptions of blocks, as far as they were read and not taken."""
-        read = self._descriptions
-        return {key: read.pop(key) for key in keys if key in read} if read else {}
-
-    def drop_descriptions(self) -> None:
-        """Discard the descriptions that were read."""
-        self._descriptions = {}
 
     @property
     def slots(self) -> list[int]:
@@ -198,10 +196,10 @@ class Upkeep:
                 written = self._write_next(*self._records[0])
                 with self._work:
                     self._written.append((self._records.popleft()[0], written))
-            elif self._loads:
-                self._load()
             elif self._described:
                 self._describe(*self._described.popleft())
+            elif self._reads:
+                self._read_part()
             elif self._save.is_due(self._now()):
                 self._save.run(self._store.path, self._closing)
 
@@ -210,7 +208,7 @@ class Upkeep:
         with self._work:
             while True:
                 wanted = [task for task in (self._reset, self._save) if task.wanted]
-                waits = self._records or self._loads or self._described
+                waits = self._records or self._described or self._reads
                 if waits or any(task.is_due(self._now()) for task in wanted):
                     return True
                 if self._closing:
@@ -236,19 +234,20 @@ class Upkeep:
             return record != table.EMPTY_RECORD
         return True
 
-    def _load(self) -> None:
-        """Read all descriptions, unless the upkeep ends meanwhile."""
-        assert self._store.descriptions is not None
-        read: dict[bytes, bytes] = {}
+    @property
+    def _reads(self) -> bool:
+        read = self._read
+        return read is not None and read.is_wanted and not self._closing
+
+    def _read_part(self) -> None:
+        read = self._read
+        if read is None:
+            return
         try:
-            for some in self._store.descriptions.read(self._store.seal):
-                if self._closing:
-                    break
-                read |= some
+            read.read_part()
         except Exception as error:  # noqa: BLE001 - events do without, and must not wait for ever
+            read.stop()
             self._note_descriptions("read", error)
-        self._descriptions = read
-        self._loads = False
 
     def _describe(self, slot: int, seal: int, key: bytes, text: bytes) -> None:
         assert self._store.descriptions is not None
