@@ -174,6 +174,43 @@ def test_a_change_of_one_engine_leaves_the_others_alone(
     assert_nothing_is_lost(service)
 
 
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+def test_blocks_that_vllm_has_found_stay_until_it_orders_their_load(
+    make_service: MakeService,
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, ...],
+) -> None:
+    """However much another engine stores meanwhile."""
+    slots = 24 * (1 + len(windows))
+    service = make_service(slots, eviction_policy="lru")
+    one, other = (served(make_world, service, windows=windows) for _ in range(2))
+    (text,) = prompts(4, 1)
+    one.generate(text)
+    one.settle()
+    one.forget()
+    allocate = one.scheduler.kv_cache_manager.allocate_slots
+    evicted = []
+
+    def store_much(*args: Any, **options: Any) -> Any:
+        if not evicted:
+            for another in prompts(5, 200):
+                other.generate(another)
+                other.settle()
+                other.forget()
+                if service.pool.cache.counters.evicted_blocks >= 2 * slots:
+                    break
+            evicted.append(service.pool.cache.counters.evicted_blocks)
+        return allocate(*args, **options)
+
+    monkeypatch.setattr(one.scheduler.kv_cache_manager, "allocate_slots", store_much)
+    assert hits(one, text) == PROMPT_BLOCKS
+    assert evicted[0] >= 2 * slots
+    assert one.cache.counters.failed_loads == 0
+    one.check_outputs()
+    assert_nothing_is_lost(service)
+
+
 def test_traffic_goes_on_when_the_service_ends(
     make_service: MakeService, make_world: MakeWorld
 ) -> None:

@@ -15,10 +15,10 @@ from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChooser
 from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.held_hits import HeldHits
 from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, limited
 from flexkv.engine.scheduler.request import HitTokens, Match
-from flexkv_vllm.offloading.hits import HeldHits
 from flexkv_vllm.offloading.lookups import Lookups
 from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks, RequestMaker
 

@@ -217,6 +217,7 @@ class ServedCache:
         if copy is None:
             return
         if copy.transfer.direction is Direction.LOAD:
+            self.counters.loads -= 1
             self._reader.release(copy.blocks.slots)
         else:
             self._stores.undo(self._stores.end(transfer_id))

@@ -11,6 +11,7 @@ from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.held_hits import HeldHits
 from flexkv.engine.scheduler.load_in_parts import Loading
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
 
@@ -41,6 +42,7 @@ class Loads:
         fetches: the fetches of its requests.
 
     Attributes:
+        hits: the hits of the step whose load is not ordered.
         unfinished: requests of which `continue_all` may order further loads.
         half_loaded: the engine's hashes of the blocks that the step being scheduled computes on
             while they are loaded. The caller clears it once the step is scheduled.
@@ -56,6 +58,7 @@ class Loads:
         self._running: dict[int, _Running] = {}
         self.half_loaded: set[bytes] = set()
         self._pool: EnginePool | None = None
+        self.hits = HeldHits(self._cache)
 
     def bind_pool(self, pool: EnginePool) -> None:
         """Set the engine's pool, from which failed loads remove their blocks."""

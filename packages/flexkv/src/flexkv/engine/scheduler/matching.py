@@ -79,6 +79,14 @@ class Matcher:
             return self._match_plain(tracked, local_tokens, limit, others)
         return self._match_groups(tracked, local_tokens, limit, others)
 
+    def hit_of(self, tracked: TrackedRequest, match: Match, tokens: int) -> Sequence[bytes]:
+        """Keys of the blocks to load for a hit of `tokens` tokens behind the engine's own."""
+        start, end = match.local_tokens, match.local_tokens + tokens
+        if not self._groups.plain:
+            return flat(self._needed(tracked, start, end))
+        size = self._groups.furthest.block_tokens
+        return match.keys[: -(-end // size) - start // size]
+
     def blocks_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
         return flat(self._needed(tracked, 0, tokens))

@@ -32,6 +32,7 @@ class PrefixLoads:
     Attributes:
         unfinished: see `Loads`.
         half_loaded: see `Loads`.
+        hits: see `Loads`.
         running_requests: how many requests compute in the last step; the caller sets it.
     """
 
@@ -45,6 +46,7 @@ class PrefixLoads:
         self._fetches = Fetches(self._cache, load_ahead and self._groups.plain, chooser.fetched)
         self._matcher = Matcher(engine, self._fetches, chooser)
         self._loads = Loads(engine, self._fetches)
+        self.hits = self._loads.hits
         tokens = engine.groups.members[0].block_tokens
         self._reports = HitReports(engine.cache, chooser, figures, engine.recorder, tokens)
         self.unfinished = self._loads.unfinished
@@ -86,6 +88,8 @@ class PrefixLoads:
         if found is None:
             return None, False
         tokens, match = found
+        if tokens and self.hits.needed and not self._hold(tracked, match, tokens):
+            return None, False  # a part has left: the engine looks again
         if tokens and self._fits_this_step(tracked, tokens):
             # The engine must compute at least one token in the step. The block of this token is
             # loaded all the same, because it holds the same bytes.
@@ -122,6 +126,7 @@ class PrefixLoads:
                 (0, False) if match is None else (match.local_tokens, match.layerwise)
             )
             self._loads.begin(tracked, local_tokens, tokens, orders, layerwise=layerwise)
+        self.hits.release(tracked.id)
 
     def refuse(
         self, tracked: TrackedRequest, table: Sequence[int], tokens: int, orders: StepOrders
@@ -188,6 +193,13 @@ class PrefixLoads:
     def running(self) -> Iterable[int]:
         """Ids of the transfers of loads that have not ended."""
         return self._loads.running
+
+    def _hold(self, tracked: TrackedRequest, match: Match, tokens: int) -> bool:
+        """Hold the blocks of a hit. Returns False if one of them has left. What a fetch brings
+        stays until its end."""
+        if self._fetches.is_waiting(tracked):
+            return True
+        return self.hits.hold(tracked.id, self._matcher.hit_of(tracked, match, tokens))
 
     def _fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Whether `tokens` tokens are loaded beside the forward pass of this step."""

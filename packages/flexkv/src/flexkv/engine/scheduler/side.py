@@ -389,6 +389,8 @@ class RequestSide(Generic[Orders]):
         second call for a step, after an error, returns the same."""
         if self._taken is None:
             self._loads.half_loaded.clear()  # the next step begins after the end of this one
+            if self._loads.hits.needed:
+                self._loads.hits.release_all()
             self._tables.begun.clear()
             self._orders.proves = self._stores.step_is_complete()
             self._orders.has_forward = step.total_tokens > 0

@@ -9,17 +9,20 @@ from flexkv.client import CacheClient
 
 
 class HeldHits:
-    """The hits of a step that vLLM has not ordered the load of. vLLM finds blocks when it matches a
-    request, and orders their load once it has given the request its blocks, a moment later or
-    never. A cache of this engine alone evicts nothing meanwhile, and needs no hold.
+    """The hits of a step whose load is not ordered. An engine matches a request, and orders the
+    load once it has given the request its blocks, a moment later or never. A cache of this engine
+    alone evicts nothing meanwhile, and needs no hold.
 
     Args:
         cache: of the engine.
+
+    Attributes:
+        needed: whether `hold` does anything.
     """
 
     def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
-        self._is_shared = cache.info.is_shared
+        self.needed = cache.info.is_shared
         self._held: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -28,7 +31,7 @@ class HeldHits:
 
     def hold(self, request_id: str, keys: Sequence[bytes]) -> bool:
         """Hold the blocks of a request's hit. Returns False if one of them has left meanwhile."""
-        if not self._is_shared:
+        if not self.needed:
             return True
         self.release(request_id)
         transfer = self._cache.load(keys)
