@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexkv.eviction import RequestContext
+from flexkv.figures.health_samples import problems_of
 from flexkv.service import door
 from flexkv.service.ask import ServiceError, clear_pools, is_service, metrics_of, state_of
 from flexkv.service.door import listen_at
@@ -21,6 +22,7 @@ from flexkv.service.server import NodeServer
 from flexkv.service.state import PoolState
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.presence import Presence
+from flexkv.types.troubles import Trouble
 from packages.flexkv.tests.service.served import OTHER, Scheduler, Service, keys_of, until
 from packages.inside import index_of
 
@@ -142,7 +144,10 @@ def test_health_tells_a_pool_that_is_suspended_until_it_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = make_service()
-    attach(service)
+    one = attach(service)
+
+    def problems() -> list[Trouble]:
+        return [each.trouble for each in problems_of(one.cache.figures().own)]
 
     def fails(*_: object) -> None:
         raise RuntimeError("no room")
@@ -158,7 +163,9 @@ def test_health_tells_a_pool_that_is_suspended_until_it_is_cleared(
         'service:flexkv_health{pool="same",reason="suspended",state="off",tier=""} 1.0'
         in ask(port, "GET", "/metrics")[1]
     )
+    until(lambda: problems() == [Trouble.POOL], one.cache.poll)
     clear_pools(service.root, None)
+    until(lambda: problems() == [], one.cache.poll)
     assert ask(port, "GET", "/health") == (200, "ok\n")
 
 

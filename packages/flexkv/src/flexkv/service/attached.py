@@ -314,6 +314,7 @@ class AttachedEngine:
     def cleared(self) -> None:
         """The pool was cleared: stores that may have begun before are not published. The engine
         returns the slots that it does not store to, and gets others."""
+        self._has_news = True
         self._void = set(self._granted)
         self.tell(wire.Recall(len(self._granted)))
 
@@ -402,8 +403,9 @@ class AttachedEngine:
         # lives, however long a read takes.
         if (self._has_news or self._fetches) and now - self._figures_at > _FIGURE_SECONDS:
             self._figures_at, self._has_news = now, False
-            shared = self.pool.cache.figures().shared
-            self.tell(wire.NodeFigures({name: float(value) for name, value in shared.items()}))
+            cache = self.pool.cache
+            shared = {name: float(value) for name, value in cache.figures().shared.items()}
+            self.tell(wire.NodeFigures(shared, cache.disabled))
 
     def _grant(self, now: float) -> None:
         if now - self._stored_at > _IDLE_SECONDS:

@@ -318,9 +318,15 @@ class Changed(Message, frozen=True, tag="changed"):
 
 
 class NodeFigures(Message, frozen=True, tag="figures"):
-    """Values of host memory and lower tiers, which all engines of a pool have in common."""
+    """What all engines of a pool have in common.
+
+    Attributes:
+        shared: values of host memory and lower tiers.
+        is_suspended: whether a clear of the pool has failed.
+    """
 
     shared: dict[str, float]
+    is_suspended: bool
 
 
 ToEngine: TypeAlias = (

@@ -93,7 +93,7 @@ class ServedCache:
         self._stores = ServedStores(self._reader, self._line)
         self._asked_at: float | None = None
         self._changes: deque[Changes] = deque()
-        self._shared: dict[str, float] = {}
+        self._node = wire.NodeFigures({}, is_suspended=False)
         self._pins: set[str] = set()
         self._off = self._stopped = self._recovering = False
 
@@ -124,7 +124,9 @@ class ServedCache:
             return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
         if self._line.is_cut or self._hangs:
             return Trouble.SERVICE
-        return Trouble.RECOVERING if self._recovering else None
+        if self._recovering:
+            return Trouble.RECOVERING
+        return Trouble.POOL if self._node.is_suspended else None
 
     @property
     def is_full(self) -> bool:
@@ -412,7 +414,7 @@ class ServedCache:
             case wire.Changed():
                 self._changes.append(Changes(message.medium, message.removed, message.added))
             case wire.NodeFigures():
-                self._shared = message.shared
+                self._node = message
 
     def _finish(self, copy: DeviceCopy[_Slots]) -> None:
         count = len(copy.blocks)
@@ -547,4 +549,4 @@ class ServedCache:
             None,
         )
         read = self._meter.read(host, ())
-        return Figures(read.own, self._shared or read.shared, read.counts)
+        return Figures(read.own, self._node.shared or read.shared, read.counts)

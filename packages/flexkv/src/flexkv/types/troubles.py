@@ -25,6 +25,7 @@ class Trouble(enum.StrEnum):
     WRITES = "writes"
     RECOVERING = "recovering"
     SERVICE = "service"
+    POOL = "pool"
     SUSPENDED = "suspended"
     STOPPED = "stopped"
     LOST_TRACK = "lost_track"
@@ -47,6 +48,7 @@ _STATES = {
     Trouble.WRITES: HealthState.DEGRADED,
     Trouble.RECOVERING: HealthState.DEGRADED,
     Trouble.SERVICE: HealthState.DEGRADED,
+    Trouble.POOL: HealthState.DEGRADED,
 }
 
 _TEXTS = {
@@ -54,6 +56,7 @@ _TEXTS = {
     Trouble.WRITES: "circuit of {tier} open: no writes until the tier works again",
     Trouble.RECOVERING: "an error may have lost a copy: no stores or fetches until all have ended",
     Trouble.SERVICE: "the service does not answer: loads from host memory only, until it is back",
+    Trouble.POOL: "a clear of the service's pool failed: host memory only, until one succeeds",
     Trouble.SUSPENDED: "a reset failed: nothing is loaded or stored until one succeeds",
     Trouble.STOPPED: "copies failed for good: see the engine's log, and restart the engine",
     Trouble.LOST_TRACK: "an error left copies unknown: see the engine's log, and restart it",
