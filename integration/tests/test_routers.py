@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,64 +11,18 @@ from typing import Any
 import pytest
 
 from integration.clients import environment
+from integration.clients.dynamo import DynamoIndex
 from integration.clients.vllm_router import Decision, VllmRouter
 from integration.harness import connector
 from integration.harness.config import EngineConfig
 from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
 from integration.harness.ports import hold_port
-from integration.tests.corpus import ENGINE_BLOCK, EVICTED, WARM, Tokens
+from integration.tests.corpus import ENGINE_BLOCK, EVICTED, WARM
 from integration.tests.disks import restorable
 from integration.tests.steps import ask
 
 PATIENCE_SECONDS = 60.0
-ROOT = Path(__file__).parents[2]
-
-
-class DynamoIndex:
-    """Dynamo's index in a process of its own, which follows the events of one engine."""
-
-    def __init__(self, python: Path, events: str, log: Path) -> None:
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            [python, "-m", "integration.clients.dynamo_index", events, str(ENGINE_BLOCK)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def tokens(self, prompt: Tokens) -> tuple[int, int]:
-        """Tokens at the beginning of a prompt that the engine has in its own memory, and those
-        that it has there or in host memory."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(list(prompt)) + "\n")
-        self._process.stdin.flush()
-        found = self._answer()
-        own, host = found["device_blocks"], found["host_pinned_blocks"]
-        return own * ENGINE_BLOCK, host * ENGINE_BLOCK
-
-    def await_tokens(self, own: list[int], host: list[int]) -> None:
-        """Wait until it knows so many tokens of each prompt of `WARM`."""
-        late = time.monotonic() + PATIENCE_SECONDS
-        while (known := [self.tokens(prompt) for prompt in WARM]) != list(
-            zip(own, host, strict=True)
-        ):
-            assert time.monotonic() < late, f"it knows {known}, not {own} and {host}"
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, Path(self._log.name).read_text()[-4000:]
-        return json.loads(line)
 
 
 @pytest.fixture
@@ -112,17 +64,23 @@ def router(engine: Engine, events: str, tmp_path: Path) -> Iterator[VllmRouter]:
 
 @pytest.fixture
 def index(engine: Engine, events: str, tmp_path: Path) -> Iterator[DynamoIndex]:
-    index = DynamoIndex(environment.python(), events, tmp_path / "dynamo.log")
+    index = DynamoIndex(environment.python(), events, ENGINE_BLOCK, tmp_path / "dynamo.log")
     # A subscriber misses what was published before it had connected.
     for prompt in EVICTED:
         ask(engine, prompt)
         time.sleep(0.5)
-        if index.tokens(prompt) != (0, 0):
+        if any(index.tokens(prompt)):
             break
     else:
         pytest.fail("the index received no event")
     yield index
     index.close()
+
+
+def await_tokens(index: DynamoIndex, own: list[int], host: list[int]) -> None:
+    """Wait until the index knows so many tokens of each prompt of `WARM`."""
+    expected = list(zip(own, host, strict=True))
+    index.wait(lambda: [index.tokens(prompt)[:2] for prompt in WARM] == expected)
 
 
 def test_dynamo_knows_after_a_reset_what_only_host_memory_has(
@@ -131,12 +89,12 @@ def test_dynamo_knows_after_a_reset_what_only_host_memory_has(
     for prompt in WARM:
         ask(engine, prompt)
     whole, nothing = restorable(WARM), [0] * len(WARM)
-    index.await_tokens(whole, whole)
+    await_tokens(index, whole, whole)
     engine.forget()
     # Dynamo forgets the blocks of all media at vLLM's AllBlocksCleared.
-    index.await_tokens(nothing, whole)
+    await_tokens(index, nothing, whole)
     engine.reset_prefix_cache(reset_connector=True)
-    index.await_tokens(nothing, nothing)
+    await_tokens(index, nothing, nothing)
 
 
 def test_vllm_router_sends_prompts_where_only_host_memory_has_them(
