@@ -81,8 +81,6 @@ class Descriptions:
         Raises:
             OSError: a system call failed.
         """
-        if self._fd < 0 and not self.exists:
-            return
         if self._fd < 0:
             self._open(os.O_RDWR)
         size = self._record_bytes

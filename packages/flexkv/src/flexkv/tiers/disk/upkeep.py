@@ -148,7 +148,7 @@ class Upkeep:
         """Begin to read the descriptions that are in the folder, a part at a time. The caller gets
         what the thread reads into, and calls `resume` when it has taken some."""
         descriptions = self._store.descriptions
-        parts = None if descriptions is None else descriptions.read(seal)
+        parts = descriptions.read(seal) if descriptions and descriptions.exists else None
         with self._work:
             self._read = DescribedSlots(parts, self._store.index.num_slots)
             self._work.notify()
