@@ -102,9 +102,12 @@ def test_a_block_on_disk_is_told_as_storage(make_world: MakeWorld) -> None:
     assert subscriber.told == loadable(world)
     on_disk = [event for event in subscriber.stored if event.medium == DISK]
     assert sum(len(event.token_ids) for event in on_disk) == 36 * BLOCK_TOKENS
+    world.step()
+    await_descriptions(world)
     drain(subscriber)
     on_disk = [event for event in subscriber.stored if event.medium == DISK]
     assert len(on_disk) == 2 * 36, "again, after vLLM has cleared its own"
+    assert sum(len(event.token_ids) for event in on_disk) == 2 * 36 * BLOCK_TOKENS, "in full"
     # Back in host memory, they are told there, too, and not again for the disk.
     world.generate(texts[0])
     drain(subscriber)
@@ -260,6 +263,7 @@ def test_all_blocks_are_told_again_once_vllm_has_cleared_its_own(
 ) -> None:
     """Two blocks a step, and in full if host memory has them; then what has changed meanwhile."""
     monkeypatch.setattr("flexkv_vllm.events._BLOCKS_PER_CALL", 2)
+    monkeypatch.setattr("flexkv.tiers.disk.described_slots._BLOCKS_PER_CALL", 2)
     world = make_world(events=True, slots=24, disk_slots=100, block_tokens=block_tokens)
     subscriber = Subscriber(world)
     rng = random.Random(8)
@@ -273,7 +277,8 @@ def test_all_blocks_are_told_again_once_vllm_has_cleared_its_own(
     world.forget()
     assert world.connector.has_pending_push_work()
     steps = 0
-    while world.connector.has_pending_push_work():
+    index = drive_of(world).index
+    while world.connector.has_pending_push_work() or index.has_changes:
         seen = len(subscriber.stored)
         world.step()
         subscriber.listen()
@@ -293,7 +298,7 @@ def test_all_blocks_are_told_again_once_vllm_has_cleared_its_own(
     world.forget()  # while blocks are being told again
     for _ in range(4):
         world.generate(stem + random_prompt(rng, 5 * BLOCK_TOKENS))
-    while world.connector.has_pending_push_work():
+    while world.connector.has_pending_push_work() or index.has_changes:
         world.step()
     drain(subscriber)
     assert subscriber.told == loadable(world)
@@ -368,7 +373,11 @@ def live_and_compare(
     """After every request exactly that was told which can be loaded: all hashes of its blocks if
     `whole`, else at least the last ones."""
     subscriber = Subscriber(world)
+    index = drive_of(world).index
     compared = 0
+
+    def take() -> None:
+        world.recorder.events += world.connector.take_events()
 
     def compare() -> None:
         nonlocal compared
@@ -376,7 +385,8 @@ def live_and_compare(
             flip_a_byte(rng, slabs(directory))
         # What vLLM would take with its next step is all that was not told yet.
         world.recorder.events += world.scheduler.kv_cache_manager.take_events() or []
-        world.recorder.events += world.connector.take_events()
+        take()
+        wait_until(lambda: not index.has_changes, take)
         subscriber.listen()
         found = loadable(world, whole)
         assert subscriber.told[HOST] >= found[HOST]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flexkv.client import CacheClient
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
-from flexkv.types.changes import Changes, Medium
+from flexkv.types.changes import BELOW, Changes, Medium
 from flexkv_vllm.compat.events import (
     MEDIA,
     block_removed,
@@ -261,7 +261,7 @@ class BlockEvents:
         for each in changes:
             for key in each.added:
                 description = self._described.get(key)
-                if each.medium is Medium.DISK and description is not None:
+                if each.medium is Medium.DISK and description is not None and key not in texts:
                     fresh[key] = description
                 self._add(each.medium, key, stored, description or self._decoded(key, texts))
         self._keep(fresh)
@@ -273,10 +273,9 @@ class BlockEvents:
         return early + [event for _, event in stored]
 
     def _kept_of(self, changes: Iterable[Changes]) -> Mapping[bytes, bytes]:
-        """What an earlier process has kept of blocks on disk that nothing else describes."""
-        added = [each.added for each in changes if each.medium is Medium.DISK]
-        unknown = [key for keys in added for key in keys if key not in self._described]
-        return self._cache.take_descriptions(unknown) if unknown else {}
+        """What the disk has kept of new blocks."""
+        added = [key for each in changes if each.medium is Medium.DISK for key in each.added]
+        return self._cache.take_descriptions(added) if added else {}
 
     def _decoded(self, key: bytes, texts: Mapping[bytes, bytes]) -> Description | None:
         origin = self._keys.origin(key) if key in texts else None
@@ -313,6 +312,10 @@ class BlockEvents:
             return
         self._pool_blocks = self._pool.blocks_by_hash
         self._named_again.clear()
+        # The disk has the descriptions of its blocks: they are reported as after a restart.
+        if not self._has_stamps and self._cache.watch_lower_again():
+            self._reported |= {medium: _Reported() for medium in BELOW}
+            self._again.clear()
         # Until the last of them is reported, nothing is added or removed. A block comes after those
         # that it builds on.
         reported = self._reported.items()

@@ -405,6 +405,11 @@ class KVCache:
         host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
         return host + self._below.drain_changes(_CHANGES)
 
+    def watch_lower_again(self) -> bool:
+        """See `CacheClient.watch_lower_again`."""
+        self._below.watch()
+        return True
+
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `CacheClient.describe`."""
         self._below.describe(described)

@@ -385,6 +385,11 @@ class CacheClient(Protocol):
         `watch`."""
         ...
 
+    def watch_lower_again(self) -> bool:
+        """Let all blocks below host memory count as changes again, with their descriptions. Returns
+        whether they do; if not, nothing has changed."""
+        ...
+
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Keep descriptions of blocks on disk beside them, over restarts: what events say of a
         block. Best effort, written later; blocks that are not there are skipped.

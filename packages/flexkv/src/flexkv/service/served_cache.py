@@ -528,6 +528,10 @@ class ServedCache:
         self._changes.clear()
         return changes
 
+    def watch_lower_again(self) -> bool:
+        """See `CacheClient.watch_lower_again`. The service keeps no descriptions."""
+        return False
+
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `CacheClient.describe`. The service keeps none."""
 

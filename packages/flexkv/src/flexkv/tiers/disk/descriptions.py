@@ -47,7 +47,7 @@ class Descriptions:
         num_slots: slots of the store.
 
     Attributes:
-        exists: whether an earlier owner of the folder has left a file.
+        exists: whether there is a file, of this owner of the folder or an earlier one.
     """
 
     def __init__(self, files: Files, folder: int, num_slots: int) -> None:
@@ -119,7 +119,7 @@ class Descriptions:
             _MAGIC,
             _VERSION,
         )
-        self._fd = fd
+        self._fd, self.exists = fd, True
         self._record_bytes = size if intact and 0 < size <= 2 * MAX_TEXT_BYTES else 0
 
     def _begin(self, size: int) -> None:
