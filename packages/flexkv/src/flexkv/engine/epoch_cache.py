@@ -34,6 +34,7 @@ class EpochCache:
         self.raise_priority, self.fetch_state = cache.raise_priority, cache.fetch_state
         self.end_fetch, self.ended, self.unpin = cache.end_fetch, cache.ended, cache.unpin
         self.poll, self.watch, self.figures = cache.poll, cache.watch, cache.figures
+        self.watch_lower_again = cache.watch_lower_again
         self.suspend, self.pause, self.stop = cache.suspend, cache.pause, cache.stop
         self.recover, self.close = cache.recover, cache.close
 
