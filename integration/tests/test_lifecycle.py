@@ -36,6 +36,11 @@ def _files(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.name != "lock")
 
 
+def _kinds(folder: Path) -> list[str]:
+    """What kinds of files those are."""
+    return sorted(Path(name).suffix for name in _files(folder))
+
+
 def test_after_a_kill_the_next_start_works_and_leaves_nothing(
     host: EngineHost, reference: Reference, named_config: Config, runtime_dir: Path
 ) -> None:
@@ -49,14 +54,15 @@ def test_after_a_kill_the_next_start_works_and_leaves_nothing(
     # The arena has no name, so nothing of it can be left; vLLM's own message queues are.
     assert engine.pids() == []
     assert not [path for path in engine.leftovers if "flexkv" in path.name.lower()]
-    assert len(_files(runtime_dir)) == 1, "the socket, which belongs to nobody now"
+    kinds = [".health", ".sock"]
+    assert _kinds(runtime_dir) == kinds, "which belong to nobody now"
 
     # Its processes are begun as vLLM's platform of CPUs does it.
     engine = host.start(named_config(forked=False))
     for entry in runtime_dir.iterdir():
         assert stat.S_IMODE(entry.stat().st_mode) == 0o600, entry
     assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o700
-    assert len(_files(runtime_dir)) == 1, "a running engine has its socket here"
+    assert _kinds(runtime_dir) == kinds, "those of the running engine"
     assert len(engine.pids()) >= 3
     assert processes.shm_files(engine.pids()), "vLLM itself has files there"
     cold = ask_each(engine, WARM)

@@ -41,7 +41,7 @@ def test_after_an_error_all_is_as_without_flexkv(
             delay_reads(world, rng)
         return world
 
-    hit_all(guarded, make, rng, restart_rate=0.0)
+    hit_all(guarded, make, rng, restart_rate=0.0, reset_rate=0.15, clear_rate=0.6)
 
 
 def raising(*_: object) -> None:

@@ -223,7 +223,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.library.page_copies:Copier.check": [Unknown.PROGRAM],
     "flexkv.open_tiers:lacks_client": [Case("objects", no_obstore)],
     "flexkv.service.attach:Attached.__init__": [Unknown.PEERS],
-    "flexkv.service.attach:Attached.resume": [Unknown.PEERS],
+    "flexkv.service.attach:Attached.resume": [Unknown.PEERS] * 2,
     "flexkv.service.attach:_greet": [
         Case("service", lambda w: w.set(FLEXKV_SERVICE=w.root / "node"), join_service, early=False),
         *[Unknown.PEERS] * 3,
