@@ -11,6 +11,9 @@ import pytest
 if TYPE_CHECKING:
     from engine_world import MakeWorld, World
     from offloading_world import MakeOffloadingWorld, OffloadingWorld
+    from served_world import MakeService
+
+    from packages.flexkv.tests.service.served import Service
 
 # All of the adapter is written against vLLM's own classes: without them there is nothing to test.
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -81,3 +84,20 @@ def make_offloading_world(tmp_path: Path) -> Iterator[MakeOffloadingWorld]:
     yield make
     for world in worlds:
         world.close()
+
+
+@pytest.fixture
+def make_service(tmp_path: Path) -> Iterator[MakeService]:
+    """Makes services with memory for so many blocks, and closes them after the worlds: fixtures end
+    in the reverse order of a test's arguments."""
+    from served_world import make_service as make_one
+
+    made: list[Service] = []
+
+    def make(slots: int = 64, **settings: Any) -> Service:
+        made.append(make_one(tmp_path / f"{len(made)}", slots, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -6,25 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 from offloading_world import OffloadingWorld
-from patience import wait_until
+from served_world import ServedWorld
 
-from packages.inside import assert_served_rest, awaits_service, shared_of
+from packages.inside import shared_of
 
 
-class ServedOffloadingWorld(OffloadingWorld):
+class ServedOffloadingWorld(ServedWorld, OffloadingWorld):
     """An offloading world whose blocks are the service's."""
 
     @property
     def cache(self) -> Any:
         return shared_of(super().cache)
 
-    def assert_at_rest(self) -> None:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == self.num_blocks - 1
-        if not self.is_on:
-            return
-        self.settle()
-        wait_until(lambda: not awaits_service(self.cache), self.cache.poll)
+    def assert_untracked(self) -> None:
+        super().assert_untracked()
         assert len(self.side.hits) == 0
-        assert_served_rest(self.cache)
-        self.assert_untracked()

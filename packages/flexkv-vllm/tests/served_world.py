@@ -3,9 +3,35 @@
 
 from __future__ import annotations
 
-from engine_world import World
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from packages.inside import assert_served_rest
+from engine_world import World
+from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
+from patience import wait_until
+
+from packages.flexkv.tests.service.served import Service
+from packages.inside import assert_served_rest, awaits_service, index_of
+from packages.tier_blocks import ready_blocks, writing_blocks
+
+SLOT_BYTES = 4096 * -(-BLOCK_TOKENS * HEAD_BYTES * HEADS * LAYERS // 4096)
+
+MakeService = Callable[..., Service]
+"""The fixture `make_service`."""
+
+
+def make_service(folder: Path, slots: int, **settings: Any) -> Service:
+    """A service with memory for so many blocks of a world."""
+    return Service(folder, slots, SLOT_BYTES, **settings)
+
+
+def assert_nothing_is_lost(service: Service) -> None:
+    """Once engines are at rest: each slot is free, has a block, or is granted."""
+    wait_until(service.accounted, lambda: None)
+    index = index_of(service.pool.cache)
+    assert not writing_blocks(index)
+    assert [block.key for block in ready_blocks(index).values() if block.leases] == []
 
 
 class ServedWorld(World):
@@ -17,5 +43,6 @@ class ServedWorld(World):
         if not self.is_on:
             return
         self.settle()
+        wait_until(lambda: not awaits_service(self.cache), self.cache.poll)
         assert_served_rest(self.cache)
         self.assert_untracked()

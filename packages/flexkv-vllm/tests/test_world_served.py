@@ -5,48 +5,19 @@ checked."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, hits, prompts
 from engine_world import MakeWorld, random_prompt
-from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
+from kv_pages import BLOCK_TOKENS
 from patience import PATIENCE_SECONDS, wait_until
-from served_world import ServedWorld
+from served_world import MakeService, ServedWorld, assert_nothing_is_lost
 from traffic import Traffic, loaded, make_stems
 
 from packages.flexkv.tests.service.served import Service
-from packages.inside import index_of, line_of, stores_of
-from packages.tier_blocks import ready_blocks, writing_blocks
-
-SLOT_BYTES = 4096 * -(-BLOCK_TOKENS * HEAD_BYTES * HEADS * LAYERS // 4096)
-
-MakeService = Callable[..., Service]
-
-
-@pytest.fixture
-def make_service(tmp_path: Path) -> Iterator[MakeService]:
-    """Makes services with memory for so many blocks, and closes them after the worlds: fixtures end
-    in the reverse order of a test's arguments."""
-    made: list[Service] = []
-
-    def make(slots: int = 64, **settings: Any) -> Service:
-        made.append(Service(tmp_path / f"{len(made)}", slots, SLOT_BYTES, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def assert_nothing_is_lost(service: Service) -> None:
-    """Once engines are at rest: each slot is free, has a block, or is granted."""
-    wait_until(service.accounted, lambda: None)
-    index = index_of(service.pool.cache)
-    assert not writing_blocks(index)
-    assert [block.key for block in ready_blocks(index).values() if block.leases] == []
+from packages.inside import line_of, stores_of
 
 
 def served(make_world: MakeWorld, service: Service, **options: Any) -> ServedWorld:

@@ -11,35 +11,16 @@ from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, hits, prompts
-from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from offloading_world import HYBRID
 from patience import PATIENCE_SECONDS, wait_until
 from served_offloading_world import ServedOffloadingWorld
+from served_world import MakeService, assert_nothing_is_lost
 from traffic import Traffic, loaded, make_stems
 
 from packages.flexkv.tests.service.served import Service
-from packages.inside import index_of, line_of, stores_of
-from packages.tier_blocks import ready_blocks, writing_blocks
+from packages.inside import line_of, stores_of
 
-SLOT_BYTES = 4096 * -(-BLOCK_TOKENS * HEAD_BYTES * HEADS * LAYERS // 4096)
-
-MakeService = Callable[..., Service]
 MakeServed = Callable[..., ServedOffloadingWorld]
-
-
-@pytest.fixture
-def make_service(tmp_path: Path) -> Iterator[MakeService]:
-    """Makes services with memory for so many blocks, and closes them after the worlds: fixtures end
-    in the reverse order of a test's arguments."""
-    made: list[Service] = []
-
-    def make(slots: int = 64, **settings: Any) -> Service:
-        made.append(Service(tmp_path / f"{len(made)}", slots, SLOT_BYTES, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.fixture
@@ -57,14 +38,6 @@ def make_served(tmp_path: Path) -> Iterator[MakeServed]:
     yield make
     for world in worlds:
         world.close()
-
-
-def assert_nothing_is_lost(service: Service) -> None:
-    """Once engines are at rest: each slot is free, has a block, or is granted."""
-    wait_until(service.accounted, lambda: None)
-    index = index_of(service.pool.cache)
-    assert not writing_blocks(index)
-    assert [block.key for block in ready_blocks(index).values() if block.leases] == []
 
 
 @HYBRID
