@@ -16,6 +16,7 @@ from patience import PATIENCE_SECONDS, wait_until
 from served_world import MakeService, ServedWorld, assert_nothing_is_lost
 from traffic import Traffic, loaded, make_stems
 
+from flexkv.engine.scheduler.held_hits import HeldHits
 from packages.flexkv.tests.service.served import Service
 from packages.inside import line_of, stores_of
 
@@ -178,6 +179,22 @@ def test_blocks_that_vllm_has_found_stay_until_it_orders_their_load(
     assert hits(one, text) == PROMPT_BLOCKS
     assert evicted[0] >= 2 * slots
     assert one.cache.counters.failed_loads == 0
+    one.check_outputs()
+    assert_nothing_is_lost(service)
+
+
+def test_a_hit_that_cannot_be_held_is_a_miss(
+    make_service: MakeService, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request must not wait for ever."""
+    service = make_service()
+    one = served(make_world, service)
+    (text,) = prompts(1, 1)
+    one.generate(text)
+    one.settle()
+    one.forget()
+    monkeypatch.setattr(HeldHits, "hold", lambda *_: False)
+    assert hits(one, text) == 0
     one.check_outputs()
     assert_nothing_is_lost(service)
 

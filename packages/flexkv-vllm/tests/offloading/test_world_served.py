@@ -17,6 +17,7 @@ from served_offloading_world import ServedOffloadingWorld
 from served_world import MakeService, assert_nothing_is_lost
 from traffic import Traffic, loaded, make_stems
 
+from flexkv.engine.scheduler.held_hits import HeldHits
 from packages.flexkv.tests.service.served import Service
 from packages.inside import line_of, stores_of
 
@@ -118,6 +119,22 @@ def test_an_engine_whose_keys_mean_nothing_elsewhere_keeps_its_blocks_to_itself(
             stranger.settle()
             stranger.forget()
         world.check_outputs()
+    assert_nothing_is_lost(service)
+
+
+def test_a_hit_that_cannot_be_held_is_a_miss(
+    make_service: MakeService, make_served: MakeServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request must not wait for ever."""
+    service = make_service()
+    one = make_served(service)
+    (text,) = prompts(1, 1)
+    one.generate(text)
+    one.settle()
+    one.forget()
+    monkeypatch.setattr(HeldHits, "hold", lambda *_: False)
+    assert hits(one, text) == 0
+    one.check_outputs()
     assert_nothing_is_lost(service)
 
 

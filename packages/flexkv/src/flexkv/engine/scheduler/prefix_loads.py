@@ -89,7 +89,7 @@ class PrefixLoads:
             return None, False
         tokens, match = found
         if tokens and self.hits.needed and not self._hold(tracked, match, tokens):
-            return None, False  # a part has left: the engine looks again
+            tokens, match = 0, Match(match.local_tokens)
         if tokens and self._fits_this_step(tracked, tokens):
             # The engine must compute at least one token in the step. The block of this token is
             # loaded all the same, because it holds the same bytes.
