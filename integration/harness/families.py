@@ -33,6 +33,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"num_hidden_layers": 6, "head_dim": 32, "sliding_window": 100},
     ),
+    # Two layers with a sliding window, then one of full attention. SGLang keeps the windows in a
+    # pool of their own.
+    "mellum": (
+        "MellumConfig",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "sliding_window": 100,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense"] * 6,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
     # Sliding windows only.
     "mistral": ("MistralConfig", {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 100}),
     # Latent attention: one head that all query heads share.
@@ -73,10 +88,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Configuration class of transformers, and what it is given beside the common shape."""
 
 
-def write_family(family: str, root: Path) -> Path:
-    """Write a checkpoint of ``family`` under ``root``, in another process; return its directory."""
+def write_family(family: str, root: Path, python: Path = Path(sys.executable)) -> Path:
+    """Write a checkpoint of ``family`` under ``root``, in another process of ``python``; return its
+    directory."""
     target = root / family
-    command = [sys.executable, "-m", "integration.harness.families", family, str(target)]
+    command = [str(python), "-m", "integration.harness.families", family, str(target)]
     subprocess.run(command, cwd=Path(__file__).resolve().parents[2], check=True)
     return target
 

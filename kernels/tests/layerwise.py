@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders
+from flexkv.engine.worker.block_sizes import BlockSizes
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, sample
@@ -42,8 +43,7 @@ def worker_of(
         mover,
         0,
         block_step=planes[-1].slot_end,
-        plane_bytes=[plane.page_bytes for plane in planes],
-        stored=range(len(planes)),
+        sizes=BlockSizes([plane.page_bytes for plane in planes], range(len(planes))),
         parts=LayerParts(tuple(parts), {str(i): i for i in range(len(parts))}),
         work_so_far=work_so_far,
         boundary=ErrorBoundary(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes SGLang's CPU engine, which PyPI's packages leave without four things.
+"""Completes SGLang's CPU engine, which PyPI's packages leave without five things.
 
 `install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
 processes that they start have it. Nothing is imported and nothing is changed before SGLang or
@@ -12,6 +12,8 @@ torchvision themselves are imported.
   not import on CPUs.
 - A prefill server (PD disaggregation) copies the numbers of the pages that it sends to memory that
   is pinned for CUDA, if the sender waits for that copy.
+- The attention backend for CPUs writes the keys of a sliding window to the windows' pool, and reads
+  them by the numbers that they would have in the pool of full attention.
 """
 
 from __future__ import annotations
@@ -96,12 +98,59 @@ def _after_mooncake(module: ModuleType) -> None:
     module.MooncakeKVSender.supports_host_tensor_indices = False
 
 
+class WindowSlots:
+    """A table of the slots of requests' tokens, as the windows' pool numbers them.
+
+    Args:
+        table: with the slots of full attention, shape (requests, tokens).
+        numbers: the slot in the windows' pool for each of these; 0 if the window has moved on.
+    """
+
+    def __init__(self, table: Any, numbers: Any) -> None:
+        self._table = table
+        self._numbers = numbers
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._numbers[self._table[place]]
+
+
+class _WindowTable:
+    """In place of SGLang's pool of such tables."""
+
+    def __init__(self, table: WindowSlots) -> None:
+        self.req_to_token = table
+
+
+def reads_windows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward_extend` or `forward_decode` of the backend, which reads each layer's own slots."""
+
+    def forward(backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        pool, tables = backend.token_to_kv_pool, backend.req_to_token_pool
+        numbered = backend.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
+        if numbered:
+            own = WindowSlots(tables.req_to_token, pool.full_to_swa_index_mapping)
+            backend.req_to_token_pool = _WindowTable(own)
+        try:
+            return original(backend, q, k, v, layer, *args, **kwargs)
+        finally:
+            backend.req_to_token_pool = tables
+
+    return forward
+
+
+def _after_attention(module: ModuleType) -> None:
+    backend = module.TorchNativeAttnBackend
+    backend.forward_extend = reads_windows(backend.forward_extend)
+    backend.forward_decode = reads_windows(backend.forward_decode)
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     f"{_HOST_POOLS}.base": _after_base,
     f"{_HOST_POOLS}.mha": _after_host_pool,
     f"{_HOST_POOLS}.mla": _after_host_pool,
     "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
+    "sglang.srt.layers.attention.torch_native_backend": _after_attention,
 }
 _kept: list[object] = []  # an operator lives as long as the library that defined it
 

@@ -33,6 +33,44 @@ class Name(enum.Enum):
     HND = "hnd"
 
 
+class SWAKVPool(SimpleNamespace):
+    """A pool of full attention beside one of sliding windows; named as SGLang's class."""
+
+
+WINDOW_PAGES = 7
+
+
+def make_windowed(*, page_size: int = 4, layers: int = LAYERS, heads: int = HEADS) -> Any:
+    """A pool of a model with `layers` layers of sliding windows, each followed by one of full
+    attention as long as there are any of the `LAYERS`.
+
+    Args:
+        page_size: tokens of a page.
+        layers: with a window.
+        heads: of these layers, on this rank.
+    """
+    full = make_pool(page_size=page_size)
+    window = make_pool(page_size=page_size, pages=WINDOW_PAGES, heads=heads, layers=layers)
+    numbers = {True: [], False: []}
+    for number in range(LAYERS + layers):
+        is_full = (number % 2 == 1 and len(numbers[True]) < LAYERS) or len(numbers[False]) == layers
+        numbers[is_full].append(number)
+    for pool, is_full in ((full, True), (window, False)):
+        (described,) = pool.get_device_pool_infos()
+        described.layer_ids = tuple(numbers[is_full])
+    return SWAKVPool(
+        size=full.size,
+        page_size=page_size,
+        start_layer=0,
+        dtype=full.dtype,
+        full_kv_pool=full,
+        swa_kv_pool=window,
+        full_layer_nums=LAYERS,
+        swa_layer_nums=layers,
+        swa_req_ring_size=None,
+    )
+
+
 def make_pool(
     kind: str = "mha",
     *,
@@ -40,6 +78,7 @@ def make_pool(
     pages: int = 12,
     dtype: torch.dtype = torch.float32,
     heads: int = HEADS,
+    layers: int = LAYERS,
 ) -> Any:
     """A pool of SGLang's, by the attributes that describe it.
 
@@ -49,6 +88,7 @@ def make_pool(
         pages: that SGLang hands out; one more, the first, is padding.
         dtype: as stored; quantised caches are stored as bytes.
         heads: of this rank.
+        layers: of the model.
     """
     rows = (pages + 1) * page_size
 
@@ -60,8 +100,8 @@ def make_pool(
     if kind in {"mha", "hnd"}:
         shape = (rows, heads, DIM) if kind == "mha" else (pages + 1, heads, page_size, DIM)
         order = Name.NHD if kind == "mha" else Name.HND
-        k = tuple(made(*shape) for _ in range(LAYERS))
-        v = tuple(made(*shape) for _ in range(LAYERS))
+        k = tuple(made(*shape) for _ in range(layers))
+        v = tuple(made(*shape) for _ in range(layers))
         pool.tensors = [*k, *v]
         info = SimpleNamespace(buffers=SimpleNamespace(k=k, v=v, layout=order), scales=None)
     else:
@@ -74,7 +114,7 @@ def make_pool(
         pool.tensors += index
         declared.append(Name.INDEXER)
     pool.info = info
-    description = SimpleNamespace(layer_ids=tuple(range(LAYERS)), buffer_info=info)
+    description = SimpleNamespace(layer_ids=tuple(range(layers)), buffer_info=info)
     pool.get_device_pool_infos = lambda: (description,)
     pool.host_pool_decls = lambda: [SimpleNamespace(pool_name=name) for name in declared]
     return pool
@@ -154,6 +194,7 @@ class Rank:
         drafts: pools of a draft model.
         settings: FlexKV's.
         engines: of the server.
+        window: tokens of the model's sliding windows.
         pool_options: of `make_pool`.
     """
 
@@ -169,6 +210,7 @@ class Rank:
         drafts: DraftPools = NO_DRAFTS,
         settings: dict[str, Any] | None = None,
         engines: int = 1,
+        window: int = 0,
         **pool_options: Any,
     ) -> None:
         write_weights(folder)
@@ -179,30 +221,38 @@ class Rank:
         self.pages: Pages = describe_pages(
             self.pool, size, heads=total, ranks=ranks.count, drafts=drafts
         )
+        self._layers = self.pages.layers
         config = CacheConfig(
             **{"cpu_cache_gb": 1 / 256, "runtime_dir": str(folder / "run")} | (settings or {})
         )
-        engine = Engine(make_settings(folder), make_model(), "0.5.23", size, False, engines)
+        engine = Engine(
+            make_settings(folder), make_model(), "0.5.23", size, False, engines, window=window
+        )
         self.side: RankSide = start_rank(config, engine, self.pages, ranks)
 
     def close(self) -> None:
         self.side.close(PATIENCE_SECONDS)
 
-    def fill(self, pages: Sequence[int], seed: int) -> list[torch.Tensor]:
-        """Write other bytes to every tensor of these pages; returns them."""
+    def fill(self, pages: Sequence[int], seed: int, *, windows: bool = False) -> list[torch.Tensor]:
+        """Write other bytes to every tensor of these pages; returns them. `windows`: pages of the
+        windows' pool."""
         generator = torch.Generator().manual_seed(seed)
-        for tensor in self.pages.tensors.values():
+        for tensor in self._tensors(windows=windows):
             shape = (len(pages), *tensor.shape[1:])
             numbers = torch.randint(0, 100, shape, generator=generator)
             tensor[list(pages)] = numbers.to(tensor.dtype)
-        return self.read(pages)
+        return self.read(pages, windows=windows)
 
-    def read(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        return [tensor[list(pages)].clone() for tensor in self.pages.tensors.values()]
+    def read(self, pages: Sequence[int], *, windows: bool = False) -> list[torch.Tensor]:
+        return [tensor[list(pages)].clone() for tensor in self._tensors(windows=windows)]
 
-    def store(self, hashes: Sequence[str], pages: Sequence[int]) -> bool:
-        """Offload pages and wait; returns what SGLang is told."""
-        self.side.offload(hashes, lambda: pages)
+    def store(
+        self, hashes: Sequence[str], pages: Sequence[int], windows: Sequence[int] = ()
+    ) -> bool:
+        """Offload pages, and pages of the windows of the last of them, and wait; returns what
+        SGLang is told."""
+        blocks = self.blocks(pages, windows)
+        self.side.offload(hashes, lambda: blocks, windows=len(windows))
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.side.ended_offloads():
             assert time.monotonic() < deadline
@@ -215,14 +265,33 @@ class Rank:
         while self.side.looks_ahead:
             self.side.go_on_looking()
 
-    def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int]) -> bool:
+    def load(
+        self,
+        rid: str,
+        hashes: Sequence[str],
+        pages: Sequence[int],
+        windows: Sequence[int] = (),
+    ) -> bool:
         """Load pages as a batch does that needs all layers; whether SGLang may use them."""
-        if not self.side.load(rid, hashes, pages):
+        blocks = self.blocks(pages, windows)
+        if not self.side.load(rid, hashes, blocks, len(windows)):
             return False
         self.side.start_batch()
-        for layer in range(LAYERS):
+        for layer in range(self._layers):
             self.side.wait_for_layer(layer)
         return self.side.finish_batch()
+
+    def blocks(self, pages: Sequence[int], windows: Sequence[int] = ()) -> list[int]:
+        """The numbers of the blocks of pages, and of pages of windows: part by part."""
+        made, first = list(pages), self.pages.layout.num_blocks
+        for layout in self.pages.windows:
+            made += [first + page for page in windows]
+            first += layout.num_blocks
+        return made
+
+    def _tensors(self, *, windows: bool) -> list[torch.Tensor]:
+        named = self.pages.tensors.items()
+        return [each for name, each in named if name.startswith("window") == windows]
 
 
 def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:

@@ -215,7 +215,6 @@ def test_what_cannot_be_cached_right_is_refused(
     ("name", "value", "said"),
     [
         ("speculative_algorithm", "DFLASH", "is DFLASH, whose .* STANDALONE$"),
-        ("is_hybrid_swa", True, "keeps SWA beside full .*--disable-hybrid-swa-memory of SGLang$"),
         ("ssm", True, "of --model-path keeps MAMBA beside full attention"),
     ],
 )
@@ -229,6 +228,19 @@ def test_a_model_or_draft_that_cannot_be_cached_is_refused(
         chosen = chosen | {"model": SimpleNamespace(**vars(UNSET["model"]) | {name: value})}
     with pytest.raises((ConfigError, LayoutError), match=said):
         sglang.start(**chosen)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
+def test_windows_are_cached_unless_a_draft_or_compressed(sglang: SGLang, linked: bool) -> None:
+    chosen = LINKED if linked else {}
+    model = SimpleNamespace(**vars(UNSET["model"]) | {"is_hybrid_swa": True})
+    sglang.start(model=model, **chosen)
+    sglang.start(model=model, speculative_algorithm="NGRAM", **chosen)
+    with pytest.raises(ConfigError, match=r"is EAGLE and the model .* has sliding windows"):
+        sglang.start(model=model, speculative_algorithm="EAGLE", **chosen)
+    model.is_hybrid_swa_compress = True
+    with pytest.raises(LayoutError, match="of --model-path keeps windows of compressed states"):
+        sglang.start(model=model, **chosen)
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"])

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 from rank_lines import line_errors
-from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
+from sglang_world import (
+    LAYERS,
+    PATIENCE_SECONDS,
+    HashedPrompt,
+    Rank,
+    hashes_of,
+    make_windowed,
+    same,
+)
 
 from flexkv.host.board import CELLS
 from flexkv_sglang import hooks
@@ -45,10 +53,13 @@ class Engine:
         rank: with little host memory, over a disk.
         errors: of its calls.
         rng: chooses the prompts.
+        windows: pages of a window; 0 if the model has none.
     """
 
-    def __init__(self, rank: Rank, errors: LineErrors, rng: random.Random) -> None:
+    def __init__(self, rank: Rank, errors: LineErrors, rng: random.Random, windows: int) -> None:
         self.rank = rank
+        self._windows = windows
+        self._in_windows: list[list[torch.Tensor]] = []
         self.side: RankSide = rank.side
         self._errors = errors
         self._rng = rng
@@ -62,7 +73,7 @@ class Engine:
         self._store(number)
         for rid in (f"{number} a", f"{number} b"):
             wanted = self._rng.randrange(number + 1)
-            self._serve(rid, self._hashes(wanted), self._prompts[wanted], cancels=number % 4 == 1)
+            self._serve(rid, self._hashes(wanted), wanted, cancels=number % 4 == 1)
         if number % 6 == 3:
             self._call(self.side.reset)
         if number % 6 == 5:
@@ -94,10 +105,13 @@ class Engine:
 
     def _store(self, number: int) -> None:
         self._prompts.append(self.rank.fill([1, 2, 3], seed=number))
+        windows = [6, 5][: self._windows]
+        self._in_windows.append(self.rank.fill(windows, seed=1 << 20 | number, windows=True))
+        blocks = self.rank.blocks([1, 2, 3], windows)
         hashes = self._hashes(number)
         self._call(
             hooks.offload,
-            lambda *_: self.side.offload(hashes, lambda: [1, 2, 3]),
+            lambda *_: self.side.offload(hashes, lambda: blocks, windows=len(windows)),
             SimpleNamespace(cache=self._tree),
             object(),
             None,
@@ -110,9 +124,7 @@ class Engine:
         if self.side.events is not None:
             self._call(hooks.take_events, lambda _: [], SimpleNamespace(page_size=4))
 
-    def _serve(
-        self, rid: str, hashes: list[str], wanted: list[torch.Tensor], *, cancels: bool
-    ) -> None:
+    def _serve(self, rid: str, hashes: list[str], number: int, *, cancels: bool) -> None:
         request = SimpleNamespace(
             rid=rid,
             hashes=hashes,
@@ -146,11 +158,19 @@ class Engine:
         if not found:
             return
         pages, hashes = [7, 8, 9][:found], hashes[:found]
-        if cancels and self._call(self.side.load, rid, hashes, pages):
+        windows = [2, 3][: min(found, self._windows)]
+        blocks = self.rank.blocks(pages, windows)
+        if cancels and self._call(self.side.load, rid, hashes, blocks, len(windows)):
             self._call(self.side.cancel, rid)
         self.rank.fill(pages, seed=-1 - len(self._prompts))
-        if self._call(self.rank.load, rid, hashes, pages):
+        self.rank.fill(windows, seed=-1 - len(self._prompts), windows=True)
+        if self._call(self.rank.load, rid, hashes, pages, windows):
+            wanted = self._prompts[number]
             assert same(self.rank.read(pages), [tensor[:found] for tensor in wanted])
+            if windows:
+                # The window before the end of all pages; there is none before an earlier end.
+                assert found == PAGES
+                assert same(self.rank.read(windows, windows=True), self._in_windows[number])
 
     def _report(self) -> None:
         with self.side.boundary.guard("counting", "the counts are lost"):  # as `Metrics` does
@@ -166,9 +186,17 @@ class Engine:
             self._errors.disarm()
 
 
-@pytest.mark.parametrize("policy", ["lru", "auto"])
+@pytest.mark.parametrize(
+    ("policy", "windows"),
+    [("lru", 0), ("auto", 0), ("lru", 2)],
+    ids=["lru", "auto", "with windows"],
+)
 def test_an_error_before_any_line_loses_nothing(
-    make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+    make_rank: Callable[..., Rank],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    windows: int,
 ) -> None:
     rng = random.Random(1)
     errors = line_errors(rng, monkeypatch.setattr)
@@ -179,6 +207,8 @@ def test_an_error_before_any_line_loses_nothing(
     while new and next(made) < ENGINES:
         before = len(errors.hit)
         rank = make_rank(
+            pool=make_windowed(layers=2 * LAYERS) if windows else None,
+            window=4 * windows,
             settings={
                 "always_load": True,
                 "cpu_cache_gb": 20 * 4096 / (1 << 30),
@@ -187,11 +217,11 @@ def test_an_error_before_any_line_loses_nothing(
                 "ssd_timeout_seconds": PATIENCE_SECONDS,
                 "eviction_policy": policy,
                 "trace": str(tmp_path / "trace"),
-            }
+            },
         )
         rank.side.watch()
         monkeypatch.setattr(hooks, "_sides", [rank.side])
-        engine = Engine(rank, errors, rng)
+        engine = Engine(rank, errors, rng, windows)
         try:
             hits = -1
             while hits < len(errors.hit):

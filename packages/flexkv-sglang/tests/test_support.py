@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexkv import LayoutError
+from flexkv import ConfigError, LayoutError
 from flexkv_sglang.support import check_cache
 
 FULL, SWA, MAMBA = (SimpleNamespace(name=name) for name in ("FULL", "SWA", "MAMBA"))
@@ -15,14 +15,19 @@ def test_full_attention_is_cached() -> None:
     check_cache([FULL], SimpleNamespace(mtp_draft_device_pools=()))
 
 
-def test_windows_in_pages_of_their_own_are_refused_with_the_way_out() -> None:
-    allowed = "in all layers, or --disable-hybrid-swa-memory of SGLang$"
-    with pytest.raises(LayoutError, match=f"keeps SWA beside full attention; .* {allowed}"):
-        check_cache([FULL, SWA], SimpleNamespace())
+def test_windows_in_pages_of_their_own_are_cached() -> None:
+    check_cache([FULL, SWA], SimpleNamespace(sidecar_draft_device_pools=()))
+
+
+def test_windows_beside_a_draft_are_refused_with_the_way_out() -> None:
+    params = SimpleNamespace(sidecar_draft_device_pools=(object(),))
+    allowed = "one of both, NGRAM, or --disable-hybrid-swa-memory of SGLang$"
+    with pytest.raises(ConfigError, match=f"--speculative-algorithm .* windows; .* {allowed}"):
+        check_cache([FULL, SWA], params)
 
 
 def test_recurrent_states_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"keeps MAMBA, SWA beside .* in all layers$"):
+    with pytest.raises(LayoutError, match=r"keeps MAMBA beside .* and sliding windows$"):
         check_cache([FULL, SWA, MAMBA], SimpleNamespace())
 
 

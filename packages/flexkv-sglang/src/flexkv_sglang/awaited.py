@@ -12,6 +12,24 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
 from flexkv.types.changes import Medium
+from flexkv_sglang.windows import NO_WINDOWS, OBTAINABLE, Windows
+
+
+@dataclass(slots=True)
+class _Window:
+    """The window that a request needs before the end of its prefix.
+
+    Attributes:
+        keys: keys of the pages that the request's prefix may have at most.
+        pages: how many of these it has; unknown until the window's fetch has been tried.
+        fetch: of the window's blocks; None if it has not begun.
+        tried: whether it was tried.
+    """
+
+    keys: Sequence[bytes]
+    pages: int = 0
+    fetch: FetchId | None = None
+    tried: bool = False
 
 
 @dataclass(slots=True)
@@ -36,9 +54,22 @@ class AwaitedPrefixes:
         cache: the engine's cache; borrowed.
         chooser: decides which fetches are worth waiting for; borrowed.
         block_tokens: tokens of a block.
+        windows: the model's sliding windows.
+
+    Attributes:
+        has_windows: whether the model has sliding windows.
     """
 
-    def __init__(self, cache: CacheClient, chooser: LoadChooser, block_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: CacheClient,
+        chooser: LoadChooser,
+        block_tokens: int,
+        windows: Windows = NO_WINDOWS,
+    ) -> None:
+        self.has_windows = bool(windows.parts)
+        self._windows_of = windows
+        self._windows: dict[str, _Window] = {}
         self._cache = cache
         self._chooser = chooser
         self._block_tokens = block_tokens
@@ -72,6 +103,16 @@ class AwaitedPrefixes:
         fetched.keys += keys
         return self._cache.extend_fetch(fetched.id, keys)
 
+    def end_with_window(self, rid: str, keys: Sequence[bytes]) -> None:
+        """Nothing more is fetched for the request's prefix, which ends within `keys`: fetch the
+        window before its end as soon as the end is known.
+
+        Args:
+            rid: the request.
+            keys: keys of the pages behind those that SGLang has.
+        """
+        self._windows[rid] = _Window(keys)
+
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Whether each request should wait, because its fetch is expected to end sooner than
         computing would. Fetches of all other requests end: those requests have left the queue.
@@ -79,9 +120,9 @@ class AwaitedPrefixes:
         Args:
             rids: all requests of the queue.
         """
-        for rid in self._fetches.keys() - set(rids):
+        for rid in (self._fetches.keys() | self._windows.keys()) - set(rids):
             self.end(rid)
-        return [rid in self._fetches and self._is_awaited(self._fetches[rid]) for rid in rids]
+        return [self._is_awaited(rid) for rid in rids]
 
     def count(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
         """How many blocks of `keys` each lower tier has fetched for the request."""
@@ -98,14 +139,56 @@ class AwaitedPrefixes:
             state = self._cache.end_fetch(fetched.id)
             del self._fetches[rid]  # not before: an error would lose the fetch
             self._chooser.fetched(fetched.id, state)
+        window = self._windows.get(rid)
+        if window is not None:
+            if window.fetch is not None:
+                self._cache.end_fetch(window.fetch)
+            del self._windows[rid]
 
     def end_all(self) -> None:
         """End the fetches of all requests. Idempotent."""
-        for rid in list(self._fetches):
+        for rid in [*self._fetches, *self._windows]:
             self.end(rid)
 
-    def _is_awaited(self, fetched: _Fetched) -> bool:
+    def _is_awaited(self, rid: str) -> bool:
+        window = self._windows.get(rid)
+        if window is not None and not window.tried and not self._try_window(rid, window):
+            return False
+        return self._is_prefix_awaited(rid) or (
+            window is not None and window.fetch is not None and self._is_window_awaited(window)
+        )
+
+    def _is_prefix_awaited(self, rid: str) -> bool:
+        fetched = self._fetches.get(rid)
+        if fetched is None:
+            return False
         state = self._cache.fetch_state(fetched.id)
         first, size = fetched.first, self._block_tokens
         span = Span(first * size, (first + state.stop) * size)
         return not state.done and self._chooser.is_worth_waiting(fetched.id, span)
+
+    def _is_window_awaited(self, window: _Window) -> bool:
+        assert window.fetch is not None
+        span = Span(0, window.pages * self._block_tokens)
+        done = self._cache.fetch_state(window.fetch).done
+        return not done and self._chooser.is_worth_waiting(window.fetch, span)
+
+    def _try_window(self, rid: str, window: _Window) -> bool:
+        """Begin to fetch a window, if the end of the prefix is known. Returns False if no tier has
+        a window that the request could use: then it uses no page of the prefix, either."""
+        prefix = self._fetches.get(rid)
+        if prefix is None:
+            length = self._cache.lookup(window.keys)
+        else:
+            state = self._cache.fetch_state(prefix.id)
+            if state.queried is not None and not state.done:
+                return True
+            length = prefix.first + state.stop
+        window.tried = True
+        windows, keys = self._windows_of, window.keys[:length]
+        window.pages = windows.longest(self._cache, keys, OBTAINABLE)
+        if length and not window.pages:
+            self.end(rid)
+            return False
+        window.fetch = self._cache.fetch(windows.of_hit(window.keys[: window.pages]))
+        return True

@@ -49,7 +49,7 @@ NOTHING: Decision = 0, 0, 0
 """In place of a transfer if there is none."""
 
 
-def lease(cache: CacheClient, keys: PackedKeys, queued: QueuedLoad) -> Decision:
+def lease(cache: CacheClient, keys: Sequence[bytes], queued: QueuedLoad) -> Decision:
     """Begin a load.
 
     Args:
@@ -67,7 +67,13 @@ def lease(cache: CacheClient, keys: PackedKeys, queued: QueuedLoad) -> Decision:
     return transfer.id, transfer.cell, len(keys)
 
 
-def reserve(cache: CacheClient, before: PackedKeys, keys: PackedKeys, offload: Offload) -> Decision:
+def reserve(
+    cache: CacheClient,
+    before: PackedKeys,
+    keys: PackedKeys,
+    windows: Sequence[bytes],
+    offload: Offload,
+) -> Decision:
     """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
     that block at least as long as them.
 
@@ -75,25 +81,30 @@ def reserve(cache: CacheClient, before: PackedKeys, keys: PackedKeys, offload: O
         cache: of the engine.
         before: key of the block before them; empty if that is unknown.
         keys: keys of the blocks.
+        windows: keys of blocks of windows, each of which may be evicted without the others.
         offload: gets the store, and its slots.
 
     Returns:
         `NOTHING` if no block got a slot.
     """
-    missing = cache.missing(keys)
+    blocks: Sequence[bytes] = [*keys, *windows] if windows else keys
+    missing = cache.missing(blocks)
     if not missing:
         offload.stored = True
         return NOTHING
+    starts = range(len(keys), len(blocks))
     if before and not cache.missing(before):
-        transfer = cache.store(before + keys, [1 + i for i in missing], prefix_starts=())
+        chain = [*before, *blocks] if windows else before + keys
+        places = [1 + i for i in missing]
+        transfer = cache.store(chain, places, prefix_starts=[1 + i for i in starts])
     else:
-        transfer = cache.store(keys, missing)
+        transfer = cache.store(blocks, missing, prefix_starts=[0, *starts])
     if transfer is None:
         return NOTHING
     offload.transfer_id = transfer.id
-    offload.slots = _slots_of(transfer, keys, missing)
+    offload.slots = _slots_of(transfer, blocks, missing)
     offload.stored = len(transfer.slots) == len(missing)
-    return transfer.id, transfer.cell, len(keys)
+    return transfer.id, transfer.cell, len(blocks)
 
 
 def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int]) -> CopyOrder:
@@ -112,7 +123,7 @@ def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int])
     return CopyOrder(number, cell, copied, [slot for slot in slots if slot >= 0])
 
 
-def _slots_of(transfer: Transfer, keys: PackedKeys, missing: Sequence[int]) -> Sequence[int]:
+def _slots_of(transfer: Transfer, keys: Sequence[bytes], missing: Sequence[int]) -> Sequence[int]:
     slots = transfer.slots
     if len(slots) == len(keys):
         return slots

@@ -19,6 +19,7 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.meter import Meter
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.recording import RequestRecorder
+from flexkv_sglang.windows import NO_WINDOWS, Windows
 
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for ended requests. A check costs one call per running request. Not
@@ -40,6 +41,7 @@ class FollowedRequests:
         keys_of: returns the keys of blocks for SGLang's hashes of pages.
         recorder: records the requests; None if nothing is recorded. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
+        windows: the model's sliding windows.
     """
 
     def __init__(
@@ -49,7 +51,10 @@ class FollowedRequests:
         keys_of: Callable[[Sequence[str]], PackedKeys],
         recorder: RequestRecorder | None,
         options: Collection[str] | None = None,
+        *,
+        windows: Windows = NO_WINDOWS,
     ) -> None:
+        self._windows = windows
         self._cache = cache
         self._page_size = page_size
         self._keys_of = keys_of
@@ -138,7 +143,10 @@ class FollowedRequests:
         if len(prompt) > max(0, prompt_tokens - 1) // size:
             prompt = own + found[:loaded]  # the lookup is older than SGLang's own hit
         hits = len(own) + loaded
-        self._cache.record(prompt[:hits], replace(context, hit_tokens=hits * size), prompt)
+        used: Sequence[bytes] = prompt[:hits]
+        if self._windows.parts:
+            used = [*used, *self._windows.of_hit(used)]
+        self._cache.record(used, replace(context, hit_tokens=hits * size), prompt)
 
     def _context_of(self, request: Any) -> RequestContext:
         """What is known of a request, without its hit."""

@@ -78,22 +78,32 @@ class FlexKVLinker(UnifiedCacheLinker):
             draft = draft_of(server_args, settings, params)
             pages = pages_of(pool, params, model, draft, ranks.count)
             engines = int(settings.dp_size)
+            window = int(params.swa_retain_window or 0) if pages.windows else 0
             engine = Engine(
-                settings, model, version, params.page_size, bool(params.is_eagle), engines, draft
+                settings,
+                model,
+                version,
+                params.page_size,
+                bool(params.is_eagle),
+                engines,
+                draft,
+                window,
             )
             if ranks.rank == 0:
                 report_ignored(config)  # the parts below are not the user's
             config = share_of_engine(config, engines)
         self.forward_stream = forward_stream
         self._page_size: int = params.page_size
-        self.pools = {PoolName.KV: pool}
+        self.pools = {PoolName.KV: getattr(pool, "full_kv_pool", pool)}
+        if pages.windows:
+            self.pools[PoolName.SWA] = pool.swa_kv_pool
         self.side: RankSide = start_rank(config, engine, pages, ranks)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             with together(ranks):
                 backup = getattr(settings, "enable_weights_cpu_backup", False)
                 self.side.weights_return = bool(backup)
-                counter = LayerCounter(len(pages.layout.starts), self.side.wait_for_layer)
+                counter = LayerCounter(pages.layers, self.side.wait_for_layer)
                 self.layer_done_counter = counter
                 device = next(iter(pages.tensors.values())).device
                 self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -106,12 +116,13 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         with self.side.boundary.guard("lookup", "it is a miss", loses=False):
-            return self.side.lookup(rid, _of_kv(transfers).keys)
+            return self.side.lookup(rid, _by_pool(transfers)[0].keys)
         # The other ranks wait for the exchange that follows.
         return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        return self.side.load(rid, self._hashes(transfers), self._pages(transfers))
+        hashes, windows = self._hashes(transfers)
+        return self.side.load(rid, hashes, self._pages(transfers), windows)
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.side.cancel(rid)
@@ -124,7 +135,8 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         pages_of = partial(self._pages, transfers)
-        self.side.offload(self._hashes(transfers), pages_of, self._after_forward)
+        hashes, windows = self._hashes(transfers)
+        self.side.offload(hashes, pages_of, self._after_forward, windows)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -144,27 +156,37 @@ class FlexKVLinker(UnifiedCacheLinker):
         hooks.leave(self.side)
         self.side.close(FLUSH_SECONDS)
 
-    def _hashes(self, transfers: list[PoolTransfer]) -> list[str]:
-        """Hashes of the pages of a transfer; none after an error."""
+    def _hashes(self, transfers: list[PoolTransfer]) -> tuple[list[str], int]:
+        """Hashes of the pages of transfers, and how many of the last have a page of windows; none
+        after an error."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
-            hashes: list[str] = _of_kv(transfers).keys
-            return hashes
-        return []
+            full, window = _by_pool(transfers)
+            hashes: list[str] = full.keys
+            return hashes, 0 if window is None else len(window.keys)
+        return [], 0
 
     def _pages(self, transfers: list[PoolTransfer]) -> list[int] | None:
-        """Page numbers of the token slots of a transfer (a 1-D integer tensor); None after an
-        error, or if these are not whole pages. All ranks get the same pages, because their
-        allocators run in step."""
+        """The blocks of transfers' pages; None after an error, or if these are not whole pages. All
+        ranks get the same pages, because their allocators run in step."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
-            size, slots = self._page_size, _of_kv(transfers).device_indices
-            rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
-            steps = torch.arange(size, device=slots.device)
-            if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):
-                logger.error("SGLang named %d slots that are no whole pages: skipped", len(slots))
-                return None
-            pages: list[int] = (rows[:, 0] // size).tolist()
-            return pages
+            full, window = _by_pool(transfers)
+            pages = self._whole_pages(full.device_indices)
+            if window is None or pages is None:
+                return pages
+            windows = self._whole_pages(window.device_indices)
+            return None if windows is None else pages + self.side.windows.blocks_of(windows)
         return None
+
+    def _whole_pages(self, slots: torch.Tensor) -> list[int] | None:
+        """Page numbers of token slots (a 1-D integer tensor); None if these are not whole pages."""
+        size = self._page_size
+        rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
+        steps = torch.arange(size, device=slots.device)
+        if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):
+            logger.error("SGLang named %d slots that are no whole pages: skipped", len(slots))
+            return None
+        pages: list[int] = (rows[:, 0] // size).tolist()
+        return pages
 
     def _after_forward(self) -> AbstractContextManager[object]:
         """A context in which copies wait for all work that SGLang has queued on the device: that
@@ -190,13 +212,21 @@ def _metric_labels() -> dict[str, str] | None:
     return labels | {name: str(value) for name, value in others.items()}
 
 
-def _of_kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
-    """The transfer of full attention's pages. There are no others; see `check_cache`.
+def _by_pool(transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, PoolTransfer | None]:
+    """The transfer of full attention's pages, and that of the windows of its last pages; None
+    without one.
 
     Raises:
-        LayoutError: SGLang names pages of another pool.
+        LayoutError: SGLang names other pages.
     """
-    (transfer,) = transfers
-    if transfer.name != PoolName.KV:
-        raise LayoutError(f"SGLang names pages of {transfer.name}; allowed: kv")
-    return transfer
+    by_name = {transfer.name: transfer for transfer in transfers}
+    full, window = by_name.pop(PoolName.KV, None), by_name.pop(PoolName.SWA, None)
+    if by_name or full is None:
+        names = ", ".join(str(each.name) for each in transfers)
+        raise LayoutError(f"SGLang names pages of {names}; allowed: kv, or kv and swa")
+    if window is not None and window.keys != full.keys[-len(window.keys) :]:
+        raise LayoutError(
+            f"SGLang names {len(window.keys)} pages of windows that are not the last of "
+            f"{len(full.keys)} pages; allowed: those"
+        )
+    return full, window

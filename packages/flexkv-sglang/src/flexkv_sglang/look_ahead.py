@@ -57,6 +57,7 @@ class _Look:
         before: the hash of the last of them.
         keys: keys of hashed pages whose fetch has not begun.
         last: the key of the page before them.
+        seen: keys of all hashed pages, if the model has windows.
     """
 
     prompt: Prompt
@@ -64,6 +65,7 @@ class _Look:
     before: str | None
     keys: Sequence[bytes]
     last: Sequence[bytes]
+    seen: list[bytes]
 
 
 class LookAhead:
@@ -105,7 +107,7 @@ class LookAhead:
     def begin(self, rid: str, prompt: Prompt) -> None:
         """Look up a request's pages in this and further calls of `go_on`."""
         self._awaited.end(rid)
-        self._looks[rid] = _Look(prompt, 0, None, (), ())
+        self._looks[rid] = _Look(prompt, 0, None, (), (), [])
 
     def keep(self, rids: Sequence[str]) -> None:
         """Forget all other requests."""
@@ -125,6 +127,8 @@ class LookAhead:
                 goes_on = self._look(rid, look)
             if not goes_on:
                 del self._looks[rid]
+                if look.seen:
+                    self._awaited.end_with_window(rid, look.seen)
             if self._clock() >= end:
                 return
 
@@ -152,6 +156,8 @@ class LookAhead:
         hashes = look.prompt.hashes(start, stop, look.before)
         look.hashed, look.before = stop, hashes[-1]
         keys = self._keys_of(hashes)
+        if self._awaited.has_windows:
+            look.seen += keys
         # A fetch takes all pages from its first one on, in host memory or not.
         found = 0 if rid in self._awaited else self._cache.lookup(keys)
         if found:

@@ -25,18 +25,18 @@ from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
-from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.copies import Decision, Offload, QueuedLoad, lease, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.look_ahead import Prompt
+from flexkv_sglang.matching import PrefixMatcher
 from flexkv_sglang.ordered_transfers import OrderedTransfers
 from flexkv_sglang.page_keys import PageKeys
-from flexkv_sglang.queries import Queries
 from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.tier_events import TierEvents
 from flexkv_sglang.waiting import WaitingRequests
+from flexkv_sglang.windows import NO_WINDOWS, Windows
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -61,18 +61,20 @@ class RankSide:
         page_size: tokens of a page, which is a block.
         chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for what a lower tier reads.
+        windows: the model's sliding windows.
         boundary: where errors of single requests end.
         recorder: of the requests; None if nothing is recorded here. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
 
     Attributes:
-        may_wait: as given; the same on all ranks.
+        may_wait, windows, boundary: as given; `windows` and `may_wait` are the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks other than 0.
         weights_return: whether SGLang keeps a copy of weights whose memory it releases.
         delays: whether offloads should wait until SGLang is about to evict the pages, since they
             evict and nothing below host memory wants each block; the same on all ranks.
         delayed: the offloads that wait.
         page_keys: makes the keys of pages.
+        keys_of: see `PageKeys.of`.
         figures: of the cache; None on ranks other than 0.
     """
 
@@ -85,6 +87,7 @@ class RankSide:
         page_size: int,
         chooser: LoadChooser,
         may_wait: bool,
+        windows: Windows = NO_WINDOWS,
         boundary: ErrorBoundary,
         recorder: RequestRecorder | None = None,
         options: Collection[str] | None = None,
@@ -94,13 +97,15 @@ class RankSide:
         self.delays = False
         self.events: TierEvents | None = None
         self.page_keys = PageKeys()
+        self.keys_of = self.page_keys.of
         self._worker = worker
         self._exchanges = Exchanges(ranks, boundary)
         self.delayed = DelayedOffloads(self._exchanges)
         self._cache = cache
         self._page_size = page_size
+        self.windows = windows
         self._chooser = chooser
-        self._boundary = boundary
+        self.boundary = boundary
         self._before: str | None = None
         self._closed = False
         self._failed_polls = 0
@@ -114,27 +119,27 @@ class RankSide:
         self._waiting: WaitingRequests | None = None
         self._followed: FollowedRequests | None = None
         self.figures: CacheFigures | None = None
-        self._queries: Queries | None = None
+        self._matcher: PrefixMatcher | None = None
         if cache is not None:
             self._ordered = OrderedTransfers(cache)
             boundary.after_error = self._ordered.lose
-            self._waiting = WaitingRequests(cache, chooser, page_size, self.keys_of, boundary)
-            followed = FollowedRequests(cache, page_size, self.keys_of, recorder, options)
+            self._waiting = WaitingRequests(
+                cache, chooser, page_size, self.keys_of, boundary, windows=windows
+            )
+            followed = FollowedRequests(
+                cache, page_size, self.keys_of, recorder, options, windows=windows
+            )
             # The worker's figures count this rank's errors, which must not count twice.
             self.figures = CacheFigures(
                 cache, ErrorBoundary(), followed.put_counts, lambda: chooser.prefill_cost
             )
-            self._followed, self._queries = followed, Queries(self.figures, page_size)
+            self._followed = followed
+            self._matcher = PrefixMatcher(cache, chooser, page_size, windows, self.figures)
 
     @property
     def leads(self) -> bool:
         """Whether this rank decides."""
         return self._cache is not None
-
-    @property
-    def boundary(self) -> ErrorBoundary:
-        """Where errors of single requests end."""
-        return self._boundary
 
     @property
     def looks_ahead(self) -> bool:
@@ -145,10 +150,6 @@ class RankSide:
     def is_loading(self) -> bool:
         """Whether a load is queued or under way; the same on all ranks."""
         return bool(self._queued) or self._batch != self._ended_batch
-
-    def keys_of(self, hashes: Sequence[str]) -> PackedKeys:
-        """See `PageKeys.of`."""
-        return self.page_keys.of(hashes)
 
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""
@@ -166,14 +167,12 @@ class RankSide:
             rid: id of the request.
             hashes: SGLang's hashes of the pages that it lacks, in the order of the prompt.
         """
-        if self._cache is None:
+        if self._matcher is None or self._followed is None:
             return []
-        with self._boundary.guard("lookup", "it is a miss", loses=False):
+        with self.boundary.guard("lookup", "it is a miss", loses=False):
             keys = self.keys_of(hashes)
-            found = self._cache.lookup(keys)
-            if self._followed is not None:
-                self._followed.looked_up(rid, keys)
-            length = self._worth_loading(rid, len(hashes), found)
+            self._followed.looked_up(rid, keys)
+            length = self._matcher.match(rid, keys)
             return [length] if length else []
         return []
 
@@ -185,32 +184,37 @@ class RankSide:
         )
         return length
 
-    def load(self, rid: str, hashes: Sequence[str], pages: Sequence[int] | None) -> bool:
+    def load(
+        self, rid: str, hashes: Sequence[str], pages: Sequence[int] | None, windows: int = 0
+    ) -> bool:
         """Queue a load for the next batch. All ranks return the same.
 
         Args:
             rid: id of the request.
             hashes: hashes of the pages to load.
-            pages: numbers of the pages that SGLang has allocated for them; None after an error.
+            pages: numbers of the blocks that SGLang has allocated for them: its numbers of pages,
+                then those of `Windows.blocks_of`; None after an error.
+            windows: how many of the last pages have a page in the windows' pool, too.
 
         Returns:
             False if the blocks have left host memory since the lookup, or a rank has no `pages`.
         """
-        named = pages is not None and len(pages) == len(hashes)
+        named = pages is not None and len(pages) == len(hashes) + self.windows.parts * windows
+        named = named and windows == min(len(hashes), self.windows.reach)
         if not self._exchanges.ranks.all(named) or pages is None:
             return False
         queued = QueuedLoad(CopyOrder(0, 0, [], []))
         number, cell, count = self._decide(
             "ordering a load",
             "it is a miss",
-            lambda cache: lease(cache, self.keys_of(hashes), queued),
+            lambda c: lease(c, self.windows.with_last(self.keys_of(hashes), windows), queued),
         )
         if not number:
             return False
         slots = self._exchanges.ranks.agree([*queued.order.slots], count)
         queued.order = CopyOrder(number, cell, list(pages), slots)
         self._queued[rid] = queued
-        with self._boundary.guard("counting a hit", "it is not counted"):
+        with self.boundary.guard("counting a hit", "it is not counted"):
             self._note_load(rid, queued, hashes)
         return True
 
@@ -225,7 +229,7 @@ class RankSide:
         queued = self._queued.pop(rid, None)
         if queued is not None and self._ordered is not None:
             self._ordered.offloads.pop(queued.order.transfer_id, None)
-        with self._boundary.guard("cancelling a load", "the next poll cancels it"):
+        with self.boundary.guard("cancelling a load", "the next poll cancels it"):
             if self._cache is not None and queued is not None:
                 self._cache.cancel(queued.order.transfer_id)
             if self._followed is not None and self._waiting is not None:
@@ -270,7 +274,7 @@ class RankSide:
             return list(map(bool, held))
         # Without an exchange, as often as an idle or a full engine looks for requests.
         if not rids and self.leads:
-            with self._boundary.guard(place, consequence):
+            with self.boundary.guard(place, consequence):
                 self._held(rids)
         return [False] * len(rids)
 
@@ -284,10 +288,10 @@ class RankSide:
     ) -> None:
         """Note the requests, objects of SGLang, that it computes next. Called in each step, also if
         there are none; see `FollowedRequests.batch` for the arguments."""
-        if self._queries is not None and self._waiting is not None and requests:
+        if self._matcher is not None and self._waiting is not None and requests:
             rids = [each.rid for each in requests]
             self._waiting.shared.scheduled(rids)
-            self._queries.scheduled(rids, [each.rid for each in waiting])
+            self._matcher.queries.scheduled(rids, [each.rid for each in waiting])
         if self._followed is not None:
             self._followed.batch(requests, waiting, own_hashes)
 
@@ -303,20 +307,20 @@ class RankSide:
             return _NO_BATCH
         self._batch += 1
         queued, self._queued = self._queued, {}
-        with self._boundary.guard("starting loads", "they count as failed"):
+        with self.boundary.guard("starting loads", "they count as failed"):
             orders = StepOrders(layerwise=[each.order for each in queued.values()])
             with behind():
                 self._worker.start_loads(orders)
             return self._batch
         self._batch_failed = True
-        with self._boundary.guard("failing loads", "their blocks stay in host memory"):
+        with self.boundary.guard("failing loads", "their blocks stay in host memory"):
             self._worker.fail_loads(StepOrders(layerwise=[each.order for each in queued.values()]))
         return self._batch
 
     def wait_for_layer(self, layer: int) -> None:
         """Make the forward pass wait until the loads of a layer have ended. After an error, the
         forward pass computes on unknown bytes, and `finish_batch` reports a failure."""
-        with self._boundary.guard("waiting for a layer", "the loads of the batch count as failed"):
+        with self.boundary.guard("waiting for a layer", "the loads of the batch count as failed"):
             self._worker.wait_for_layer(str(layer))
             return
         self._batch_failed = True
@@ -325,7 +329,7 @@ class RankSide:
         """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
         batch_failed, self._batch_failed = self._batch_failed, False
         self._ended_batch = self._batch
-        with self._boundary.guard("ending loads", "copies end, now and for good"):
+        with self.boundary.guard("ending loads", "copies end, now and for good"):
             orders = StepOrders(has_forward=True)
             self._worker.finished(orders)
             failed = self._worker.take_bad_blocks()
@@ -347,25 +351,27 @@ class RankSide:
         hashes: Sequence[str],
         pages_of: Callable[[], Sequence[int] | None],
         behind: Behind = contextlib.nullcontext,
+        windows: int = 0,
     ) -> None:
         """Store pages. SGLang must keep them until `take_offload` has returned for them.
 
         Args:
             hashes: hashes of the pages, in the order of the prompt.
-            pages_of: returns SGLang's numbers of the pages; None after an error, which fails the
-                offload. Not called if all pages are stored already.
+            pages_of: returns the numbers of their blocks; None after an error, which fails the
+                offload. Not called if all are stored already.
             behind: the copies follow the work that SGLang has queued so far.
+            windows: see `load`.
         """
         offload = Offload()
         self._pending.append(offload)
         before, self._before = self._before, None
-        number, cell, count = self._decide(
-            "storing blocks",
-            "they are not cached",
-            lambda cache: reserve(
-                cache, self.keys_of([before] if before else []), self.keys_of(hashes), offload
-            ),
-        )
+
+        def make(cache: CacheClient) -> Decision:
+            keys, last = self.keys_of(hashes), len(hashes) - windows
+            apart = self.windows.keys_of(keys[last:]) if windows else ()
+            return reserve(cache, self.keys_of([before] if before else []), keys, apart, offload)
+
+        number, cell, count = self._decide("storing blocks", "they are not cached", make)
         if not number:
             if offload.transfer_id:  # after an error; the next poll cancels it
                 offload.transfer_id, offload.stored = 0, False
@@ -373,20 +379,20 @@ class RankSide:
         slots = self._exchanges.ranks.agree([*offload.slots], count)
         if self._ordered is not None:
             self._ordered.offloads[number] = offload
-        with self._boundary.guard("starting stores", "the blocks are not cached"):
+        with self.boundary.guard("starting stores", "the blocks are not cached"):
             pages = pages_of()
             if pages is not None:
                 order = order_of(number, cell, pages, slots)
                 with behind():
                     self._worker.start_stores(StepOrders(stores=[order]))
                 return
-        with self._boundary.guard("failing stores", "the blocks are not cached"):
+        with self.boundary.guard("failing stores", "the blocks are not cached"):
             self._worker.fail_stores(StepOrders(stores=[CopyOrder(number, cell, [], [])]))
 
     def ended_offloads(self) -> int:
         """How many of the oldest offloads have ended. SGLang takes the least number of all ranks.
         Ranks that do not decide therefore count all."""
-        with self._boundary.guard("measuring a step", "its time is not measured", loses=False):
+        with self.boundary.guard("measuring a step", "its time is not measured", loses=False):
             step, self._step = self._step, 0
             self._chooser.timer.ended(step)
         # A success after too many failures enables nothing: the copies have ended for good.
@@ -418,7 +424,7 @@ class RankSide:
         says, nothing is loaded or stored until it succeeds."""
         if self._cache is None or self._failed_polls >= _FAILED_POLLS:
             return self._cache is None
-        with self._boundary.guard(
+        with self.boundary.guard(
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
             self._cache.suspend()
@@ -433,7 +439,7 @@ class RankSide:
 
     def await_copies(self) -> None:
         """Wait until no copy reads or writes SGLang's pages. SGLang may wait for no load."""
-        with self._boundary.guard("ending copies", "copies end, now and for good"):
+        with self.boundary.guard("ending copies", "copies end, now and for good"):
             self._worker.drain()
             self._worker.take_bad_blocks()
             self._poll()
@@ -447,7 +453,7 @@ class RankSide:
         self._change_keys(partial(self._renew, mixed=not flushed))
 
     def _change_keys(self, change: Callable[[], None]) -> None:
-        with self._boundary.guard(
+        with self.boundary.guard(
             "changing the keys", "nothing is loaded or stored until the cache is cleared"
         ):
             change()
@@ -466,7 +472,7 @@ class RankSide:
         if self._followed is not None and self._waiting is not None:
             self._followed.forget_lookups()
             self._waiting.forget_keys()
-        with self._boundary.guard("emitting KV events", "subscribers know pages of other weights"):
+        with self.boundary.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
                 self.events.forget_all(self.page_keys.epoch.end)
         if self._cache is not None:
@@ -479,7 +485,7 @@ class RankSide:
         self._closed = True
         self.reset()
         with (
-            self._boundary.guard("shutdown", "the kernel cleans up when the process ends"),
+            self.boundary.guard("shutdown", "the kernel cleans up when the process ends"),
             contextlib.ExitStack() as ends,
         ):
             # Each of them, also if another one fails.
@@ -508,25 +514,13 @@ class RankSide:
         if self._cache is None or self._cache.close(flush_seconds):
             self._worker.close()
 
-    def _worth_loading(self, rid: str, asked: int, found: int) -> int:
-        """How many of the `found` pages in host memory to load; the engine computes the others."""
-        blocks, left = 0, None
-        if found:
-            choice = self._chooser.choose_load(Span(0, found * self._page_size), found)
-            blocks, left = choice.blocks, choice.left
-        if left is not None:
-            self._chooser.left(left)
-        if self._queries is not None:
-            self._queries.asked(rid, asked, left, found - blocks)
-        return blocks
-
     def _note_load(self, rid: str, queued: QueuedLoad, hashes: Sequence[str]) -> None:
-        if self._waiting is None or self._queries is None or self._followed is None:
+        if self._waiting is None or self._matcher is None or self._followed is None:
             return
         self._waiting.shared.loads(rid, hashes[0], self._batch + 1)
         by_medium = self._waiting.awaited.count(rid, self.keys_of(hashes))
         queued.fetched = by_medium.total()
-        self._queries.loaded(rid, len(hashes), by_medium)
+        self._matcher.queries.loaded(rid, len(hashes), by_medium)
         self._followed.loads(rid, len(hashes))
         self._waiting.awaited.end(rid)
 
@@ -546,20 +540,21 @@ class RankSide:
             return [*make(self._cache), int(self._cache.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
-        self.delays = bool(full) and not self.may_wait
+        # A window's pages leave SGLang's pool as the window moves on.
+        self.delays = bool(full) and not self.may_wait and not self.windows.parts
         if number and self._ordered is not None:
             self._ordered.offloads[number] = None
         return number, cell, count
 
     def _note_loads(self, orders: StepOrders) -> None:
-        with self._boundary.guard("noting ended loads", "the next step notes them"):
+        with self.boundary.guard("noting ended loads", "the next step notes them"):
             self._poll()
             report = self._worker.report(orders)
             self._chooser.loaded(0.0 if report is None else report.load_rate)
 
     def _polled(self) -> bool:
         """Look for copies that have ended. Returns False after an error."""
-        with self._boundary.guard("polling copies", "they are polled in the next step"):
+        with self.boundary.guard("polling copies", "they are polled in the next step"):
             self._worker.finished(StepOrders(has_forward=True))
             self._poll()
             return True
@@ -576,7 +571,7 @@ class RankSide:
                 _FAILED_POLLS,
                 self._exchanges.ranks.rank,
             )
-        with self._boundary.guard("disabling the cache", "the next step tries again"):
+        with self.boundary.guard("disabling the cache", "the next step tries again"):
             self._worker.stop_copying()
             if self._cache is not None:
                 self._disable(self._cache)

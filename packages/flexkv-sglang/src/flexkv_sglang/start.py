@@ -53,6 +53,7 @@ class Engine:
         is_bigram: whether SGLang hashes pairs of tokens.
         engines: engines of the server (data parallelism), of which this is one.
         draft: SGLang's configuration of the draft model; None if no draft keeps KV.
+        window: tokens that SGLang keeps of a sliding window; 0 if the model has none.
     """
 
     settings: Any
@@ -62,6 +63,7 @@ class Engine:
     is_bigram: bool
     engines: int = 1
     draft: Any = None
+    window: int = 0
 
 
 def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) -> RankSide:
@@ -96,7 +98,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             worker = start_worker(
                 config,
                 engine_id,
-                RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank),
+                RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank, apart=pages.windows),
                 device,
                 identity=identity,
                 boundary=boundary,
@@ -114,8 +116,8 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     config,
                     worker.session,
                     keeps_blocks=shares,
-                    follows_requests=True,
-                    step_blocks=_STORED_STEPS * _step_pages(engine),
+                    follows_requests=not pages.windows,
+                    step_blocks=_STORED_STEPS * _step_pages(engine) * (1 + len(pages.windows)),
                     engines=engine.engines,
                 )
                 undo.callback(cache.close)
@@ -136,6 +138,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 page_size=engine.page_size,
                 chooser=chooser,
                 may_wait=bool(waits),
+                windows=pages.window_blocks(-(-engine.window // engine.page_size)),
                 boundary=boundary,
                 recorder=None
                 if cache is None

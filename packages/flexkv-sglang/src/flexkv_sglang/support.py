@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from flexkv.types.errors import ConfigError, LayoutError
 
@@ -143,8 +143,14 @@ def check_model(settings: Any, model: Any) -> None:
             "SGLang's --model-impl is transformers, with which its prefix cache is off for "
             "multimodal models; allowed with FlexKV: auto, sglang"
         )
-    kinds = {"SWA": bool(model.is_hybrid_swa), "MAMBA": bool(uses_ssm_state(model))}
-    _refuse_states([kind for kind, kept in kinds.items() if kept])
+    if model.is_hybrid_swa and getattr(model, "is_hybrid_swa_compress", False):
+        raise LayoutError(
+            "the model of --model-path keeps windows of compressed states; allowed with FlexKV: "
+            "full attention (MHA, MLA, DSA), and windows of keys and values"
+        )
+    if model.is_hybrid_swa and has_kv:
+        _refuse_draft(settings.speculative_algorithm)
+    _refuse_states(["MAMBA"] if uses_ssm_state(model) else [])
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
@@ -162,7 +168,11 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
             "SGLang's prefix cache is off for multimodal models that Transformers runs; allowed: a "
             "model of SGLang's own (--model-impl sglang)"
         )
-    _refuse_states([each.name for each in components if each.name != "FULL"])
+    kinds = [each.name for each in components]
+    _refuse_states([kind for kind in kinds if kind not in {"FULL", "SWA"}])
+    drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools")
+    if "SWA" in kinds and any(getattr(params, name, ()) for name in drafts):
+        _refuse_draft("set")
     if getattr(params, "mtp_draft_mamba_pools", ()):
         raise LayoutError(
             "the draft model (--speculative-algorithm) keeps Mamba states; allowed with FlexKV: a "
@@ -170,16 +180,23 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
         )
 
 
+def _refuse_draft(algorithm: str) -> NoReturn:
+    """Refuse a draft that keeps KV beside a model with windows."""
+    raise ConfigError(
+        f"SGLang's --speculative-algorithm is {algorithm} and the model of --model-path has "
+        f"sliding windows; allowed with FlexKV: one of both, NGRAM, or "
+        f"--disable-hybrid-swa-memory of SGLang"
+    )
+
+
 def _refuse_states(kinds: Collection[str]) -> None:
-    """Refuse SGLang's kinds of state beside full attention.
+    """Refuse SGLang's kinds of state beside full attention and windows.
 
     Raises:
         LayoutError: there are any.
     """
-    if not kinds:
-        return
-    windows = ", or --disable-hybrid-swa-memory of SGLang" if set(kinds) == {"SWA"} else ""
-    raise LayoutError(
-        f"the model of --model-path keeps {', '.join(sorted(kinds))} beside full attention; "
-        f"allowed with FlexKV: full attention (MHA, MLA, DSA) in all layers{windows}"
-    )
+    if kinds:
+        raise LayoutError(
+            f"the model of --model-path keeps {', '.join(sorted(kinds))} beside full attention; "
+            f"allowed with FlexKV: full attention (MHA, MLA, DSA) and sliding windows"
+        )

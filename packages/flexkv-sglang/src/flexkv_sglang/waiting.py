@@ -11,6 +11,7 @@ from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
 from flexkv_sglang.shared_prefixes import SharedPrefixes
+from flexkv_sglang.windows import NO_WINDOWS, Windows
 
 
 class WaitingRequests:
@@ -22,6 +23,7 @@ class WaitingRequests:
         page_size: tokens of a page.
         keys_of: returns the keys of pages for SGLang's hashes.
         boundary: where errors of single requests end.
+        windows: the model's sliding windows.
 
     Attributes:
         awaited: the fetches for the requests.
@@ -36,8 +38,10 @@ class WaitingRequests:
         page_size: int,
         keys_of: Callable[[Sequence[str]], Sequence[bytes]],
         boundary: ErrorBoundary,
+        *,
+        windows: Windows = NO_WINDOWS,
     ) -> None:
-        self.awaited = AwaitedPrefixes(cache, chooser, page_size)
+        self.awaited = AwaitedPrefixes(cache, chooser, page_size, windows)
         self.ahead = LookAhead(cache, self.awaited, keys_of, boundary)
         self.shared = SharedPrefixes(lambda page: bool(cache.lookup(keys_of([page]))))
         self._has_tiers = bool(cache.info.media)

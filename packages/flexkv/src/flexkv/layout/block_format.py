@@ -119,7 +119,11 @@ def choose_engine_blocks(
 
 
 def block_identity(
-    model: Sequence[str], layout: KVLayout, engine_blocks: int, sharding: Sharding
+    model: Sequence[str],
+    layout: KVLayout,
+    engine_blocks: int,
+    sharding: Sharding,
+    apart: Sequence[KVLayout] = (),
 ) -> list[str]:
     """All that interchangeable blocks have in common, for people to read: the parts of their
     fingerprint, each `NAME: VALUE`.
@@ -131,19 +135,25 @@ def block_identity(
         engine_blocks: engine blocks per FlexKV block.
         sharding: sharding of the block. By head, the number of ranks is left out, because their
             blocks are equal.
+        apart: layouts of pages that have slots of their own.
     """
     if sharding.heads is None:
         kind = f"opaque, {sharding.ranks} ranks"
     else:
         kind = f"{sharding.heads} heads"
-    geometry = [" ".join(map(str, extents)) for extents in layout.geometry]
     return [
         f"format: {FORMAT_VERSION}",
         *model,
         f"engine blocks: {engine_blocks}",
         f"shared by: {kind}",
-        f"geometry: {_digest(geometry)} of {len(geometry)} planes, the first {geometry[0]}",
+        f"geometry: {_geometry(layout)}",
+        *(f"geometry {number}: {_geometry(each)}" for number, each in enumerate(apart, 1)),
     ]
+
+
+def _geometry(layout: KVLayout) -> str:
+    geometry = [" ".join(map(str, extents)) for extents in layout.geometry]
+    return f"{_digest(geometry)} of {len(geometry)} planes, the first {geometry[0]}"
 
 
 def fingerprint(identity: Sequence[str]) -> str:

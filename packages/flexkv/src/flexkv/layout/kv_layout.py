@@ -84,8 +84,12 @@ class KVLayout:
         """Bytes of this rank in a slot of `engine_blocks` engine blocks."""
         return len(self.heads) * self.head_stride(engine_blocks)
 
-    def place(self, engine_blocks: int) -> list[PlacedPlane]:
+    def place(self, engine_blocks: int, head_stride: int = 0) -> list[PlacedPlane]:
         """Place all planes in a shard of `engine_blocks` engine blocks.
+
+        Args:
+            engine_blocks: engine blocks of a slot.
+            head_stride: bytes from one head to the next; 0 for `head_stride`.
 
         Returns:
             The planes in the order of the tensors: those of all heads of the first tensor, then of
@@ -93,9 +97,10 @@ class KVLayout:
             in the shard. Engine block e begins `e * head_bytes` after the shard's start.
         """
         by_head = []
+        stride = head_stride or self.head_stride(engine_blocks)
         for head, planes in enumerate(self.heads):
             placed = []
-            offset = head * self.head_stride(engine_blocks)
+            offset = head * stride
             for base, block_stride, row_bytes, rows, row_stride in planes:
                 placed.append(PlacedPlane(base, block_stride, rows, row_stride, row_bytes, offset))
                 offset += rows * row_bytes

@@ -74,10 +74,10 @@ def open_cache(
     check_start(config, meets=False)
     where = _host_memory() if device is None else device
     pages = RankPages(layout, 1, Sharding(1))
-    planes, stored = pages.place()
+    (pool,) = pages.place()
 
     def start(arena: Arena, threads: int) -> Mover:
-        return where.make_mover(planes, stored, layout.num_blocks, arena, threads)
+        return where.make_mover(pool.planes, pool.stored, pool.num_blocks, arena, threads)
 
     shard = pages.shard(["engine: none", *parts], where.numa_node)
     session, mover = open_rank(config, None, shard, 1, start)

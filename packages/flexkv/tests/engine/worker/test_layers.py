@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv import KVLayout, TensorView
-from flexkv.engine.worker.layers import split_layers
+from flexkv.engine.worker.layers import LayerParts, SplitLayout, merge_layers, split_layers
 from flexkv.layout import share_of
 
 BLOCKS = 4
@@ -84,3 +84,17 @@ def test_a_layer_of_two_tensors_has_all_when_the_second_is_there() -> None:
     split = split_layers(layout.place(1), layout.starts)
     assert split.planes == (range(2), range(2, 4), range(4, 6))
     assert split.last == {"layer0": 0, "layer1": 1, "layer2": 2}
+
+
+def test_parts_of_several_layouts_come_in_the_order_of_the_layers() -> None:
+    full = LayerParts((range(2), range(2, 4)), {"1": 0, "3": 1})
+    first, second = LayerParts((range(3),), {"0": 0}), LayerParts((range(5),), {"2": 0})
+    merged = merge_layers(
+        [
+            SplitLayout(0, 0.0, 1.0, full),
+            SplitLayout(4, 0.0, 0.5, first),
+            SplitLayout(7, 0.5, 0.5, second),
+        ]
+    )
+    assert merged.planes == (range(2), range(4, 7), range(2, 4), range(7, 12))
+    assert merged.last == {"1": 0, "0": 1, "3": 2, "2": 3}

@@ -11,6 +11,7 @@ import pytest
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import EVERYTHING, CopyOrder, StepOrders
+from flexkv.engine.worker.block_sizes import BlockSizes
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.host.arena import Arena, ArenaSpec
@@ -101,8 +102,7 @@ def make_side(
         mover,
         0,
         block_step=1024,
-        plane_bytes=[1024] * PLANES,
-        stored=range(PLANES),
+        sizes=BlockSizes([1024] * PLANES, range(PLANES)),
         parts=PARTS,
         work_so_far=work_so_far,
         boundary=ErrorBoundary(),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexkv.layout import PlacedPlane
 from flexkv.types.mover import LAYER_PARTS
@@ -45,6 +46,39 @@ def split_layers(
         for layer, end in ends.items()
     }
     return LayerParts(ranges, last)
+
+
+class SplitLayout(NamedTuple):
+    """A layout among several.
+
+    Attributes:
+        first: number of its first plane among those of all layouts.
+        begin: which share of the model's layers comes before its first one, about.
+        share: which share of the model's layers it spans, about.
+        parts: its own.
+    """
+
+    first: int
+    begin: float
+    share: float
+    parts: LayerParts
+
+
+def merge_layers(layouts: Sequence[SplitLayout]) -> LayerParts:
+    """The parts of all layouts, in about the order in which layers need them."""
+    order = sorted(
+        (each.begin + each.share * number / len(each.parts.planes), layout, number)
+        for layout, each in enumerate(layouts)
+        for number in range(len(each.parts.planes))
+    )
+    planes: list[range] = []
+    last: dict[str, int] = {}
+    for place, (_, layout, number) in enumerate(order):
+        first, *_, parts = layouts[layout]
+        part = parts.planes[number]
+        planes.append(range(first + part.start, first + part.stop))
+        last |= {layer: place for layer, needed in parts.last.items() if needed == number}
+    return LayerParts(tuple(planes), last)
 
 
 def _end(planes: Sequence[PlacedPlane], bases: Iterable[int]) -> int:

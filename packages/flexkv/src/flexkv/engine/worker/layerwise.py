@@ -138,7 +138,7 @@ class LayerwiseLoads:
                     mark=self._marks.behind(load.order.follows),
                 )
             )
-            self._copies.begun_part(load.tickets[-1], planes, len(load.blocks))
+            self._copies.begun(load.tickets[-1], Direction.LOAD, load.blocks, planes)
 
     def _follow(self, load: LayerwiseLoad, parts: int) -> None:
         """Make later work of the engine wait for the first parts of a load."""

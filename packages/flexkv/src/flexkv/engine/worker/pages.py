@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flexkv.host.arena import Arena
 from flexkv.layout import (
@@ -55,6 +55,21 @@ class Device(Protocol):
         ...
 
 
+class PlacedPages(NamedTuple):
+    """The pages of a layout, and their places in slots.
+
+    Attributes:
+        num_blocks: how many pages each plane has.
+        planes: all planes.
+        stored: numbers of the planes that this rank stores. Of ranks with the same bytes, each
+            stores a share.
+    """
+
+    num_blocks: int
+    planes: list[PlacedPlane]
+    stored: range
+
+
 @dataclass(frozen=True, slots=True)
 class RankPages:
     """The pages of one rank, and which part of the engine's blocks they hold.
@@ -66,6 +81,8 @@ class RankPages:
         number: number of this rank within its stage.
         stage: number of its pipeline stage.
         stages: number of stages of the engine.
+        apart: layouts of pages that the engine numbers apart, such as those of a sliding window. A
+            page of each takes a slot.
     """
 
     layout: KVLayout
@@ -74,6 +91,13 @@ class RankPages:
     number: int = 0
     stage: int = 0
     stages: int = 1
+    apart: tuple[KVLayout, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the engine's pages are. Those of `layout` have the first numbers, then
+        follow those of each in `apart`."""
+        return sum(each.num_blocks for each in self._layouts)
 
     @property
     def rank(self) -> int:
@@ -92,20 +116,32 @@ class RankPages:
             identity: what determines the bytes of a block; `model` of `block_identity`.
             numa_node: node of the pages' device.
         """
-        parts = block_identity(identity, self.layout, self.engine_blocks, self.sharding)
+        blocks, sharding = self.engine_blocks, self.sharding
+        parts = block_identity(identity, self.layout, blocks, sharding, self.apart)
         return Shard(
             self.rank,
             fingerprint(parts),
-            self.engine_blocks,
-            self.layout.shard_bytes(self.engine_blocks),
+            blocks,
+            max(each.shard_bytes(blocks) for each in self._layouts),
             self.sharding.replicas,
             numa_node,
             stage=self.stage,
             identity=tuple(parts),
         )
 
-    def place(self) -> tuple[list[PlacedPlane], range]:
-        """All planes with their places in a shard, and the numbers of the planes that this rank
-        stores. Of ranks with the same bytes, each stores a part."""
+    def place(self) -> list[PlacedPages]:
+        """Place the pages of all layouts in slots. A rank's heads are at the same places in all
+        slots."""
+        stride = max(each.head_stride(self.engine_blocks) for each in self._layouts)
         replicas = self.sharding.replicas
-        return share_of(self.layout.place(self.engine_blocks), self.number % replicas, replicas)
+        return [
+            PlacedPages(
+                each.num_blocks,
+                *share_of(each.place(self.engine_blocks, stride), self.number % replicas, replicas),
+            )
+            for each in self._layouts
+        ]
+
+    @property
+    def _layouts(self) -> tuple[KVLayout, ...]:
+        return (self.layout, *self.apart)

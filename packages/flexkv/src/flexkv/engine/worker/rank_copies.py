@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.side_figures import CopyFigures
+from flexkv.engine.worker.block_sizes import BlockSizes
 from flexkv.engine.worker.offsets import SlotOffsets
 from flexkv.host.arena import Arena
 from flexkv.types.mover import Direction, Mover, Status
@@ -35,8 +36,7 @@ class RankCopies:
         mover: of this rank's pages; owned by the caller.
         rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
-        plane_bytes: bytes of an engine block in each plane of the mover.
-        stored: the planes that this rank stores.
+        sizes: bytes of the blocks.
         boundary: catches errors of single transfers.
 
     Attributes:
@@ -53,8 +53,7 @@ class RankCopies:
         rank: int,
         *,
         block_step: int,
-        plane_bytes: Sequence[int],
-        stored: range,
+        sizes: BlockSizes,
         boundary: ErrorBoundary,
     ) -> None:
         self.mover = mover
@@ -64,23 +63,20 @@ class RankCopies:
         self._rank = rank
         self._boundary = boundary
         self._slot_offsets = SlotOffsets(arena, rank, block_step)
-        self._plane_bytes = plane_bytes
-        self._block_bytes = {
-            Direction.LOAD: sum(plane_bytes),
-            Direction.STORE: sum(plane_bytes[i] for i in stored),
-        }
+        self._sizes = sizes
 
     def calibrate(self, engine_blocks: int) -> None:
         """Measure loads before the engine uses its pages. The first hits are then judged by several
         measurements, not by a single load that something slowed down.
 
         Args:
-            engine_blocks: number of the engine's blocks.
+            engine_blocks: number of the engine's blocks, as far as they are alike.
         """
         spec = self._arena.spec
         step = spec.format.engine_blocks
         slots = range(min(spec.num_slots, engine_blocks // step))
-        count = max(1, _CALIBRATION_BYTES // (self._block_bytes[Direction.LOAD] or 1))
+        block_bytes = self._sizes.of(Direction.LOAD, [0])
+        count = max(1, _CALIBRATION_BYTES // (block_bytes or 1))
         blocks = array("Q", range(min(count, len(slots) * step)))
         offsets = self._slot_offsets.of(slots, count=len(blocks))
         with self._boundary.guard("measuring copies", "the first loads measure them"):
@@ -89,8 +85,7 @@ class RankCopies:
                 status = self.wait_for_end(ticket, "a load that is measured")
                 seconds = self.mover.copy_seconds(ticket)
                 if status is Status.DONE and seconds is not None:
-                    size = len(blocks) * self._block_bytes[Direction.LOAD]
-                    self.figures.measured(size, seconds)
+                    self.figures.measured(len(blocks) * block_bytes, seconds)
             self.figures.begin_counting()
 
     def submit(
@@ -113,14 +108,15 @@ class RankCopies:
             self.report(order, Status.FAILED)
         return ticket
 
-    def begun(self, ticket: int, direction: Direction, blocks: int) -> None:
-        """Count a submitted copy of `blocks` engine blocks."""
-        self.figures.begin(ticket, direction, blocks * self._block_bytes[direction])
-
-    def begun_part(self, ticket: int, planes: range, blocks: int) -> None:
-        """Count a submitted load of some planes of `blocks` engine blocks."""
-        size = sum(self._plane_bytes[planes.start : planes.stop])
-        self.figures.begin(ticket, Direction.LOAD, blocks * size)
+    def begun(
+        self,
+        ticket: int,
+        direction: Direction,
+        blocks: Sequence[int],
+        planes: range | None = None,
+    ) -> None:
+        """Count a submitted copy of engine blocks, or of some planes of them."""
+        self.figures.begin(ticket, direction, self._sizes.of(direction, blocks, planes))
 
     def offsets(self, order: CopyOrder) -> array[int]:
         """The place of each engine block of `order` in the arena, in bytes from its address."""

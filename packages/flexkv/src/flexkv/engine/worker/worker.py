@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders, StepReport
+from flexkv.engine.worker.block_sizes import BlockSizes
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.layerwise import LayerwiseLoads
 from flexkv.engine.worker.rank_copies import RankCopies
@@ -47,8 +48,7 @@ class WorkerSide:
         mover: of this rank's pages.
         rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
-        plane_bytes: bytes of an engine block in each plane of the mover.
-        stored: the planes that this rank stores.
+        sizes: bytes of the engine's blocks.
         parts: the parts of a block, in the order in which layers need them.
         work_so_far: returns the work that a copy submitted now must follow, as `after` of
             `Mover.submit`.
@@ -69,8 +69,7 @@ class WorkerSide:
         rank: int,
         *,
         block_step: int,
-        plane_bytes: Sequence[int],
-        stored: range,
+        sizes: BlockSizes,
         parts: LayerParts,
         work_so_far: Callable[[], int],
         boundary: ErrorBoundary,
@@ -85,8 +84,7 @@ class WorkerSide:
             mover,
             rank,
             block_step=block_step,
-            plane_bytes=plane_bytes,
-            stored=stored,
+            sizes=sizes,
             boundary=boundary,
         )
         self.figures = self._copies.figures
@@ -183,7 +181,7 @@ class WorkerSide:
                 load.bad_blocks.extend(order.engine_blocks)
             else:
                 load.parts[ticket] = order.engine_blocks
-                self._copies.begun(ticket, Direction.LOAD, len(order.engine_blocks))
+                self._copies.begun(ticket, Direction.LOAD, order.engine_blocks)
             self._begun_loads.add(order.transfer_id)
         self._refuse_loads(orders)
 
@@ -223,7 +221,7 @@ class WorkerSide:
                 self._copies.report(order, Status.FAILED)
             elif (ticket := self._copies.submit(Direction.STORE, order, after)) is not None:
                 self._stores[order.transfer_id] = ticket
-                self._copies.begun(ticket, Direction.STORE, len(order.engine_blocks))
+                self._copies.begun(ticket, Direction.STORE, order.engine_blocks)
             self._last_store = order.transfer_id
 
     def fail_stores(self, orders: StepOrders) -> None:

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with sliding windows: a hit has the window before its end, or it is none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_world import (
+    HEADS,
+    LAYERS,
+    PATIENCE_SECONDS,
+    WINDOW_PAGES,
+    Rank,
+    hashes_of,
+    make_windowed,
+    same,
+)
+
+from flexkv import LayoutError
+from flexkv.types.presence import Presence
+from flexkv_sglang.pages import describe_pages
+from flexkv_sglang.windows import IN_HOST, OBTAINABLE, Windows
+
+MakeRank = Callable[..., Rank]
+
+WINDOW = 2
+"""Pages of a window in these tests."""
+
+
+@pytest.fixture
+def make_windowed_rank(make_rank: MakeRank) -> MakeRank:
+    def make(page_size: int = 4, layers: int = LAYERS, **options: Any) -> Rank:
+        pool = make_windowed(page_size=page_size, layers=layers)
+        return make_rank(pool=pool, window=WINDOW * page_size, **options)
+
+    return make
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "ssd_cache_gb": 1 / 64,
+        "ssd_cache_dir": (str(tmp_path / "disk"),),
+        "ssd_timeout_seconds": PATIENCE_SECONDS,
+    }
+
+
+def wait_for(rank: Rank, rid: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while rank.side.held([rid]) != [False]:
+        assert time.monotonic() < deadline
+        rank.side.ended_offloads()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("layers", [2, LAYERS, 2 * LAYERS, 2 * LAYERS + 1])
+def test_pages_of_windows_come_back_into_other_pages(
+    make_windowed_rank: MakeRank, page_size: int, layers: int
+) -> None:
+    rank = make_windowed_rank(page_size, layers)
+    assert len(rank.pages.windows) == -(-layers // LAYERS)
+    hashes = hashes_of("a", 3)
+    stored = rank.fill([5, 2, 7], seed=1)
+    windows = rank.fill([6, 3], seed=2, windows=True)
+    assert rank.store(hashes, [5, 2, 7], [6, 3])
+    rank.fill(range(13), seed=3)
+    rank.fill(range(WINDOW_PAGES + 1), seed=4, windows=True)
+    others = [page for page in range(13) if page not in (9, 1, 4)]
+    other_windows = [page for page in range(WINDOW_PAGES + 1) if page not in (1, 5)]
+    untouched = rank.read(others), rank.read(other_windows, windows=True)
+    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.load("r", hashes, [9, 1, 4], [1, 5])
+    assert same(rank.read([9, 1, 4]), stored)
+    assert same(rank.read([1, 5], windows=True), windows)
+    assert same(rank.read(others), untouched[0])
+    assert same(rank.read(other_windows, windows=True), untouched[1])
+
+
+def test_a_layer_waits_for_its_own_pages(make_windowed_rank: MakeRank) -> None:
+    """Window and full attention alternate: layer 0 has a window, layer 1 has none."""
+    rank = make_windowed_rank()
+    hashes = hashes_of("a", 2)
+    full = rank.fill([5, 2], seed=1)
+    windows = rank.fill([6, 3], seed=2, windows=True)
+    assert rank.store(hashes, [5, 2], [6, 3])
+    rank.fill([9, 1], seed=3)
+    rank.fill([1, 5], seed=4, windows=True)
+    assert rank.side.load("r", hashes, rank.blocks([9, 1], [1, 5]), 2)
+    rank.side.start_batch()
+    for layer in range(2 * LAYERS):
+        rank.side.wait_for_layer(layer)
+        first = layer // 2 * 2
+        here = slice(first, first + 2)  # its keys and values
+        if layer % 2:
+            assert same(rank.read([9, 1])[here], full[here])
+        else:
+            assert same(rank.read([1, 5], windows=True)[here], windows[here])
+    assert rank.side.finish_batch()
+
+
+def test_a_hit_ends_where_a_window_ends(make_windowed_rank: MakeRank) -> None:
+    rank = make_windowed_rank()
+    hashes = hashes_of("a", 6)
+    # As SGLang stores a prompt of four pages, and then an answer whose window has moved on.
+    assert rank.store(hashes[:4], [1, 2, 3, 4], [1, 2])
+    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.store(hashes[4:], [5, 6], [3])
+    assert rank.side.lookup("r", hashes) == [4]
+    # SGLang has the first pages itself, with their window.
+    assert rank.side.lookup("r", hashes[5:]) == [1]
+    assert rank.side.lookup("r", hashes[4:]) == []
+    assert rank.side.lookup("r", hashes[3:]) == [1]
+    assert rank.side.lookup("r", hashes[:3]) == []
+
+
+def test_a_load_without_its_window_is_refused(make_windowed_rank: MakeRank) -> None:
+    rank = make_windowed_rank()
+    hashes = hashes_of("a", 3)
+    assert rank.store(hashes, [1, 2, 3], [1, 2])
+    assert not rank.side.load("r", hashes, [4, 5, 6])
+    assert not rank.side.load("r", hashes, rank.blocks([4, 5, 6], [3]), 1)
+    assert rank.load("r", hashes, [4, 5, 6], [3, 4])
+
+
+def test_an_evicted_window_shortens_a_hit(make_windowed_rank: MakeRank) -> None:
+    rank = make_windowed_rank(settings={"eviction_policy": "lru"})
+    hashes = hashes_of("a", 4)
+    assert rank.store(hashes[:2], [1, 2], [1, 2])
+    assert rank.store(hashes[2:], [3, 4], [3, 4])
+    assert rank.side.lookup("r", hashes) == [4]
+    others = 0
+    while rank.side.lookup("r", hashes) == [4]:
+        assert others < 10_000
+        assert rank.store(hashes_of(f"other {others}", 1), [7])
+        others += 1
+    assert rank.side.lookup("r", hashes) in ([], [2])
+
+
+def test_a_window_comes_from_the_disk(make_windowed_rank: MakeRank, disk: dict[str, Any]) -> None:
+    first = make_windowed_rank(layers=2 * LAYERS, settings=disk)
+    hashes = hashes_of("a", 5)
+    stored = first.fill([1, 2, 3, 4], seed=1)
+    windows = first.fill([6, 3], seed=2, windows=True)
+    assert first.store(hashes[:4], [1, 2, 3, 4], [6, 3])
+    assert first.store(hashes[4:], [5])  # whose window SGLang no longer has
+    first.close()
+
+    second = make_windowed_rank(layers=2 * LAYERS, settings=disk)
+    assert second.side.lookup("r", hashes) == []
+    second.look_ahead("r", hashes)
+    assert second.side.held(["r"]) == [True]
+    wait_for(second, "r")
+    assert second.side.lookup("r", hashes) == [4]
+    assert second.load("r", hashes[:4], [7, 8, 9, 10], [1, 2])
+    assert same(second.read([7, 8, 9, 10]), stored)
+    assert same(second.read([1, 2], windows=True), windows)
+    samples = second.side.take_samples()
+    assert samples["hit_tokens:disk"] == 16
+    # Host memory has them now, and nothing holds them there.
+    second.look_ahead("other", hashes)
+    wait_for(second, "other")
+    assert second.side.lookup("other", hashes) == [4]
+
+
+def test_a_prefix_without_a_window_is_not_read(
+    make_windowed_rank: MakeRank, disk: dict[str, Any]
+) -> None:
+    first = make_windowed_rank(settings=disk)
+    hashes = hashes_of("a", 4)
+    assert first.store(hashes, [1, 2, 3, 4])
+    first.close()
+    second = make_windowed_rank(settings=disk)
+    second.look_ahead("r", hashes)
+    assert second.side.held(["r"]) == [False]
+    assert second.side.lookup("r", hashes) == []
+
+
+def test_other_windows_have_another_fingerprint(
+    make_windowed_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "flexkv.sglang"):
+        make_windowed_rank()
+        make_windowed_rank(layers=LAYERS - 1)
+    started = [line for line in caplog.messages if "fingerprint" in line]
+    assert len({line.rpartition(" ")[2] for line in started}) == len(started) == 2
+
+
+def test_windows_with_other_heads_are_not_divided() -> None:
+    pool = make_windowed(heads=1)
+    pages = describe_pages(pool, 4, heads=2 * HEADS, ranks=2)
+    assert (pages.layout.by_head, pages.windows[0].by_head, pages.sharding.parts) == (
+        False,
+        False,
+        2,
+    )
+    even = describe_pages(make_windowed(), 4, heads=2 * HEADS, ranks=2)
+    assert (even.layout.by_head, even.windows[0].by_head, even.sharding.heads) == (True, True, 4)
+
+
+def test_windows_in_no_pages_of_their_own_are_refused() -> None:
+    pool = make_windowed()
+    pool.swa_req_ring_size = 64
+    with pytest.raises(LayoutError, match="SWAKVPool keeps sliding windows in a way of its own"):
+        describe_pages(pool, 4, heads=HEADS, ranks=1)
+    pool = make_windowed()
+    pool.full_layer_nums = 0
+    with pytest.raises(LayoutError, match="has 0 layers of full attention and 3 with a window"):
+        describe_pages(pool, 4, heads=HEADS, ranks=1)
+
+
+class Known:
+    """A cache, as far as the search for a window asks it."""
+
+    def __init__(self, places: dict[bytes, Presence]) -> None:
+        self._places = places
+
+    def presence(self, keys: Sequence[bytes]) -> Sequence[Presence]:
+        return [self._places[key] for key in keys]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(Presence), st.sampled_from(Presence)), max_size=200),
+    st.integers(1, 90),
+    st.booleans(),
+)
+def test_the_longest_hit_has_all_parts_of_its_window(
+    pages: list[tuple[Presence, Presence]], reach: int, below: bool
+) -> None:
+    windows = Windows(2, 100, 50, reach)
+    places = OBTAINABLE if below else IN_HOST
+    keys = [bytes([number]) * 32 + b"epoch" for number in range(len(pages))]
+    known = dict(zip(windows.keys_of(keys), [p[i] for i in range(2) for p in pages], strict=True))
+    there = [all(part in places for part in page) for page in pages]
+    lengths = [n for n in range(len(pages) + 1) if all(there[max(0, n - reach) : n])]
+    cache: Any = Known(known)
+    assert windows.longest(cache, keys, places) == max(lengths)
+
+
+def test_blocks_and_keys_of_windows_are_in_the_same_order() -> None:
+    windows = Windows(2, 100, 50, 3)
+    keys = [b"a" * 32, b"b" * 32 + b"e"]
+    assert windows.blocks_of([7, 9]) == [107, 109, 157, 159]
+    assert windows.keys_of(keys) == [
+        b"a" * 32 + b"\1",
+        b"b" * 32 + b"\1e",
+        b"a" * 32 + b"\2",
+        b"b" * 32 + b"\2e",
+    ]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of a rank, some of which the engine numbers apart."""
+
+from __future__ import annotations
+
+from flexkv import KVLayout, TensorView
+from flexkv.engine.worker.pages import RankPages
+from flexkv.layout import Sharding
+
+HEADS, DIM = 4, 16
+
+
+def layout_of(layers: int, blocks: int, heads: int) -> KVLayout:
+    """Layers of heads with `DIM` bytes a page, which KV heads divide."""
+    views = [
+        TensorView(str(i), 4096 * (1 + i), (blocks, heads, DIM), (heads * DIM, DIM, 1), 1, 1)
+        for i in range(layers)
+    ]
+    return KVLayout.from_tensors(views, blocks)
+
+
+def pages_of(ranks: int, number: int) -> RankPages:
+    heads = HEADS // ranks
+    apart = (layout_of(2, 5, heads), layout_of(20, 5, heads))
+    return RankPages(layout_of(8, 9, heads), 1, Sharding(ranks, HEADS), number, apart=apart)
+
+
+def test_pages_apart_have_the_blocks_behind_the_others() -> None:
+    pages = pages_of(1, 0)
+    assert pages.num_blocks == 9 + 5 + 5
+    assert [placed.num_blocks for placed in pages.place()] == [9, 5, 5]
+
+
+def test_a_slot_has_room_for_the_largest_page() -> None:
+    pages = pages_of(1, 0)
+    assert pages.shard([], None).shard_bytes == HEADS * 20 * DIM
+
+
+def test_heads_are_at_the_same_places_however_many_ranks_there_are() -> None:
+    """Those of the smaller pages, too: another number of ranks must find them."""
+    (alone,) = ([placed.planes for placed in pages_of(1, 0).place()],)
+    shard = pages_of(2, 0).shard([], None).shard_bytes
+    for number in range(2):
+        for whole, half in zip(alone, pages_of(2, number).place(), strict=True):
+            places = {plane.slot_offset for plane in whole}
+            own = {number * shard + plane.slot_offset for plane in half.planes}
+            assert own <= places
+            assert len(own) == len(places) // 2
+
+
+def test_pages_apart_are_part_of_the_fingerprint() -> None:
+    pages = pages_of(1, 0)
+    other = RankPages(pages.layout, 1, pages.sharding, apart=pages.apart[:1])
+    names = {each.shard([], None).fingerprint for each in (pages, other)}
+    assert len(names) == 2
+    assert pages_of(2, 1).shard([], None).fingerprint in names
