@@ -164,7 +164,7 @@ def assert_no_write(cache: KVCache) -> None:
     """Nothing waits for its write to a lower tier, or is written."""
     assert not cache._below._writeback._leaving
     for demoter in cache._below._demoters:
-        assert not any((demoter._held, demoter._writing, demoter._writes, demoter._waiting))
+        assert not any((demoter._held, demoter._writing, demoter.writes, demoter._waiting))
         assert not demoter._chain
 
 

@@ -17,7 +17,11 @@ from integration.campaign.sglang import Sglang
 from integration.campaign.stores import SharedStores
 from integration.campaign.vllm import Vllm
 
-ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang()}
+ENGINES: dict[str, Engine] = {
+    "vllm": Vllm(),
+    "sglang": Sglang(),
+    "sglang-windows": Sglang(windows=True),
+}
 
 
 def main() -> int:

@@ -19,8 +19,12 @@ from integration.campaign.sums import Sizes, check_bytes, check_failures, check_
 from integration.campaign.verdict import Check, OnFailedLoad
 from integration.campaign.vllm import BLOCK, BLOCK_BYTES, KV_TOKENS, tiers
 from integration.harness.checkpoint import TINY, write_checkpoint
+from integration.harness.families import write_family
+from integration.sglang.environment import python
 from integration.sglang.linker import linker_config
 from integration.sglang.server import ServerConfig, SglangServer
+
+_WINDOWED = "mellum"
 
 _EAGER = 0.2
 """Of SGLang's `schedule_conservativeness`: it admits requests for whose answers it may have no
@@ -45,6 +49,8 @@ class Sglang:
 
     Args:
         forked: forks its servers; see `ServerConfig`.
+        windows: the model has sliding windows in a pool of their own. Its pages, and each part of a
+            page of windows, are as large as those of the other model.
     """
 
     policies: Mapping[str, OnFailedLoad] = {"fail": OnFailedLoad.FAILS_BATCH}
@@ -53,12 +59,13 @@ class Sglang:
     taken_out = "num_retracted_requests_total"
     block_bytes = BLOCK_BYTES
 
-    def __init__(self, *, forked: bool = False) -> None:
+    def __init__(self, *, forked: bool = False, windows: bool = False) -> None:
         self._forked = forked
+        self._windows = windows
         self.wire = Wire("/generate", _body, _tokens)
 
     def reference(self, folder: Path, seed: int) -> list[Question]:
-        model = write_checkpoint(TINY, folder)
+        model = self._model(folder)
         flags = {"disable_radix_cache": True}
         config = ServerConfig(
             model, TINY, page_size=BLOCK, kv_tokens=KV_TOKENS, forked=self._forked, flags=flags
@@ -80,7 +87,7 @@ class Sglang:
         ranks: int,
         stores: SharedStores | None,
     ) -> Callable[[Path], Tested]:
-        model = write_checkpoint(TINY, folder)
+        model = self._model(folder)
         options = tiers(own_folder, stores)
         environ = {f"FLEXKV_{name.upper()}": str(value) for name, value in options.items()}
         config = linker_config(
@@ -95,6 +102,12 @@ class Sglang:
             flags={"schedule_conservativeness": _EAGER},
         )
         return lambda log: Tested(config, log)
+
+    def _model(self, folder: Path) -> Path:
+        if not self._windows:
+            return write_checkpoint(TINY, folder)
+        written = folder / _WINDOWED
+        return written if written.is_dir() else write_family(_WINDOWED, folder, python())
 
     def warnings(self, log: str) -> Iterable[str]:
         return re.findall(r"\[FlexKV\] (.*)", log)

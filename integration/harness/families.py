@@ -38,11 +38,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": (
         "MellumConfig",
         {
-            "num_hidden_layers": 6,
+            "num_hidden_layers": 9,
             "head_dim": 32,
             "sliding_window": 100,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "mlp_layer_types": ["dense"] * 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+            "mlp_layer_types": ["dense"] * 9,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,

@@ -71,7 +71,7 @@ def start(tmp_path: Path, windowed: Path) -> Iterator[Start]:
             "flags": POOLS | kind.flags,
         }
         own = {"FLEXKV_RUNTIME_DIR": str(tmp_path / "run"), "FLEXKV_ALWAYS_LOAD": "1"}
-        spec = dataclasses.replace(TINY, layers=6)
+        spec = dataclasses.replace(TINY, layers=9)
         config = (
             linker_config(windowed, spec, own | settings, **common)
             if settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
+from sglang_world import LAYERS, PATIENCE_SECONDS, Rank, hashes_of, make_windowed, same
 
 from flexkv import CacheConfig
 from flexkv.service.server import NodeServer
@@ -91,6 +91,22 @@ def test_a_disk_of_the_service_gives_pages_to_each_engine(
     assert other.side.lookup("r", HASHES) == [3]
     assert other.load("r", HASHES, [7, 8, 9])
     assert same(other.read([7, 8, 9]), stored)
+
+
+def test_engines_share_the_windows_of_a_model(
+    serve: Callable[..., str], make_rank: Callable[..., Rank]
+) -> None:
+    root = serve()
+    settings = {"service": root}
+    pools = [make_windowed(layers=2 * LAYERS) for _ in range(2)]
+    one, other = (make_rank(pool=pool, window=8, settings=settings) for pool in pools)
+    stored = one.fill([1, 2, 3], seed=1)
+    windows = one.fill([6, 5], seed=2, windows=True)
+    until(one, lambda: one.store(HASHES, [1, 2, 3], [6, 5]))
+    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    assert other.load("r", HASHES, [7, 8, 9], [2, 3])
+    assert same(other.read([7, 8, 9]), stored)
+    assert same(other.read([2, 3], windows=True), windows)
 
 
 @pytest.mark.parametrize("change", ["weights", "clear"])

@@ -169,6 +169,44 @@ def test_a_window_comes_from_the_disk(make_windowed_rank: MakeRank, disk: dict[s
     assert second.side.lookup("other", hashes) == [4]
 
 
+@pytest.mark.parametrize("more", [0, 2], ids=["all of the prompt", "its beginning"])
+def test_a_window_comes_from_a_store_that_is_queried(
+    make_windowed_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """The store knows of no block until it is queried: where the prefix ends, and so which window
+    is needed, follows from its answers."""
+    pytest.importorskip("obstore", reason="needs obstore: pip install 'flexkv[objects]'")
+    pytest.importorskip("moto", reason="needs moto: pip install moto flask flask-cors")
+    from integration.harness.s3_server import BUCKET, S3Server
+
+    settings = {
+        "objects_url": f"s3://{BUCKET}/cache",
+        "objects_question_seconds": PATIENCE_SECONDS,
+        "objects_timeout_seconds": PATIENCE_SECONDS,
+        "always_load": True,
+    }
+    with S3Server() as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        first = make_windowed_rank(settings=settings)
+        hashes = hashes_of("a", 4)
+        stored = first.fill([1, 2, 3, 4], seed=1)
+        windows = first.fill([6, 3], seed=2, windows=True)
+        assert first.store(hashes, [1, 2, 3, 4], [6, 3])
+        first.close()
+
+        second = make_windowed_rank(settings=settings)
+        prompt = [*hashes, *hashes_of("b", more)]
+        second.look_ahead("r", prompt)
+        assert second.side.held(["r"]) == [True]
+        wait_for(second, "r")
+        assert second.side.lookup("r", prompt) == [4]
+        assert second.load("r", hashes, [7, 8, 9, 10], [1, 2])
+        assert same(second.read([7, 8, 9, 10]), stored)
+        assert same(second.read([1, 2], windows=True), windows)
+        second.close()
+
+
 def test_a_prefix_without_a_window_is_not_read(
     make_windowed_rank: MakeRank, disk: dict[str, Any]
 ) -> None:

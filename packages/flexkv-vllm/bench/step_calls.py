@@ -96,7 +96,7 @@ def run(repeats: int = 5) -> list[dict[str, Any]]:
         "an idle decoding step: calls": [each.total for each in idle],
         "an idle decoding step: files": [each.files for each in idle],
     }
-    for place, leave, options in _PLACES:
+    for place, leave, options in PLACES:
         hits = _in_world(lambda world, leave=leave: _hits(world, repeats, leave), **options)
         rows[f"match of a {place} hit: calls"] = [match.total for match, _ in hits]
         rows[f"a request with a {place} hit: calls"] = [count.total for _, count in hits]
@@ -192,7 +192,7 @@ def _leave_on_disk(world: World) -> None:
     world.forget()
 
 
-_PLACES: tuple[tuple[str, Callable[[World], None], dict[str, Any]], ...] = (
+PLACES: tuple[tuple[str, Callable[[World], None], dict[str, Any]], ...] = (
     ("host", _forget, {}),
     ("disk", _leave_on_disk, {"disk_slots": 8 * _SLOTS}),
 )

@@ -17,7 +17,6 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld
 from vllm.v1.engine.core import EngineCore
 
-from flexkv.figures.counters import ResetCause
 from flexkv.types.mover import Direction
 from packages.inside import copies_of
 
@@ -71,8 +70,7 @@ def test_a_pause_keeps_the_blocks_of_memory_and_disk(
         act(core_of(world))
     assert "keeps its blocks" in caplog.text
     assert [hits(world, text) for text in reversed(texts)] == [HIT] * len(texts)
-    counts = world.cache.counters.resets_by_cause()
-    assert counts == dict.fromkeys(ResetCause, 0) | {ResetCause.PAUSE: 1}
+    assert (world.cache.counters.resets, world.cache.counters.pauses) == (0, 1)
     world.check_outputs()
 
 
@@ -81,7 +79,7 @@ def test_a_reset_of_a_user_discards_the_blocks(make_world: MakeWorld, prompt: li
     world.generate(prompt)
     assert core_of(world).reset_prefix_cache(reset_connector=True)
     assert hits(world, prompt) == 0
-    assert world.cache.counters.resets_by_cause()[ResetCause.REQUEST] == 1
+    assert world.cache.counters.request_resets == 1
 
 
 def woken_for_weights(core: Any) -> None:
@@ -173,7 +171,7 @@ def test_later_pauses_of_an_engine_with_a_trainer_keep_nothing(
         sleep_and_wake(core)
     assert f"without a sign: the workers of vLLM ran {earlier}" in caplog.text
     assert hits(world, prompt) == 0
-    assert world.cache.counters.resets_by_cause()[ResetCause.DOUBT] == 1
+    assert world.cache.counters.doubt_resets == 1
 
 
 def test_calls_that_change_no_weights_are_no_sign(make_world: MakeWorld, prompt: list[int]) -> None:

@@ -76,6 +76,8 @@ class Counters(TierCounters):
     """Blocks that were not pinned or retained because of the limits on both."""
     resets: int = 0
     """Times that all blocks were dropped."""
+    request_resets: int = 0
+    """Resets that a user asked for."""
     weight_resets: int = 0
     """Resets because the engine got other weights."""
     doubt_resets: int = 0
@@ -86,18 +88,10 @@ class Counters(TierCounters):
     def count_reset(self, cause: ResetCause) -> None:
         """Count a reset, or a pause that kept all blocks."""
         self.resets += cause is not ResetCause.PAUSE
+        self.request_resets += cause is ResetCause.REQUEST
         self.weight_resets += cause is ResetCause.WEIGHTS
         self.doubt_resets += cause is ResetCause.DOUBT
         self.pauses += cause is ResetCause.PAUSE
-
-    def resets_by_cause(self) -> dict[ResetCause, int]:
-        """The number of resets of each cause, and of pauses."""
-        return {
-            ResetCause.REQUEST: self.resets - self.weight_resets - self.doubt_resets,
-            ResetCause.WEIGHTS: self.weight_resets,
-            ResetCause.DOUBT: self.doubt_resets,
-            ResetCause.PAUSE: self.pauses,
-        }
 
     def add_up(self, tiers: Iterable[TierCounters]) -> None:
         """Set the counters of lower tiers to the sums over `tiers`, which are all lower tiers."""

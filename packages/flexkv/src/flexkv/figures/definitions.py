@@ -175,10 +175,6 @@ _INDEXED = tuple(medium for medium in BELOW if not medium.is_shared)
 _COPIES = (("device", "load"), ("device", "store"))
 
 
-def _resets(cause: ResetCause) -> ReadHost:
-    return lambda host: host.counters.resets_by_cause()[cause]
-
-
 def _has_policy(name: str) -> ReadHost:
     return lambda host: int(host.policy == name)
 
@@ -219,7 +215,14 @@ def _is_open(circuits: Mapping[CircuitState, int]) -> int:
     return int(any(n for state, n in circuits.items() if state is not CircuitState.CLOSED))
 
 
-_hits, _lru_hits, _switches = map(operator.attrgetter, ("hits", "lru_hits", "switches"))
+_attribute = operator.attrgetter  # costs no call in Python
+_RESETS = {
+    ResetCause.REQUEST: "request_resets",
+    ResetCause.WEIGHTS: "weight_resets",
+    ResetCause.DOUBT: "doubt_resets",
+    ResetCause.PAUSE: "pauses",
+}
+_hits, _lru_hits, _switches = map(_attribute, ("hits", "lru_hits", "switches"))
 _counter, _gauge, _histogram = (functools.partial(Metric, kind) for kind in Kind)
 
 # Each constant that is a `Metric` is an entry of `METRICS`, in this order.
@@ -252,8 +255,8 @@ COPIED_BYTES = _counter(
     ("link", "direction"),
     counted=_COPIES,
     tiers={
-        (TIER, "read"): lambda tier: tier.figures.traffic.read_bytes,
-        (TIER, "write"): lambda tier: tier.figures.traffic.written_bytes,
+        (TIER, "read"): _attribute("figures.traffic.read_bytes"),
+        (TIER, "write"): _attribute("figures.traffic.written_bytes"),
     },
 )
 COPY_SECONDS = _counter(
@@ -262,8 +265,8 @@ COPY_SECONDS = _counter(
     ("link", "direction"),
     counted=_COPIES,
     tiers={
-        (TIER, "read"): lambda tier: tier.figures.traffic.read_seconds,
-        (TIER, "write"): lambda tier: tier.figures.traffic.written_seconds,
+        (TIER, "read"): _attribute("figures.traffic.read_seconds"),
+        (TIER, "write"): _attribute("figures.traffic.written_seconds"),
     },
 )
 WAY_BYTES = _counter(
@@ -281,22 +284,22 @@ STORED_BLOCKS = _counter(
     "stored_blocks",
     "FlexKV blocks stored in the tier.",
     ("tier",),
-    own={(_HOST,): lambda host: host.counters.stored_blocks},
-    tiers={(TIER,): lambda tier: tier.figures.written_blocks},
+    own={(_HOST,): _attribute("counters.stored_blocks")},
+    tiers={(TIER,): _attribute("figures.written_blocks")},
 )
 DROPPED_BLOCKS = _counter(
     "dropped_blocks",
     "FlexKV blocks not stored in the tier for lack of room, queue or write budget.",
     ("tier",),
-    own={(_HOST,): lambda host: host.counters.refused_blocks},
-    tiers={(TIER,): lambda tier: tier.counters.dropped_demotions},
+    own={(_HOST,): _attribute("counters.refused_blocks")},
+    tiers={(TIER,): _attribute("counters.dropped_demotions")},
 )
 EVICTED_BLOCKS = _counter(
     "evicted_blocks",
     "FlexKV blocks evicted from the tier.",
     ("tier",),
-    shared={(_HOST,): lambda host: host.counters.evicted_blocks},
-    tiers={(TIER,): lambda tier: tier.figures.evicted_blocks},
+    shared={(_HOST,): _attribute("counters.evicted_blocks")},
+    tiers={(TIER,): _attribute("figures.evicted_blocks")},
     media=_INDEXED,
 )
 FAILURES = _counter(
@@ -306,34 +309,34 @@ FAILURES = _counter(
     # Errors inside FlexKV, and the places at which they did not end and FlexKV gave its work up.
     counted=(("internal", ""), ("lasting", "")),
     own={
-        ("load", _HOST): lambda host: host.counters.failed_loads,
-        ("store", _HOST): lambda host: host.counters.failed_stores,
+        ("load", _HOST): _attribute("counters.failed_loads"),
+        ("store", _HOST): _attribute("counters.failed_stores"),
     },
     tiers={
         ("read", TIER): lambda tier: tier.counters.failed_fetches - tier.counters.damaged_fetches,
-        ("damaged", TIER): lambda tier: tier.counters.damaged_fetches,
-        ("stalled", TIER): lambda tier: tier.counters.stalled_fetches,
-        ("write", TIER): lambda tier: tier.counters.failed_demotions,
+        ("damaged", TIER): _attribute("counters.damaged_fetches"),
+        ("stalled", TIER): _attribute("counters.stalled_fetches"),
+        ("write", TIER): _attribute("counters.failed_demotions"),
     },
 )
 LATE_QUESTIONS = _counter(
     "late_questions",
     "Questions that a shared store did not answer by its deadline.",
     ("tier",),
-    tiers={(TIER,): lambda tier: tier.counters.late_questions},
+    tiers={(TIER,): _attribute("counters.late_questions")},
     media=tuple(medium for medium in BELOW if medium.is_shared),
 )
 CIRCUIT_OPENINGS = _counter(
     "circuit_openings",
     "Times that reads or writes of a drive or a store were disabled after failures.",
     ("tier",),
-    tiers={(TIER,): lambda tier: tier.figures.openings},
+    tiers={(TIER,): _attribute("figures.openings")},
 )
 RESETS = _counter(
     "resets",
     "Resets of the whole cache, by cause; with the cause pause all blocks stayed.",
     ("cause",),
-    own={(cause.value,): _resets(cause) for cause in ResetCause},
+    own={(cause.value,): _attribute(f"counters.{name}") for cause, name in _RESETS.items()},
 )
 IGNORED_PARAMETERS = _counter(
     "ignored_parameters",
@@ -357,7 +360,7 @@ HINTS = _counter(
 REFUSED_PIN_BLOCKS = _counter(
     "refused_pin_blocks",
     "FlexKV blocks not pinned because half of the host memory is, or not retained.",
-    own={(): lambda host: host.counters.refused_pins},
+    own={(): _attribute("counters.refused_pins")},
 )
 GUARD_HIT_BLOCKS = _counter(
     "guard_hit_blocks",
@@ -379,16 +382,16 @@ BLOCKS = _gauge(
     "blocks",
     "FlexKV blocks in the tier that can be loaded.",
     ("tier",),
-    shared={(_HOST,): lambda host: host.blocks},
-    tiers={(TIER,): lambda tier: tier.figures.blocks},
+    shared={(_HOST,): _attribute("blocks")},
+    tiers={(TIER,): _attribute("figures.blocks")},
     media=_INDEXED,
 )
 CAPACITY_BLOCKS = _gauge(
     "capacity_blocks",
     "FlexKV blocks that the tier has room for.",
     ("tier",),
-    shared={(_HOST,): lambda host: host.slots},
-    tiers={(TIER,): lambda tier: tier.figures.slots},
+    shared={(_HOST,): _attribute("slots")},
+    tiers={(TIER,): _attribute("figures.slots")},
     media=_INDEXED,
 )
 BYTES = _gauge(
@@ -434,7 +437,7 @@ GUARD_CREDIT_BLOCKS = _gauge(
 PINNED_BLOCKS = _gauge(
     "pinned_blocks",
     "FlexKV blocks pinned or retained in host memory.",
-    shared={(): lambda host: host.pinned_blocks},
+    shared={(): _attribute("pinned_blocks")},
 )
 HEALTH = _gauge(
     "health",
@@ -453,14 +456,14 @@ QUEUE_LENGTH = _gauge(
     "queue_length",
     "Transfers of the device, or reads and writes of the tier's blocks, that run or wait.",
     ("link",),
-    own={("device",): lambda host: host.transfers},
-    tiers={(TIER,): lambda tier: tier.figures.queued_blocks},
+    own={("device",): _attribute("transfers")},
+    tiers={(TIER,): _attribute("figures.queued_blocks")},
 )
 QUEUE_BYTES = _gauge(
     "queue_bytes",
     "Bytes that wait to be written to the tier.",
     ("tier",),
-    tiers={(TIER,): lambda tier: tier.figures.queued_bytes},
+    tiers={(TIER,): _attribute("figures.queued_bytes")},
 )
 CIRCUITS = _gauge(
     "circuits",

@@ -95,7 +95,8 @@ class Link:
         `PROBE_SECONDS` the link is not stalled until the next jobs are submitted, which try the
         device."""
         # Without the lock: a thread that holds it may wait for Python's own lock for a while.
-        return not self._free or (self._half_hang and time.monotonic() < self._probe_at)
+        half_hang = 2 * self._stuck >= self._count  # asked often: no call
+        return not self._free or (half_hang and time.monotonic() < self._probe_at)
 
     def note_hung(self) -> list[Job]:
         """Note the jobs that hang, and replace their threads within the bound of `most_jobs`: all

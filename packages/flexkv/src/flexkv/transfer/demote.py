@@ -61,6 +61,8 @@ class Demoter:
     Attributes:
         source: the tier, as given.
         admission: the choice of blocks, as given.
+        writes: by the tier's ticket the blocks of each write whose result has not been taken. Only
+            the demoter changes it.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Demoter:
         self._leaving: deque[Block] = deque()
         self._unwritten: list[Block] = []  # until a call of `write_waiting` returns them
         self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
-        self._writes: dict[int, dict[int, Block]] = {}
+        self.writes: dict[int, dict[int, Block]] = {}
         self._unsure: list[Block] = []  # whether the tier has them is not known
         # By key, without the writes from before a reset. Another block may have the key since; the
         # write of the earlier block is then not in here.
@@ -90,7 +92,7 @@ class Demoter:
     def busy(self) -> bool:
         """Whether a block waits, its write has no result yet, or `write_waiting` has to return
         it."""
-        return bool(self._waiting or self._writes or self._leaving or self._unwritten)
+        return bool(self._waiting or self.writes or self._leaving or self._unwritten)
 
     @property
     def waiting_blocks(self) -> int:
@@ -105,11 +107,7 @@ class Demoter:
     @property
     def tickets(self) -> list[int]:
         """The tier's tickets of the writes without a result, the newest first."""
-        return list(reversed(self._writes))
-
-    def is_write(self, ticket: int) -> bool:
-        """Whether the tier's ticket is that of a write without a result."""
-        return ticket in self._writes
+        return list(reversed(self.writes))
 
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
         """Whether the arena has one of these blocks and the tier, as far as known, has not."""
@@ -149,8 +147,10 @@ class Demoter:
         Raises:
             Exception: what the tier raises. The next call returns the blocks of this one, too.
         """
-        ended = self._follow_leaving(all_blocks)
         waiting = self._waiting
+        if not (waiting or self._leaving or self._chain or self._unwritten):
+            return []
+        ended = self._follow_leaving(all_blocks)
         beyond = len(waiting) - self._index.num_slots // _WAITING_SHARE
         most = len(waiting) if all_blocks else max(share_of(len(waiting), _BLOCKS), beyond)
         blocks = [waiting.popleft() for _ in range(min(most, len(waiting)))]
@@ -209,7 +209,7 @@ class Demoter:
     @property
     def borrowed(self) -> list[Block]:
         """The blocks, each once, whose memory the tier may still read."""
-        batches = (batch.values() for batch in self._writes.values())
+        batches = (batch.values() for batch in self.writes.values())
         return list(dict.fromkeys(itertools.chain(*batches, self._unsure)))
 
     def forget(self) -> None:
@@ -217,7 +217,7 @@ class Demoter:
         ends all leases but those that the caller keeps."""
         known: tuple[deque[Block] | list[Block] | dict[Any, Any], ...] = (
             *(self._waiting, self._chain, self._leaving, self._unwritten),
-            *(self._held, self._writing, self._writes, self._unsure),
+            *(self._held, self._writing, self.writes, self._unsure),
         )
         for each in known:
             each.clear()
@@ -239,10 +239,10 @@ class Demoter:
 
     def take(self, result: BlockResult) -> Block:
         """Count a result of a write, end the write's lease, and return the block."""
-        batch = self._writes[result.ticket]
+        batch = self.writes[result.ticket]
         block = batch.pop(result.position)
         if not batch:
-            del self._writes[result.ticket]
+            del self.writes[result.ticket]
         counters, outcome = self.source.counters, result.outcome
         counters.demoted_blocks += outcome is Outcome.DONE
         if self._writing.get(block.key) is block:  # else it was cleared, and so was the tier
@@ -342,7 +342,7 @@ class Demoter:
                 del self._held[block.key]
             self.source.counters.failed_demotions += len(blocks)
             raise
-        self._writes[ticket] = dict(enumerate(blocks))
+        self.writes[ticket] = dict(enumerate(blocks))
         del self._unsure[-len(blocks) :]
         self._writing.update((block.key, block) for block in blocks)
 
@@ -475,7 +475,7 @@ class SlotReclaimer:
         be in the middle of a fetch. Returns whether a write has ended."""
         ended = False
         for result in demoter.source.tier.poll():
-            if demoter.is_write(result.ticket):
+            if result.ticket in demoter.writes:
                 self._writeback.wrote(demoter, demoter.take(result))
                 ended = True
             else:

@@ -69,7 +69,7 @@ class PrefixAccesses:
     def count(self) -> None:
         """Count some of the noted blocks. The last block of a prefix is counted first, so that it
         is evicted first."""
-        blocks = share_of(self._backlog, _BLOCKS)
+        blocks = share_of(self._backlog, _BLOCKS) if self.waiting else 0
         while self.waiting and blocks > 0:
             use = self.waiting[0]
             stop, use.left = use.left, max(0, use.left - blocks)

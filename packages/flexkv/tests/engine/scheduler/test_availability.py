@@ -48,7 +48,7 @@ class Cache:
 def make(places: Sequence[Presence], below: bool) -> tuple[Cache, Availability]:
     hashes = [bytes([i]) * 32 for i in range(len(places))]
     keys = BlockKeys(Groups((FULL, WINDOW), 16), lambda _: b"")
-    request: Any = SimpleNamespace(block_hashes=hashes, lora_request=None)
+    request: Any = SimpleNamespace(request_id="r", block_hashes=hashes, lora_request=None)
     tracked = TrackedRequest(request, RequestOptions())
     where = {
         key: place
@@ -129,7 +129,7 @@ def test_in_any_order_of_groups_a_hit_and_where_prompts_part_are_those_of_single
     groups = Groups(tuple(members), 16)
     hashes = [bytes([i]) * 32 for i in range(12)]
     keys = BlockKeys(groups, lambda _: b"")
-    request: Any = SimpleNamespace(block_hashes=hashes, lora_request=None)
+    request: Any = SimpleNamespace(request_id="r", block_hashes=hashes, lora_request=None)
     tracked = TrackedRequest(request, RequestOptions())
     there = {FULL: full, WINDOW: window}
     cache: Any = Cache(

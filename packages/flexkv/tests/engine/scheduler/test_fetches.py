@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class Node:
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
         self.ended: list[tuple[FetchId, FetchState]] = []
         self.fetches = Fetches(self.cache, False, lambda *end: self.ended.append(end))
-        request: Any = None
+        request: Any = SimpleNamespace(request_id="r")
         self.tracked = TrackedRequest(request, RequestOptions())
         self.waits = True
         self.answers: list[FetchState] = []

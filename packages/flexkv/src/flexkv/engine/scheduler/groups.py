@@ -73,6 +73,8 @@ class Groups:
             blocks is worth loading, and the engine accepts a load that failed in part.
         alignment: a load ends at a multiple of these tokens: all groups have a block that ends
             there. Computed once, as `plain` is, because each lookup needs it.
+        furthest: the first group that reaches furthest back: one of full attention, if there is
+            one.
     """
 
     members: tuple[Group, ...]
@@ -80,6 +82,7 @@ class Groups:
     all_of_engine: bool = True
     plain: bool = field(init=False)
     alignment: int = field(init=False)
+    furthest: Group = field(init=False)
 
     def __post_init__(self) -> None:
         only = self.members[0]
@@ -87,11 +90,8 @@ class Groups:
         object.__setattr__(self, "plain", plain)
         alignment = math.lcm(*(group.block_tokens for group in self.members))
         object.__setattr__(self, "alignment", alignment)
-
-    @property
-    def furthest(self) -> Group:
-        """The first group that reaches furthest back: one of full attention, if there is one."""
-        return next((each for each in self.members if each.reach is Reach.ALL), self.members[0])
+        full = (each for each in self.members if each.reach is Reach.ALL)
+        object.__setattr__(self, "furthest", next(full, only))
 
     def describe(self) -> str:
         """Text for the fingerprint: number, kind, span and engine block of each group."""

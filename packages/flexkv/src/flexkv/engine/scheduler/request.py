@@ -91,6 +91,7 @@ class TrackedRequest:
             `NEVER` if no more of its blocks are stored.
         due_step: step in which its fills are checked, by the count of `FullBlocks`.
         keys: keys of its blocks by group; `BlockKeys` makes each once.
+        id: see `EngineRequest.request_id`.
     """
 
     request: EngineRequest
@@ -110,11 +111,10 @@ class TrackedRequest:
     next_fill: int = NEVER
     due_step: int = 0
     keys: dict[int, MadeKeys] = field(default_factory=dict)
+    id: str = field(init=False)
 
-    @property
-    def id(self) -> str:
-        """See `EngineRequest.request_id`."""
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.id = self.request.request_id
 
     @property
     def may_load(self) -> bool:

@@ -108,6 +108,8 @@ class EndedJobs:
                 self._blocks += job.blocks
             else:
                 taken.append(job)
+        if not self._writes:
+            return taken
         most = self._blocks if all_writes else share_of(self._blocks, _ENDED_BLOCKS)
         while self._writes and most > 0:
             job = self._writes.popleft()
@@ -128,6 +130,7 @@ class Drive:
     Attributes:
         link: where its jobs run.
         index: the slots of its blocks.
+        slot_bytes: bytes of a slot.
         traffic: of blocks.
         reads: counts the jobs that read; what takes longer than the link's stall time has failed.
         writes: counts the jobs that write.
@@ -136,6 +139,7 @@ class Drive:
     def __init__(self, store: DiskStore, link: Link, day_bytes: int | None) -> None:
         self.link = link
         self.index: SlotIndex = store.index
+        self.slot_bytes = store.slot_bytes
         self.traffic = Traffic()
         self._store = store
         self._day_bytes = day_bytes
@@ -161,10 +165,6 @@ class Drive:
     @property
     def path(self) -> str:
         return self._store.path
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._store.slot_bytes
 
     @property
     def readable(self) -> bool:
