@@ -209,6 +209,7 @@ def nightly(session: nox.Session) -> None:
         ("vllm", "recompute", "--stores"),
         ("vllm", "fail"),
         ("sglang", "fail", "--stores"),
+        ("sglang-windows", "fail"),
     ):
         options = ["--engine", engine, "--policy", policy, *more]
         out = f"campaign-{engine}-{policy}.json"

@@ -73,6 +73,9 @@ class Engine(Protocol):
         prefix: of the names of its metrics.
         taken_out: its counter of requests that left the running batch, without prefix.
         block_bytes: of a FlexKV block.
+        blocks_of_hit: FlexKV blocks that a hit loads at most for each block of its tokens: several
+            if the model has windows. Such a hit is loaded as a whole or not at all, so a prompt
+            with damaged blocks is seldom one.
     """
 
     policies: Mapping[str, OnFailedLoad]
@@ -81,6 +84,7 @@ class Engine(Protocol):
     prefix: str
     taken_out: str
     block_bytes: int
+    blocks_of_hit: int
 
     def reference(self, folder: Path, seed: int) -> list[Question]:
         """Prompts, and what the engine answers without FlexKV."""

@@ -24,7 +24,8 @@ from integration.sglang.environment import python
 from integration.sglang.linker import linker_config
 from integration.sglang.server import ServerConfig, SglangServer
 
-_WINDOWED = "mellum"
+_WINDOWED, _PARTS = "mellum", 2
+"""The model with windows, and the slots that a page of them takes."""
 
 _EAGER = 0.2
 """Of SGLang's `schedule_conservativeness`: it admits requests for whose answers it may have no
@@ -62,6 +63,7 @@ class Sglang:
     def __init__(self, *, forked: bool = False, windows: bool = False) -> None:
         self._forked = forked
         self._windows = windows
+        self.blocks_of_hit = 1 + _PARTS if windows else 1
         self.wire = Wire("/generate", _body, _tokens)
 
     def reference(self, folder: Path, seed: int) -> list[Question]:
@@ -124,7 +126,9 @@ class Sglang:
         yield from check_failures(counts, given, hits, in_parts=True)
         yield from check_queries(counts)
         # A load may be cancelled before it begins, and a part of one may fail.
-        yield from check_bytes(counts, hits, sizes, all_loaded=False, in_parts=True)
+        yield from check_bytes(
+            counts, hits, sizes, all_loaded=False, in_parts=True, blocks_of_hit=self.blocks_of_hit
+        )
 
 
 def _body(question: Question, params: Mapping[str, int] | None) -> dict[str, Any]:

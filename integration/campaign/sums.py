@@ -93,7 +93,13 @@ def check_queries(counts: Counts) -> Iterable[Check]:
 
 
 def check_bytes(
-    counts: Counts, hits: Sequence[Hit], sizes: Sizes, *, all_loaded: bool, in_parts: bool
+    counts: Counts,
+    hits: Sequence[Hit],
+    sizes: Sizes,
+    *,
+    all_loaded: bool,
+    in_parts: bool,
+    blocks_of_hit: int = 1,
 ) -> Iterable[Check]:
     """What was copied is what was stored and found.
 
@@ -103,6 +109,7 @@ def check_bytes(
         sizes: of the engine.
         all_loaded: whether a load that does not fail brings all that was promised.
         in_parts: see `check_failures`. What such a load brings before it fails is counted.
+        blocks_of_hit: see `Engine`.
     """
 
     def copied(link: str, direction: str) -> int:
@@ -114,7 +121,8 @@ def check_bytes(
     yield equal("bytes stored, and blocks", copied("device", "store"), stored + in_vain)
     written = counts.value("flexkv_stored_blocks_total", tier="disk") * sizes.block_bytes
     yield equal("bytes written to disk, and blocks", copied("disk", "write"), written)
-    promised = counts.hit_tokens() // sizes.engine_block_tokens * sizes.engine_block_bytes
+    blocks = counts.hit_tokens() // sizes.engine_block_tokens * blocks_of_hit
+    promised = blocks * sizes.engine_block_bytes
     failed = 0 if in_parts else _blocks(hits, LOAD_FAILURES) * sizes.rank_bytes
     compare = equal if all_loaded else at_most
     loaded = copied("device", "load") + failed
