@@ -49,10 +49,10 @@ def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> Non
         ("auto", True, 1, "hazard"),
         ("auto", False, 1, "lru"),
         ("lru", True, 1, "lru"),
-        ("auto", True, 2, "lru"),
+        ("auto", True, 2, "hazard"),
     ],
 )
-def test_a_directory_evicts_by_the_setting_and_several_by_lru(
+def test_directories_evict_by_the_setting(
     tmp_path: Path, setting: str, follows: bool, directories: int, policy: str
 ) -> None:
     roots = tuple(str(tmp_path / f"disk{number}") for number in range(directories))

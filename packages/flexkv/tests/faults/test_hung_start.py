@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from disk_blocks import FINGERPRINT, SLOT, capacity_of, names, opened, unopened
 from hung_calls import wait_for_all_but_one
+from policy_checks import CheckedPolicy, UseOrderPolicy
 
 from flexkv import KVLayout, TensorView, open_cache
 from flexkv.tiers import disk
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk import OsFiles, open_disk_tier, opening
+from flexkv.tiers.disk import OsFiles, open_disk_tier, opening, tier
 from flexkv.tiers.disk.cache_directory import Folder, claim
 from flexkv.tiers.disk.places import check_apart, places_of
 from flexkv.tiers.job import Outcome
@@ -100,6 +101,34 @@ def test_a_hung_mount_is_used_once_it_answers(
             found = client.found(KEYS + more)
             assert set(more) <= set(found)
             assert client.read(found) == [DONE] * len(found)
+
+
+def test_blocks_of_a_directory_that_comes_late_reach_the_policy_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step must not wait for all of them."""
+    monkeypatch.setattr(disk, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(tier, "_REPORTED_BLOCKS", 3)
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    with opened(bad, slots=SLOTS) as client:
+        for key in KEYS:
+            client.write([key])
+    checked = CheckedPolicy(UseOrderPolicy())
+    with contextlib.ExitStack() as hang:
+        hang.enter_context(hung(bad))
+        with opened(bad, good, slots=SLOTS, policy=lambda slots: checked) as client:
+            client.adopt(but=1)
+            more = names(SLOTS, first=SLOTS)
+            assert client.write(more) == [DONE] * SLOTS
+            hang.close()
+            client.adopt()
+            known = [len(checked.evictable)]
+            while client.tier.has_news:
+                client.pump()
+                known.append(len(checked.evictable))
+            assert known == [SLOTS + 3, SLOTS + 6, SLOTS + 8]
+            assert client.found(KEYS + more) == KEYS + more
+            assert list(checked.evictable)[SLOTS:] == KEYS
 
 
 def test_a_start_with_nothing_but_hung_mounts_has_an_empty_disk(folder: Path) -> None:

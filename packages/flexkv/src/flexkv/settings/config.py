@@ -115,9 +115,8 @@ class CacheConfig:
         "Which blocks are evicted first when host memory is full, or the disk. `auto`: where "
         "FlexKV follows whole requests, those with the fewest hits to expect for the time of "
         "keeping them. It learns that from the requests: the turn of a conversation, its length, "
-        "its age. While `lru` would have found more, where FlexKV sees no whole requests, and for "
-        "several cache directories, it is `lru`. `lru`: those used longest ago. The log and the "
-        "metrics name the choice.",
+        "its age. While `lru` would have found more, and where FlexKV sees no whole requests, it "
+        "is `lru`. `lru`: those used longest ago. The log and the metrics name the choice.",
     )
     ssd_cache_gb: float | None = setting(
         gib_or_none("at most the free space of the file systems"),

@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from policy_checks import CheckedPolicy
 
-from flexkv.eviction import POLICIES, EvictionPolicy
+from flexkv.eviction import POLICIES, EvictionPolicy, LRUPolicy, RequestContext
 from flexkv.tiers.disk.slot_index import SlotIndex
+from flexkv.tiers.disk.slot_policy import SlotPolicy
 
 SLOTS = 7
 NUMBERS = st.integers(1, 12)
@@ -98,6 +106,31 @@ def test_the_slot_of_a_lost_block_waits_for_those_that_build_on_it() -> None:
     assert policy.evictable.keys() == {key_of(1)}
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_the_guard_counts_blocks_whose_writes_ended_in_any_order(order: tuple[int, ...]) -> None:
+    """LRU would have found them, the beginning of a prefix longest."""
+    policy = POLICIES["hazard"](4)
+    assert not isinstance(policy, LRUPolicy)
+    index = SlotIndex(4, policy)
+    keys = [b"%d" % number for number in range(4)]
+    slots = index.reserve_all(keys, [None, *keys[:-1]])
+    for number in order:
+        assert index.publish(slots[number], bytes(16))
+    found = []
+    for number in range(4):
+        state = policy.guard_state()
+        assert state is not None
+        before = state.lru_hits
+        index.began(keys, RequestContext(), float(number))
+        state = policy.guard_state()
+        assert state is not None
+        found.append(state.lru_hits - before)
+        new = index.reserve(b"new %d" % number)
+        assert new is not None
+        assert index.publish(new, bytes(16))
+    assert found == [4, 3, 3, 3], "each new block takes the place of the end"
+
+
 @pytest.mark.parametrize("policy", ["hazard", "lru"])
 def test_blocks_of_before_a_restart_leave_the_oldest_first(policy: str) -> None:
     index = SlotIndex(4, POLICIES[policy](4))
@@ -115,132 +148,196 @@ def test_blocks_of_before_a_restart_leave_the_oldest_first(policy: str) -> None:
     assert gone == ["b", "d", "a", "c"]
 
 
+Place = tuple[int, bytes]
+"""The number of an index, and the key of a block there."""
+
+
 class SlotPolicyModel(RuleBasedStateMachine):
-    """Random histories of a tree of blocks, beside a model that knows their slots and uses."""
+    """Random histories of a tree of blocks in indexes with one policy, some of them of before a
+    restart; beside a model that knows their slots and uses."""
+
+    indexes = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = CheckedPolicy(RandomPolicy())
-        self.index = SlotIndex(SLOTS, self.policy)
-        self.slots: dict[bytes, int] = {}  # of blocks that are ready or being written
-        self.writing: dict[int, bytes | None] = {}  # None once the block was removed
-        self.leases: Counter[int] = Counter()
-        self.parents: dict[bytes, bytes | None] = {}  # as of the reservation
+        self.all = [SlotIndex(SLOTS) for _ in range(self.indexes)]
+        self.slots: dict[Place, int] = {}  # of blocks that are ready or being written
+        self.writing: dict[tuple[int, int], Place | None] = {}  # None once the block was removed
+        self.leases: Counter[tuple[int, int]] = Counter()
+        self.parents: dict[Place, Place | None] = {}  # as of the reservation
+        self.unreported: list[list[bytes | None]] = [[] for _ in self.all]  # oldest first
 
-    @rule(number=NUMBERS)
-    def reserve(self, number: int) -> None:
+    @initialize(
+        restored=st.lists(st.lists(NUMBERS, unique=True, max_size=SLOTS), min_size=2, max_size=2)
+    )
+    def restore(self, restored: list[list[int]]) -> None:
+        shared = SlotPolicy(self.policy, SLOTS, self.indexes)
+        for at, (index, numbers) in enumerate(zip(self.all, restored, strict=False)):
+            records = [(slot, key_of(n), bytes(16), slot) for slot, n in enumerate(numbers)]
+            index.restore(records)
+            index.follow(shared)
+            self.slots |= {(at, key): slot for slot, key, _, _ in records}
+            self.parents |= {(at, key): None for _, key, _, _ in records}
+            self.unreported[at] = [key for _, key, _, _ in records]
+
+    @rule(at=st.integers(0, 1), limit=st.integers(0, SLOTS))
+    def report(self, at: int, limit: int) -> None:
+        at %= self.indexes
+        self.all[at].report_restored(limit)
+        reported, self.unreported[at] = self.unreported[at][:limit], self.unreported[at][limit:]
+        for key in reported:
+            if key is not None and any(self.has(other, key) for other in self.others(at)):
+                self.forget((at, key))
+
+    @rule(at=st.integers(0, 1), number=NUMBERS)
+    def reserve(self, at: int, number: int) -> None:
+        at %= self.indexes
         key, after = key_of(number), before(number)
-        if self.index.has_all([key])[0]:
+        if any(index.has_all([key])[0] for index in self.all):
             return
+        index = self.all[at]
+        parent = self.place_of(after)
         needed = {self.parents[each] for each in self.slots}
         idle = {
             each
             for each, slot in self.slots.items()
-            if each not in needed | {after} and slot not in self.writing and not self.leases[slot]
+            if each[0] == at
+            and each not in needed | {parent}
+            and (at, slot) not in self.writing
+            and not self.leases[at, slot]
         }
-        had_room = self.index.free_slots or self.index.stale_blocks
-        slot = self.index.reserve(key, after=after)
-        lost = {each for each in self.slots if not self.index.has_all([each])[0]}
+        had_room = index.free_slots or index.stale_blocks
+        slot = index.reserve(key, after=after)
+        lost = {each for each in self.slots if not self.has(*each)}
         assert len(lost) <= 1
         if not had_room:
             assert lost <= idle
             assert bool(lost) is (slot is not None) is bool(idle)
         for each in lost:
-            del self.slots[each]
+            self.forget(each)
         if slot is None:
             return
-        assert slot not in {*self.slots.values(), *self.writing, *self.leases}
-        self.slots[key] = slot
-        self.writing[slot] = key
-        self.parents[key] = after if after in self.slots else None
+        busy = {*self.writing, *self.leases}
+        assert (at, slot) not in busy | {(each[0], slot) for each, slot in self.slots.items()}
+        self.slots[at, key] = slot
+        self.writing[at, slot] = (at, key)
+        self.parents[at, key] = parent
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), works=st.booleans())
     def finish_writing(self, data: st.DataObject, works: bool) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.writing)))
-        key = self.writing.pop(slot)
-        if works and self.index.publish(slot, bytes(16)):
-            assert key is not None
+        at, slot = data.draw(st.sampled_from(sorted(self.writing)))
+        place = self.writing.pop((at, slot))
+        if works and self.all[at].publish(slot, bytes(16)):
+            assert place is not None
             return
-        self.index.discard(slot)
-        self.index.release(slot)
-        if key is not None:
-            self.forget(key)
+        self.all[at].discard(slot)
+        self.all[at].release(slot)
+        if place is not None:
+            self.forget(place)
 
-    @rule(number=NUMBERS)
-    def lease(self, number: int) -> None:
-        (slot,) = self.index.lease_all([key_of(number)])
+    @rule(at=st.integers(0, 1), number=NUMBERS)
+    def lease(self, at: int, number: int) -> None:
+        at %= self.indexes
+        (slot,) = self.all[at].lease_all([key_of(number)])
         if slot is not None:
-            assert slot == self.slots[key_of(number)]
-            self.leases[slot] += 1
+            assert slot == self.slots[at, key_of(number)]
+            self.leases[at, slot] += 1
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), intact=st.booleans())
     def release(self, data: st.DataObject, intact: bool) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.leases)))
+        at, slot = data.draw(st.sampled_from(sorted(self.leases)))
         if not intact:
-            self.index.discard(slot)
-            for key in [key for key, place in self.slots.items() if place == slot]:
-                self.forget(key)
-        self.index.release(slot)
-        self.leases -= Counter([slot])
+            self.all[at].discard(slot)
+            for place in [each for each, its in self.slots.items() if (each[0], its) == (at, slot)]:
+                self.forget(place)
+        self.all[at].release(slot)
+        self.leases -= Counter([(at, slot)])
 
     @rule()
     def lose_all_uses(self) -> None:
         """An error, after which nobody reads or writes."""
-        for slot in self.index.end_uses(()):
-            self.index.release(slot)
-        for key in [key for key in self.writing.values() if key is not None]:
-            self.forget(key)
+        for index in self.all:
+            for slot in index.end_uses(()):
+                index.release(slot)
+        for place in [place for place in self.writing.values() if place is not None]:
+            self.forget(place)
         self.writing.clear()
         self.leases.clear()
 
     @rule()
     def clear(self) -> None:
-        self.index.clear()
-        for key in list(self.slots):
-            self.forget(key)
+        for index in self.all:
+            index.clear()
+        for place in list(self.slots):
+            self.forget(place)
 
-    @rule(limit=st.integers(0, SLOTS))
-    def sweep(self, limit: int) -> None:
-        self.index.sweep(limit)
+    @rule(at=st.integers(0, 1), limit=st.integers(0, SLOTS))
+    def sweep(self, at: int, limit: int) -> None:
+        self.all[at % self.indexes].sweep(limit)
 
     @rule(numbers=st.lists(NUMBERS, unique=True))
     def touch(self, numbers: list[int]) -> None:
-        self.index.touch([key_of(number) for number in numbers])
+        for index in self.all:
+            index.touch([key_of(number) for number in numbers])
 
-    def forget(self, key: bytes) -> None:
-        slot = self.slots.pop(key)
-        if slot in self.writing:
-            self.writing[slot] = None
+    def others(self, at: int) -> list[int]:
+        return [other for other in range(self.indexes) if other != at]
+
+    def has(self, at: int, key: bytes) -> bool:
+        return self.all[at].has_all([key])[0]
+
+    def place_of(self, key: bytes | None) -> Place | None:
+        places = [(at, key) for at in range(self.indexes) if key is not None]
+        return next((each for each in places if each in self.slots), None)
+
+    def forget(self, place: Place) -> None:
+        at, slot = place[0], self.slots.pop(place)
+        if (at, slot) in self.writing:
+            self.writing[at, slot] = None
+        self.unreported[at] = [None if key == place[1] else key for key in self.unreported[at]]
         for each, parent in self.parents.items():
-            if parent == key:
+            if parent == place:
                 self.parents[each] = None
 
     @invariant()
     def the_policy_knows_what_may_leave(self) -> None:
-        if self.index.stale_blocks:
+        if any(index.stale_blocks for index in self.all):
             return
-        ready = {key for key, slot in self.slots.items() if self.writing.get(slot) != key}
-        needed = {self.parents[key] for key in self.slots}
-        used = {key for key in ready if self.leases[self.slots[key]]}
-        assert self.policy.held_blocks == ready & (needed | used)
-        assert self.policy.evictable.keys() == ready - needed - used
+        ready = {
+            (at, key)
+            for (at, key), slot in self.slots.items()
+            if self.writing.get((at, slot)) != (at, key) and key not in self.unreported[at]
+        }
+        needed = {self.parents[each] for each in self.slots}
+        used = {each for each in ready if self.leases[each[0], self.slots[each]]}
+        assert self.policy.held_blocks == {key for _, key in ready & (needed | used)}
+        assert self.policy.evictable.keys() == {key for _, key in ready - needed - used}
 
     @invariant()
     def no_slot_is_lost(self) -> None:
-        index, busy = self.index, {*self.writing, *+self.leases}
-        waiting = SLOTS - len(busy) - index.usable_slots
-        taken = {*self.slots.values(), *busy}
-        assert index.free_slots <= SLOTS - len(taken) - waiting
-        assert index.free_slots + index.stale_blocks >= SLOTS - len(taken) - waiting
+        for at, index in enumerate(self.all):
+            busy = {slot for of, slot in {*self.writing, *+self.leases} if of == at}
+            waiting = SLOTS - len(busy) - index.usable_slots
+            taken = busy | {slot for (of, _), slot in self.slots.items() if of == at}
+            assert index.free_slots <= SLOTS - len(taken) - waiting
+            assert index.free_slots + index.stale_blocks >= SLOTS - len(taken) - waiting
 
     def teardown(self) -> None:
         self.lose_all_uses()
-        self.index.clear()
-        self.index.sweep(SLOTS)
-        assert self.index.free_slots == self.index.usable_slots == SLOTS
+        for index in self.all:
+            index.clear()
+            index.sweep(SLOTS)
+        for index in self.all:
+            assert index.free_slots == index.usable_slots == SLOTS
         assert not self.policy.hits
 
 
+class SharedPolicyModel(SlotPolicyModel):
+    indexes = 2
+
+
 TestSlotPolicy = SlotPolicyModel.TestCase
+TestSharedPolicy = SharedPolicyModel.TestCase

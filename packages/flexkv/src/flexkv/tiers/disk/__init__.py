@@ -16,7 +16,7 @@ from typing import TypeAlias
 from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
 from flexkv.tiers.base import States
 from flexkv.tiers.disk.cache_directory import MAX_OWNERS
-from flexkv.tiers.disk.disk_store import DiskStore
+from flexkv.tiers.disk.disk_store import DiskStore, slots_within
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles
 from flexkv.tiers.disk.opening import DriveSpec, Opening
@@ -78,9 +78,8 @@ def open_disk_tier(
         stall_seconds: a read or write that takes longer hangs. A directory is skipped while half of
             its threads hang and no job ends.
         files: the system calls; the real ones if None.
-        policy: makes the eviction policy for a number of slots. Several directories evict by LRU,
-            because each has only some blocks of a request, and the policy's guard would not know
-            which LRU had.
+        policy: makes the eviction policy for a number of slots: those of all directories, which
+            share one policy.
         identity: the parts of the fingerprint, each `NAME: VALUE`, which are kept as text. If a
             directory has only blocks of this model under another fingerprint, the log names the
             parts that differ.
@@ -114,7 +113,6 @@ def open_disk_tier(
                 min(queue_bytes // parts, QUEUE_BYTES),
                 stall_seconds,
                 files or OsFiles(),
-                policy if parts == 1 else POLICIES[OTHERWISE],
                 identity,
             )
             openings.append(Opening(spec, states(root)))
@@ -130,8 +128,9 @@ def open_disk_tier(
             each.await_try(max(0.0, began + OPEN_SECONDS - time.monotonic()))
         for each in openings:
             each.accept(time.monotonic() - began)
+        tier = DiskTier(openings, policy, slots_within(capacity // parts, slot_bytes))
         accepted = True
-        return DiskTier(openings)
+        return tier
     finally:
         if not accepted:
             for each in openings:

@@ -10,10 +10,9 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
 from flexkv.tiers.disk import cache_directory, table
 from flexkv.tiers.disk.descriptions import Descriptions
 from flexkv.tiers.disk.files import (
@@ -111,8 +110,6 @@ class DiskStore:
         fingerprint: str,
         slot_bytes: int,
         capacity: int,
-        *,
-        policy: Callable[[int], AnyPolicy] = POLICIES[OTHERWISE],
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
 
@@ -122,7 +119,6 @@ class DiskStore:
             fingerprint: hexadecimal, of the blocks.
             slot_bytes: bytes of a block.
             capacity: bytes on disk at most.
-            policy: makes the eviction policy for a number of slots.
 
         Raises:
             DiskError: there is no room, or the system refuses. `folder` is released.
@@ -134,7 +130,6 @@ class DiskStore:
         self._slabs: Slabs | None = None
         self.descriptions: Descriptions | None = None
         self._header: table.Header
-        self._make_policy = policy
         self._num_slots = slots_within(capacity, slot_bytes)
         self.path = folder.path
         self.slot_bytes = slot_bytes
@@ -183,7 +178,7 @@ class DiskStore:
             self._save_header(self._header)
         self.seal = self._header.seal
         self.direct = self._slabs.direct
-        self.index = SlotIndex(self._num_slots, self._make_policy(self._num_slots))
+        self.index = SlotIndex(self._num_slots)
         self.generation, outdated = self.index.restore(
             read_records(files, self._table, self._header)
         )

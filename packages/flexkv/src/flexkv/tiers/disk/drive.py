@@ -210,26 +210,11 @@ class Drive:
         return self._begin(self.reads, jobs, runs)
 
     def write(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        after: Sequence[bytes | None] | None,
-    ) -> tuple[list[Begun], int]:
-        """Begin to write blocks that the index does not have, at most `room`. Their order is that
-        of a prefix: the last counts as used longest ago, after a restart, too.
-
-        Args:
-            keys: keys of the blocks.
-            buffers: of each block.
-            after: see `LowerTier.write`.
-
-        Returns:
-            The jobs, and for how many of the blocks, from the first on, they are. The others get no
-            slot, because blocks in use build on all that could leave.
-        """
-        slots = self.index.reserve_all(keys, after)
-        if not slots:
-            return [], 0
+        self, slots: Sequence[int], keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[Begun]:
+        """Begin to write blocks to slots that the index has reserved for them, at most `room`.
+        Their order is that of a prefix: the last counts as used longest ago, after a restart,
+        too."""
         self._measures |= self.is_outdated
         self._last_write = time.monotonic()
         self._store.ledger.book_write(len(slots) * self._store.slot_bytes)
@@ -246,7 +231,7 @@ class Drive:
             )
             for run in runs
         ]
-        return self._begin(self.writes, jobs, runs), len(slots)
+        return self._begin(self.writes, jobs, runs)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix that are here as used, over restarts too."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.eviction import AnyPolicy
 from flexkv.system.retries import Retried
 from flexkv.tiers.base import States
 from flexkv.tiers.circuit import CircuitState
@@ -46,7 +45,6 @@ class DriveSpec:
         owners: see `claim`.
         day_bytes: bytes that may be written in 24 hours, to this directory; None for no limit.
         queue_bytes: bytes that may wait for this directory.
-        policy: makes the eviction policy for a number of slots.
     """
 
     root: str
@@ -60,7 +58,6 @@ class DriveSpec:
     queue_bytes: int
     stall_seconds: float
     files: Files
-    policy: Callable[[int], AnyPolicy]
     identity: Sequence[str]
 
 
@@ -223,12 +220,7 @@ class Opening:
                     raise UnavailableError(f"{spec.root} was given up")
                 make_room(spec.root, folder.path, size, spec.owners)
                 store = DiskStore(
-                    spec.files,
-                    folder,
-                    spec.fingerprint,
-                    spec.slot_bytes,
-                    spec.capacity,
-                    policy=spec.policy,
+                    spec.files, folder, spec.fingerprint, spec.slot_bytes, spec.capacity
                 )
                 undo.callback(store.close)
                 if not len(store.index):

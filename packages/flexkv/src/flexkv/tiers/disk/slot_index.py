@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from flexkv.eviction import AnyPolicy, EvictionPolicy, LRUPolicy, RequestContext
 from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
-from flexkv.tiers.disk.slot_policy import SlotPolicy
+from flexkv.tiers.disk.slot_policy import SlotPolicy, Slots
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 from flexkv.types.changes import note, take_oldest
 
@@ -25,6 +25,10 @@ when it is ready; each reset begins two new ones."""
 
 _LAST_STATE = (1 << 16) - 2
 """The largest even state. A state takes two bytes."""
+
+_MOST_STEPS = 256
+"""Blocks that are looked at for one to evict if that of the policy is in another directory. Not
+tuned."""
 
 _NOTED_SLOTS = 8192
 """Slots that a drain of changes looks at for blocks that were there before `watch`: about 1 ms. Not
@@ -43,7 +47,8 @@ class SlotIndex:
 
     Args:
         num_slots: slots of the store.
-        policy: chooses the block that is evicted next; see `SlotPolicy`. None for LRU, too.
+        policy: chooses the block that is evicted next; see `SlotPolicy`. None for LRU, too, until
+            `follow`.
 
     Attributes:
         num_slots: slots of the store.
@@ -80,9 +85,19 @@ class SlotIndex:
         if num_slots:
             self._next[num_slots - 1] = NO_SLOT
         self._used_slots = 0
+        self._restored = array("i")  # slots that `report_restored` has to report, newest first
         self._policy: SlotPolicy | None = None
+        self._first = 0  # number of the first slot in the policy
+        self._own = Slots(
+            self._keys,
+            self._states,
+            self._uses,
+            self._find_current,
+            self._set_free,
+            self._drop_stale,
+        )
         if policy is not None and not isinstance(policy, LRUPolicy):
-            self._policy = SlotPolicy(policy, self._keys, self._states, self._uses)
+            self.follow(SlotPolicy(policy, num_slots))
 
     def __len__(self) -> int:
         """The number of ready blocks."""
@@ -112,13 +127,47 @@ class SlotIndex:
     @property
     def usable_slots(self) -> int:
         """The number of slots that `reserve` can return: those that are not in use."""
-        waiting = 0 if self._policy is None else self._policy.waiting_slots
-        return self.num_slots - len(self._uses) - waiting
+        return self.num_slots - len(self._uses) - self._own.waiting
 
     @property
     def policy(self) -> EvictionPolicy | None:
         """What chooses the blocks to evict; None for LRU."""
         return None if self._policy is None else self._policy.policy
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a reservation evicts no block that can be found."""
+        return self._free != NO_SLOT or self.stale_blocks > 0
+
+    @property
+    def has_victim(self) -> bool:
+        """Whether the block is here that the policy would evict next."""
+        key = None if self._policy is None else self._policy.victim()
+        return key is not None and self._slots.get(key) != NO_SLOT
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether `report_restored` has blocks to report."""
+        return len(self._restored) > 0
+
+    def follow(self, policy: SlotPolicy | None) -> None:
+        """Evict by this policy from now on; None for LRU. The index follows none yet."""
+        self._policy = policy
+        if policy is None:
+            self._restored = array("i")
+            return
+        self._first = policy.join(self._own)
+
+    def report_restored(self, limit: int) -> None:
+        """Report up to `limit` of the blocks that `restore` has found to the policy, those used
+        longest ago first. A block leaves that another directory has, too."""
+        policy = self._policy
+        assert policy is not None
+        for _ in range(min(limit, len(self._restored))):
+            slot = self._restored.pop()
+            is_ready = self._states[slot] == self._ready
+            if is_ready and not policy.restored(self._first + slot):
+                self._expel(slot)
 
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         """See `EvictionPolicy.began`; `keys` are all blocks of the prompt."""
@@ -206,8 +255,9 @@ class SlotIndex:
         for age, slot in enumerate(reversed(used)):
             self._recorded[slot] = -age
         self._relink(used)
+        self._restored = array("i", reversed(used))
         if self._policy is not None:
-            self._policy.restored(used)
+            self.report_restored(len(used))
         return max(generations, default=0), outdated
 
     def reserve(
@@ -224,21 +274,19 @@ class SlotIndex:
         Returns:
             The slot, in use until `release`; None if every slot is in use.
         """
-        if self.stale_blocks and (stale := self._slots.get(key)) != NO_SLOT:
-            self._expel(stale)
         policy = self._policy
         if policy is None:
+            self._drop_stale(key)
             if self._free == NO_SLOT and not self._evict_oldest():
                 return None
         else:
-            parent = NO_SLOT if after is None else self._slots.get(after)
-            if parent >= 0 and self._states[parent] < self._writing:
-                parent = NO_SLOT  # stale
+            policy.drop_stale(key)
+            parent = NO_SLOT if after is None else policy.slot_of(after)
             policy.hold_parent(parent)
             if not self._make_room(policy):
                 policy.release_parent(parent)
                 return None
-            policy.set_parent(self._free, parent)
+            policy.set_parent(self._first + self._free, parent)
         slot = self._free
         self._free = self._next[slot]
         self._used_slots += 1
@@ -289,7 +337,7 @@ class SlotIndex:
         self._checksums[start : start + CHECKSUM_BYTES] = checksum
         self._note(slot, True)
         if self._policy is not None:
-            self._policy.published(slot)
+            self._policy.published(self._first + slot)
         self.release(slot)
         return True
 
@@ -301,7 +349,7 @@ class SlotIndex:
             return None
         number = self._uses.get(slot, 0)
         if not number and self._policy is not None:
-            self._policy.used(slot)
+            self._policy.used(self._first + slot)
         self._uses[slot] = number + 1
         return slot
 
@@ -313,7 +361,7 @@ class SlotIndex:
             if slot >= 0 and states[slot] == ready:
                 number = uses.get(slot, 0)
                 if not number and policy is not None:
-                    policy.used(slot)
+                    policy.used(self._first + slot)
                 uses[slot] = number + 1
                 slots.append(slot)
             else:
@@ -330,7 +378,7 @@ class SlotIndex:
         if self._states[slot] != self._ready:
             self._expel(slot)
         elif self._policy is not None:
-            self._policy.unused(slot)
+            self._policy.unused(self._first + slot)
 
     def checksum(self, slot: int) -> bytes:
         """The checksum that the bytes of a ready slot must have."""
@@ -394,7 +442,8 @@ class SlotIndex:
         if self._policy is not None:
             for slot in before ^ held.keys():
                 if self._states[slot] == self._ready:
-                    (self._policy.used if slot in held else self._policy.unused)(slot)
+                    report = self._policy.used if slot in held else self._policy.unused
+                    report(self._first + slot)
         return erased
 
     def clear(self) -> None:
@@ -428,6 +477,10 @@ class SlotIndex:
             if self._states[slot] == self._ready:
                 self._note(slot, True)
 
+    def _find_current(self, key: bytes) -> int:
+        slot = self._slots.get(key)
+        return slot if slot >= 0 and self._states[slot] >= self._writing else NO_SLOT
+
     def _find_ready(self, key: bytes) -> int:
         slot = self._slots.get(key)
         return slot if slot >= 0 and self._states[slot] == self._ready else NO_SLOT
@@ -440,9 +493,8 @@ class SlotIndex:
             self._ready_blocks -= 1
         if state % 2 == 0:
             self._note(slot, False)
-        freed = NO_SLOT if self._policy is None else self._policy.left(slot)
-        if freed != NO_SLOT:
-            self._set_free(freed)
+        if self._policy is not None:
+            self._policy.left(self._first + slot)
         self.stale_blocks -= state < self._writing
         self._blocks -= 1
         self._states[slot] = _NONE
@@ -474,16 +526,38 @@ class SlotIndex:
                 self._expel(stale)
                 continue
             key = policy.victim()
-            if key is None:
+            slot = NO_SLOT if key is None else self._slots.get(key)
+            if slot == NO_SLOT:
+                slot = self._oldest_unneeded(policy)
+            if slot == NO_SLOT:
                 return False
             self.evictions += 1
-            self._expel(self._slots.get(key))
+            self._expel(slot)
         return True
+
+    def _oldest_unneeded(self, policy: SlotPolicy) -> int:
+        """The slot of the least recently used block that is not in use and on which no block
+        builds, of so many as may be looked at; or NO_SLOT."""
+        slot = self._ring
+        for _ in range(_MOST_STEPS):
+            slot = self._previous[slot]
+            if slot == self._ring:
+                break
+            if slot not in self._uses and not policy.is_needed(self._first + slot):
+                return slot
+        return NO_SLOT
+
+    def _drop_stale(self, key: bytes) -> None:
+        """Forget the block of `key` if it is of before a reset."""
+        slot = self._slots.get(key) if self.stale_blocks else NO_SLOT
+        if slot != NO_SLOT and self._states[slot] < self._writing:
+            self._expel(slot)
 
     def _expel(self, slot: int) -> None:
         """Forget the block of a slot, which becomes free now or with its last use."""
         self._forget(slot)
-        if slot in self._uses or (self._policy is not None and self._policy.keeps(slot)):
+        policy = self._policy
+        if slot in self._uses or (policy is not None and policy.keeps(self._first + slot)):
             return
         self._set_free(slot)
 

@@ -1,53 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets an eviction policy choose which block of a disk's index is evicted next."""
+"""Lets one eviction policy choose which block of the indexes of a disk tier is evicted next."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
 from flexkv.eviction import EvictionPolicy
 from flexkv.tiers.disk.slot_map import NO_SLOT
 
+_UNREPORTED = -2
+"""The parent of a block of before this process, until the policy knows the block."""
+
+_MOST_STEPS = 64
+"""Blocks of a prefix that are looked at for one that is ready: more than are written at once,
+mostly. Not tuned."""
+
+
+@dataclass(eq=False, slots=True)
+class Slots:
+    """What a `SlotPolicy` knows of one index.
+
+    Attributes:
+        keys: the key of each slot; the index's.
+        states: the state of each slot, even if the policy may know its block; the index's.
+        uses: the slots in use; the index's.
+        find: returns the slot of a block that is not of before a reset, or NO_SLOT.
+        set_free: takes a slot that is free from now on.
+        drop_stale: takes a key whose block is to leave if it is of before a reset.
+        waiting: slots without a block that are not free, because blocks build on theirs.
+    """
+
+    keys: Sequence[bytes | None]
+    states: Sequence[int]
+    uses: Container[int]
+    find: Callable[[bytes], int]
+    set_free: Callable[[int], None]
+    drop_stale: Callable[[bytes], None]
+    waiting: int = 0
+
 
 class SlotPolicy:
-    """Reports the blocks of a `SlotIndex` to a policy. Single-threaded.
+    """Reports the blocks of `SlotIndex`es, one for each directory of a tier, to one policy. Slots
+    have numbers over all indexes here: those of an index follow its first one. Single-threaded.
 
-    The policy may evict a ready block that is not in use and on which no block with a slot builds.
-    If such a block is lost all the same, because its bytes are damaged, its slot stays empty until
-    the blocks have left that build on it.
+    The policy may evict a ready block that is not in use and on which no block with a slot builds,
+    in whatever directory. If such a block is lost all the same, because its bytes are damaged, its
+    slot stays empty until the blocks have left that build on it.
 
     Args:
         policy: decides; owned. It learns uses by `began`, which names all blocks of a request: it
             gets no single hits and touches, and 0 as the number of each use.
-        keys: the key of each slot; the index's.
-        states: the state of each slot, even if the policy knows its block; the index's.
-        uses: the slots in use; the index's.
-
-    Attributes:
-        waiting_slots: slots without a block that are not free, because blocks build on theirs.
+        num_slots: slots of one index.
+        indexes: how many indexes join, at most.
     """
 
-    def __init__(
-        self,
-        policy: EvictionPolicy,
-        keys: Sequence[bytes | None],
-        states: Sequence[int],
-        uses: Container[int],
-    ) -> None:
+    def __init__(self, policy: EvictionPolicy, num_slots: int, indexes: int = 1) -> None:
         self.policy = policy
-        self.waiting_slots = 0
-        self._keys = keys
-        self._states = states
-        self._uses = uses
-        self._parents = array("i", [NO_SLOT]) * len(keys)
-        self._children = array("i", [0]) * len(keys)
+        self._num_slots = num_slots
+        self._joined: list[Slots] = []
+        self._parents = array("i", [_UNREPORTED]) * (num_slots * indexes)
+        self._children = array("i", [0]) * (num_slots * indexes)
+
+    def join(self, slots: Slots) -> int:
+        """Report an index, too. Returns the number of its first slot."""
+        self._joined.append(slots)
+        return (len(self._joined) - 1) * self._num_slots
+
+    def drop_stale(self, key: bytes) -> None:
+        """A block of `key` is about to be written: none of before a reset may stay."""
+        for slots in self._joined:
+            slots.drop_stale(key)
+
+    def slot_of(self, key: bytes) -> int:
+        """The slot of a block, whichever index has it, or NO_SLOT."""
+        for number, slots in enumerate(self._joined):
+            if (slot := slots.find(key)) != NO_SLOT:
+                return number * self._num_slots + slot
+        return NO_SLOT
 
     def hold_parent(self, slot: int) -> None:
         """A block is about to get a slot that builds on the block in `slot`, if that is one."""
         if slot == NO_SLOT:
             return
-        if not self._children[slot] and slot not in self._uses and self._is_known(slot):
+        if not self._children[slot] and self._is_known(slot) and not self._is_used(slot):
             self.policy.held(self._key(slot))
         self._children[slot] += 1
 
@@ -55,71 +92,102 @@ class SlotPolicy:
         """The block in `slot` builds on that in `parent`, for which `hold_parent` was called."""
         self._parents[slot] = parent
 
-    def release_parent(self, parent: int) -> int:
-        """A block that builds on that in `parent` has left. Returns the slot that became free by
-        it, or NO_SLOT."""
+    def release_parent(self, parent: int) -> None:
+        """A block that builds on that in `parent` has left."""
         if parent == NO_SLOT:
-            return NO_SLOT
+            return
         self._children[parent] -= 1
-        if self._children[parent] or parent in self._uses:
-            return NO_SLOT
+        if self._children[parent] or self._is_used(parent):
+            return
         if self._is_known(parent):
             self.policy.released(self._key(parent), 0)
-        elif self._keys[parent] is None:
-            self.waiting_slots -= 1
-            return parent
-        return NO_SLOT
+            return
+        number, slot = divmod(parent, self._num_slots)
+        slots = self._joined[number]
+        if slots.keys[slot] is None:
+            slots.waiting -= 1
+            slots.set_free(slot)
 
     def published(self, slot: int) -> None:
-        """The block in `slot`, which is in use, is ready."""
-        parent = self._parents[slot]
-        after = None if parent == NO_SLOT else self._keys[parent]
-        self.policy.inserted(self._key(slot), after)
+        """The block in `slot`, which is in use, is ready.
 
-    def restored(self, slots: Iterable[int]) -> None:
-        """The blocks in `slots` were there before this process, those used longest ago first."""
-        inserted, released = self.policy.inserted, self.policy.released
-        for slot in slots:
-            key = self._key(slot)
-            inserted(key, None)
-            released(key, 0)
+        Writes end in any order. If the block that it builds on is still being written, the policy
+        gets the nearest one before that which is ready; later it gets the other as the next one of
+        the same.
+        """
+        before = self._parents[slot]
+        for _ in range(_MOST_STEPS):
+            if before < 0 or self._is_known(before):
+                break
+            before = self._parents[before]
+        is_known = before >= 0 and self._is_known(before)
+        self.policy.inserted(self._key(slot), self._key(before) if is_known else None)
+
+    def restored(self, slot: int) -> bool:
+        """Report a ready block that was there before this process, unless it has left and another
+        has its slot. Those used longest ago come first. Returns False if another index has the
+        block, too; then it must leave this one."""
+        if self._parents[slot] != _UNREPORTED:
+            return True
+        key = self._key(slot)
+        if any(slots.find(key) != NO_SLOT for slots in self._others(slot)):
+            return False
+        self._parents[slot] = NO_SLOT
+        self.policy.inserted(key, None)
+        if not self._children[slot] and not self._is_used(slot):
+            self.policy.released(key, 0)
+        return True
 
     def used(self, slot: int) -> None:
         """The slot of a ready block is in use, and was not before."""
-        if not self._children[slot]:
+        if not self._children[slot] and self._is_known(slot):
             self.policy.held(self._key(slot))
 
     def unused(self, slot: int) -> None:
         """The last use of the slot of a ready block has ended."""
-        if not self._children[slot]:
+        if not self._children[slot] and self._is_known(slot):
             self.policy.released(self._key(slot), 0)
 
-    def left(self, slot: int) -> int:
-        """The block in `slot` leaves; called before the index forgets its key and state. Returns
-        the slot of another block that becomes free by it, or NO_SLOT."""
+    def left(self, slot: int) -> None:
+        """The block in `slot` leaves; called before the index forgets its key and state."""
         if self._is_known(slot):
             self.policy.evicted(self._key(slot))
-        parent, self._parents[slot] = self._parents[slot], NO_SLOT
-        return self.release_parent(parent)
+        parent, self._parents[slot] = self._parents[slot], _UNREPORTED
+        if parent != _UNREPORTED:
+            self.release_parent(parent)
+
+    def is_needed(self, slot: int) -> bool:
+        """Whether blocks build on that in `slot`."""
+        return self._children[slot] > 0
 
     def keeps(self, slot: int) -> bool:
         """Whether a slot without a block, whose last use has ended, must stay empty; it then counts
         as waiting."""
         if not self._children[slot]:
             return False
-        self.waiting_slots += 1
+        self._joined[slot // self._num_slots].waiting += 1
         return True
 
     def victim(self) -> bytes | None:
         """Key of the block to evict next; None if none may be."""
         return self.policy.victim()
 
+    def _others(self, slot: int) -> Sequence[Slots]:
+        number = slot // self._num_slots
+        return self._joined[:number] + self._joined[number + 1 :]
+
     def _is_known(self, slot: int) -> bool:
         """Whether the policy knows the block in `slot`: it is ready, or was before a reset."""
-        state = self._states[slot]
-        return state != 0 and state % 2 == 0
+        number, at = divmod(slot, self._num_slots)
+        state = self._joined[number].states[at]
+        return state != 0 and state % 2 == 0 and self._parents[slot] != _UNREPORTED
+
+    def _is_used(self, slot: int) -> bool:
+        number, at = divmod(slot, self._num_slots)
+        return at in self._joined[number].uses
 
     def _key(self, slot: int) -> bytes:
-        key = self._keys[slot]
+        number, at = divmod(slot, self._num_slots)
+        key = self._joined[number].keys[at]
         assert key is not None
         return key
