@@ -16,6 +16,7 @@ from flexkv.index.block_index import block_index
 from flexkv.plan.read import read_trace
 from flexkv.plan.trace import Trace
 from flexkv_kernels.hazard import HazardPolicy
+from integration.bench.policy_hints import hint_rows
 from integration.bench.policy_losses import loss_rows
 from integration.bench.reference_policies.arc import ARCPolicy
 from integration.bench.reference_policies.s3fifo import S3FIFOPolicy
@@ -73,6 +74,7 @@ def policy_rows(traces: Sequence[Path], say: Callable[[str], None]) -> list[Row]
     rows.append(_unseen_row(returning_chats(), 2_000))
     recorded = [read_trace(str(each)).trace for each in traces]
     rows += loss_rows(recorded, say)
+    rows += hint_rows(recorded, say)
     if not recorded:
         say("no --trace: Mooncake's conversation trace is left out")
         return [*rows, *_cost_rows(returning_chats(), 2_000)]

@@ -7,6 +7,7 @@ import pytest
 
 from flexkv.plan.trace import Trace, TracedRequest
 from integration.bench.policies import all_blocks, belady, hit_rates
+from integration.bench.policy_hints import hint_rows
 from integration.bench.workloads import (
     BLOCK_TOKENS,
     agents,
@@ -42,6 +43,12 @@ def test_a_block_behind_a_gap_is_no_hit() -> None:
     # Block 1 is needed before block 0, which leaves: the last prompt finds its second block alone.
     behind = trace_of([(0, 1), (1,), (0, 1)])
     assert belady(behind, 1) == 1 / all_blocks(behind)
+
+
+def test_ends_of_conversations_are_told_from_other_requests() -> None:
+    (row, *_) = hint_rows([returning_chats(3000)], lambda text: None)
+    assert row.goal is not None
+    assert 0 < row.goal.bound < row.value < 1
 
 
 MADE = [

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -124,6 +124,45 @@ def test_what_is_not_expected_back_makes_room() -> None:
     assert [each.key for each in index.reserve_all(prompt, range(3), (0,))] == prompt
     assert index.lookup(prompt_of("old 0", 4)) == 4
     assert index.lookup(prompt_of("old 1", 4)) == 1
+
+
+def leaving(index: BlockIndex, count: int) -> list[bytes]:
+    """The next blocks to leave."""
+    left = []
+    for i in range(count):
+        before = {each.key for each in index.blocks}
+        key = f"new {i}".encode()
+        index.began([key], RequestContext(returns=True), 60.0)
+        index.publish(index.reserve_all([key], (0,), (0,)))
+        left += before - {each.key for each in index.blocks}
+    return left
+
+
+def fill(index: BlockIndex, prompts: Sequence[tuple[list[bytes], bool | None]]) -> None:
+    """Store prompts whose clients gave these hints, one a second."""
+    for now, (prompt, returns) in enumerate(prompts):
+        index.began(prompt, RequestContext(returns=returns), float(now))
+        index.publish(index.reserve_all(prompt, range(len(prompt)), (0,)))
+        index.touch(prompt)
+
+
+def test_a_conversation_that_has_ended_leaves_first_though_it_was_used_last() -> None:
+    """The beginning of its prompt is immune from the policy's order otherwise."""
+    chats = 60
+    index = block_index(8 * chats, HazardPolicy(8 * chats))
+    prompts = [prompt_of(f"chat {i}", 8) for i in range(chats)]
+    fill(index, [(prompt, None) for prompt in prompts[:-1]])
+    fill(index, [(prompts[-1], False)])
+    assert leaving(index, 8) == prompts[-1][::-1]
+
+
+def test_what_other_conversations_begin_with_outlives_those_that_have_ended() -> None:
+    index = block_index(60, HazardPolicy(60))
+    system = prompt_of("system", 8)
+    old = [(prompt_of(f"old {i}", 8), None) for i in range(4)]
+    fill(index, old + [(system + prompt_of(f"chat {i}", 4), False) for i in range(5)])
+    left = leaving(index, 28)
+    assert [key[:4] for key in left] == [b"chat"] * 20 + [b"old "] * 8
 
 
 def test_a_request_that_was_preempted_is_the_same_request() -> None:

@@ -22,6 +22,9 @@ inline constexpr std::uint8_t kWhole = 0, kOld = 1, kFresh = 2;
 // What a request that runs is taken to answer: up to 256 tokens.
 inline constexpr std::uint8_t kUsualOutput = 3;
 
+// Where the hint is among the factors.
+inline constexpr std::size_t kHint = 7;
+
 // What levels of hints are expected to do. Hints are believed until they prove wrong.
 inline constexpr float kHintPriors[] = {1, 3, 0.1F, 1.5F};
 

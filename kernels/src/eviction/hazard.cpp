@@ -150,9 +150,19 @@ void Hazard::held(std::uint32_t block) {
 
 void Hazard::released(std::uint32_t block) {
   recency_.set_may_leave(block, true);
-  if (!blocks_[block].leaf && !recency_.is_recent(block)) {
+  if (!blocks_[block].leaf && !is_immune(block)) {
     add_leaf(block);
   }
+}
+
+// The blocks used last, but for those of which a client said that they do not come back.
+bool Hazard::is_immune(std::uint32_t block) noexcept {
+  return recency_.is_recent(block) && !is_leaving(blocks_[block].segment);
+}
+
+bool Hazard::is_leaving(std::uint32_t id) noexcept {
+  const Factors& factors = rates_.factors_of(segments_[id].number);
+  return factors[kHint] == static_cast<std::uint8_t>(Hint::leaves);
 }
 
 void* Hazard::evicted(std::uint32_t block, const Key& key, bool lost) {
@@ -192,7 +202,7 @@ void* Hazard::victim() {
 // Hazard's order may evict the blocks again that are not among the most recent ones any more.
 void Hazard::end_immunity() {
   recency_.keep_recent(guard_.immune(), [&](std::uint32_t block) {
-    if (recency_.may_leave(block)) {
+    if (recency_.may_leave(block) && !blocks_[block].leaf) {
       add_leaf(block);
     }
   });

@@ -129,6 +129,8 @@ class Hazard {
   std::uint32_t adopt();
   void add_leaf(std::uint32_t block);
   void remove_leaf(std::uint32_t block);
+  bool is_immune(std::uint32_t block) noexcept;
+  bool is_leaving(std::uint32_t id) noexcept;  // a segment: whether its client said so
   void end_immunity();
   Ghost& put_ghost(const Key& key, std::uint32_t id);
   void leave(std::uint32_t id);

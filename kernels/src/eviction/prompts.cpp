@@ -61,6 +61,9 @@ void Hazard::count_hits(std::span<const Key> keys) {
       recency_.set_used(block);
       recency_.use(block);
       end_immunity();
+      if (recency_.may_leave(block) && !blocks_[block].leaf && !is_immune(block)) {
+        add_leaf(block);
+      }
     }
   }
 }
@@ -223,6 +226,9 @@ void Hazard::supersede(std::uint32_t id) {
   Factors factors{};
   factors[0] = kSuperseded;
   factors[2] = turn_level(segments_[id].turn);
+  if (is_leaving(id)) {
+    factors[kHint] = static_cast<std::uint8_t>(Hint::leaves);
+  }
   segments_.place(id, rates_.class_of(factors));
 }
 
@@ -238,6 +244,9 @@ std::uint32_t Hazard::own(const Piece& piece, std::span<const Key> keys, const S
   factors[1] = kUsualOutput;
   factors[5] = piece.children;
   factors[6] = piece.part;
+  if (piece.kind > kTrunk && factors[kHint] == static_cast<std::uint8_t>(Hint::leaves)) {
+    factors[kHint] = 0;  // the prompts of others begin with it, too
+  }
   segments_.place(id, rates_.class_of(factors));
   for (std::uint32_t i = piece.start; i < piece.stop; ++i) {
     const std::uint32_t block = found_[i];

@@ -291,7 +291,9 @@ void Rates::fit_levels(const std::vector<float>& expected, const std::vector<flo
       wanted[level] += expected[c] * product[c];
     }
     for (std::size_t j = 0; j < levels.size(); ++j) {
-      levels[j] = (got[j] + kLevelEvents * priors_[i][j]) / (wanted[j] + kLevelEvents);
+      // What is expected to differ differs from the first level, whatever that turned out to be.
+      const float prior = priors_[i][j] == 1 ? 1 : priors_[i][j] * levels[0];
+      levels[j] = (got[j] + kLevelEvents * prior) / (wanted[j] + kLevelEvents);
     }
     for (std::size_t c = 0; c < product.size(); ++c) {
       product[c] *= levels[classes_[c].factors[i]];

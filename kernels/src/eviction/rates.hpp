@@ -69,8 +69,8 @@ class Exposure {
 
 class Rates {
  public:
-  // `priors` are what is expected of each factor's levels in comparison to one another, before
-  // anything came back.
+  // `priors` are what is expected of each factor's levels in comparison to the first, before anything
+  // came back.
   explicit Rates(std::vector<std::vector<float>> priors);
 
   std::size_t classes() const noexcept { return classes_.size(); }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.client import FetchState
+from flexkv.eviction import RequestContext
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
 from flexkv.service.engine_page import READ
@@ -18,7 +19,7 @@ from flexkv.service.tier_keys import TierKeys
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, attached_again, keys_of, until
-from packages.inside import bell_of, line_of, open_fetches, waiting_messages
+from packages.inside import bell_of, below_of, line_of, open_fetches, waiting_messages
 
 Attach = Callable[..., Scheduler]
 
@@ -215,3 +216,40 @@ def test_a_fetch_ends_when_the_service_hangs_in_the_middle(
     service.stop()
     until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
     assert not one.cache.busy
+
+
+def test_a_conversation_that_ends_on_another_engine_leaves_first(
+    make_service: Callable[..., Service], attach: Attach, tmp_path: Path
+) -> None:
+    """From memory and from the disk, though it was used last."""
+    service = make_service(
+        24,
+        ssd_cache_gb=48 * 4096 / (1 << 30),
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=60.0,
+    )
+    one, other = attach(service, step_blocks=4), attach(service, step_blocks=4)
+
+    def turn(engine: Scheduler, name: str, returns: bool | None = None) -> list[bytes]:
+        keys = keys_of(name, 4)
+        context = RequestContext(0, 0, name, f"session {name}", returns)
+        engine.cache.record(keys[: engine.cache.lookup(keys)], context, keys)
+        engine.store(keys)
+        engine.cache.ended(name, 10)
+        engine.settle()
+        until(lambda: not service.pool.busy)
+        return keys
+
+    stays, ends = turn(one, "stays"), turn(one, "ends")
+    turn(other, "ends", returns=False)
+    (disk,) = below_of(service.pool.cache).tiers
+    numbers = count()
+
+    def send_another() -> None:
+        turn(one, f"new {next(numbers)}")
+        here = one.cache.presence(stays), one.cache.presence(ends)
+        assert here[0] == [HOST] * 4 or HOST not in here[1]
+        assert disk.contains(stays) == [True] * 4 or True not in disk.contains(ends)
+
+    until(lambda: one.cache.presence(ends) == [ABSENT] * 4, send_another)
+    assert True in disk.contains(stays)
