@@ -190,8 +190,8 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang"])
 def nightly(session: nox.Session) -> None:
-    """Run what takes hours: campaigns of ten minutes, mutants, every version of the engines, and an
-    error before every line."""
+    """Run what takes hours: campaigns of ten minutes, mutants, every version of the engines, an
+    error before every line, and an engine beside its plan."""
     every_line = [
         "packages/flexkv/tests/test_cache_errors.py",
         "packages/flexkv-vllm/tests/test_world_errors.py",
@@ -214,6 +214,7 @@ def nightly(session: nox.Session) -> None:
         options = ["--engine", engine, "--policy", policy, *more]
         out = f"campaign-{engine}-{policy}.json"
         _run(session, "engine-cpu", "-m", "integration.campaign", *options, "--out", out)
+    _run(session, "engine-cpu", "-m", "integration.bench", "--only", "plan", "--out", "plan.json")
 
 
 @nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)

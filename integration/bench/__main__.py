@@ -24,6 +24,7 @@ from integration.bench.disk_hits import disk_hit_rows
 from integration.bench.engines import engine_rows
 from integration.bench.load_modes import load_mode_rows
 from integration.bench.memory import memory_rows
+from integration.bench.plan_check import plan_rows
 from integration.bench.policies import policy_rows
 from integration.bench.questions import question_rows
 from integration.bench.rows import Row, table
@@ -58,6 +59,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "service": lambda bench, say: service_rows(say),
     "questions": lambda bench, say: question_rows(say),
     "policies": lambda bench, say: policy_rows(bench.traces, say),
+    "plan": plan_rows,
     "sglang": sglang_rows,
 }
 MIN_SAMPLES = 5
