@@ -10,9 +10,13 @@ namespace {
 // Shares of the capacity. Chosen on Mooncake's conversation trace and on made-up workloads that hazard
 // loses on; `docs/pages/design/eviction.md` has the hits of all.
 constexpr double kMostCredit = 0.25;
-constexpr double kTrialCredit = 0.05;  // with which hazard's order begins, and returns
+constexpr double kTrialCredit = 0.04;  // with which hazard's order begins, and returns
+constexpr double kSurpriseCredit = 0.01;  // with which it returns after a surprise, at least
 constexpr double kLeastImmune = 0.01;
 constexpr double kMostImmune = 0.95;
+
+// After a surprise hazard's order returns once LRU has found as many blocks as so many memories hold.
+constexpr double kSurpriseMemories = 4;
 
 // Of LRU's hits, what hazard may lose for good: without it a tie would end in LRU's order.
 constexpr double kLossShare = 0.005;
@@ -64,9 +68,18 @@ void Guard::settle(std::size_t hits, std::size_t lru_hits) noexcept {
     trusts_ = false;
     credit_ = 0;
     ++counts_.switches;
-  } else if (!trusts_ && credit_ >= kTrialCredit * capacity_) {
+    lru_hits_then_ = counts_.lru_hits;
+  } else if (!trusts_ && (credit_ >= kTrialCredit * capacity_ || may_try())) {
     trusts_ = true;
+    surprised_ = false;
+    credit_ = std::max(credit_, kSurpriseCredit * capacity_);
   }
+}
+
+// Whether there was a surprise, and LRU's order has ruled for so long that a trial costs little.
+bool Guard::may_try() const noexcept {
+  const auto hits = static_cast<double>(counts_.lru_hits - lru_hits_then_);
+  return surprised_ && hits >= kSurpriseMemories * capacity_;
 }
 
 void Guard::stored(const Key& key, const Key* after) noexcept {

@@ -52,6 +52,9 @@ class Guard {
   // Whether hazard's order rules, and not LRU's.
   bool trusts_hazard() const noexcept { return trusts_ && clock_runs_; }
 
+  // Blocks come back that were not expected to. While LRU's order rules, hazard's returns sooner.
+  void set_surprised() noexcept { surprised_ = !trusts_; }
+
   // Whether time has passed since rates were learned before. If not, no age tells blocks apart.
   void set_clock_runs(bool runs) noexcept { clock_runs_ = runs; }
 
@@ -67,6 +70,7 @@ class Guard {
 
  private:
   void count(std::span<const Key> keys, std::size_t hits) noexcept;
+  bool may_try() const noexcept;
   void settle(std::size_t hits, std::size_t lru_hits) noexcept;
 
   LruModel lru_;
@@ -76,8 +80,10 @@ class Guard {
   std::uint32_t immune_;
   double credit_;
   bool trusts_ = true;
+  bool surprised_ = false;
   bool clock_runs_ = true;
   GuardCounts counts_;
+  std::uint64_t lru_hits_then_ = 0;  // when LRU's order took over
 };
 
 }  // namespace flexkv::eviction

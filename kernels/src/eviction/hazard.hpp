@@ -154,6 +154,7 @@ class Hazard {
   std::uint32_t requests_ = 0;
   std::uint32_t learned_at_ = 0;  // of `requests_`
   double learned_now_ = 0;
+  std::uint64_t surprises_ = 0;  // that the guard was told of
 };
 
 }  // namespace flexkv::eviction

@@ -107,6 +107,10 @@ void Hazard::began(std::span<const Key> keys, const Request& request, double now
     guard_.set_clock_runs(now_ > std::exchange(learned_now_, now_));
   }
   segments_.learn_on();
+  if (!segments_.is_learning() && surprises_ != rates_.surprises()) {
+    surprises_ = rates_.surprises();
+    guard_.set_surprised();
+  }
 }
 
 Hazard::Shape Hazard::shape_of(std::span<const Key> keys, std::uint32_t known,

@@ -24,6 +24,10 @@ constexpr float kClassEvents = 70;
 // trace, and far less than after what no float would grow any more.
 constexpr float kMemory = 120000;
 
+// What comes back is a surprise if it is so many times as much as expected, and so much more.
+constexpr double kSurpriseRatio = 4;
+constexpr double kSurpriseEvents = 25;
+
 constexpr int kRounds = 3;
 
 // Bins that blocks are taken to be seen in before anything is learned: up to 40 minutes.
@@ -179,6 +183,29 @@ void Rates::gather(std::size_t number, float share) noexcept {
   }
 }
 
+// Of what was gathered, whether more has come back since the last time than the rates of then expect.
+bool Rates::is_surprising(std::size_t number, float share) const noexcept {
+  const Class& one = classes_[number];
+  const double product =
+      static_cast<double>(product_of(model_, one)) * static_cast<double>(one.own);
+  double events = -static_cast<double>(share * one.events);
+  double expected = -static_cast<double>(share * one.expected);
+  for (std::size_t b = 0; b < model_.seen; ++b) {
+    events += static_cast<double>(fit_events_[number][b]);
+    expected += rate_of(one, product, b) * static_cast<double>(exposure_[number][b]);
+  }
+  return events > kSurpriseRatio * expected + kSurpriseEvents;
+}
+
+// Hits per second of a class whose levels have this product.
+double Rates::rate_of(const Class& one, double product, std::size_t bin) const noexcept {
+  double rate = static_cast<double>(model_.base[bin]) * product;
+  for (std::size_t i = 0; i < kShaped; ++i) {
+    rate *= static_cast<double>(model_.shapes[i][one.factors[i]][bin]);
+  }
+  return rate;
+}
+
 // Fit the numbers of which rates are products to what came back: the base rates and levels by turns, then
 // shapes, then each class's own number.
 Work Rates::fit(Budget& budget, std::uint32_t requests) {
@@ -190,7 +217,8 @@ Work Rates::fit(Budget& budget, std::uint32_t requests) {
   const float share = std::exp(-static_cast<float>(requests) / kMemory);
   for (std::size_t c = 0; c < count; ++c) {
     gather(c, share);
-    co_await budget.spend(4);
+    surprises_ += learned_ && is_surprising(c, share);
+    co_await budget.spend(5);
   }
   const std::size_t seen = next_.seen;
   Row events_by_bin{};
@@ -262,7 +290,10 @@ Work Rates::fit(Budget& budget, std::uint32_t requests) {
     for (std::size_t b = 0; b < seen; ++b) {
       back += exposure_[c][b];
     }
-    classes_[c].own = (events[c] + kClassEvents) / (back + kClassEvents);
+    Class& one = classes_[c];
+    one.own = (events[c] + kClassEvents) / (back + kClassEvents);
+    one.events = events[c];
+    one.expected = back * one.own;
     co_await budget.spend(1);
   }
   std::swap(model_, next_);
@@ -325,11 +356,7 @@ void Rates::value(std::size_t number, Row& worth) const noexcept {
   double before = 1;
   double seconds = 0;
   for (std::size_t b = 0; b < model_.seen; ++b) {
-    double all = static_cast<double>(model_.base[b]) * product;
-    for (std::size_t i = 0; i < kShaped; ++i) {
-      all *= static_cast<double>(model_.shapes[i][one.factors[i]][b]);
-    }
-    rate[b] = std::max(all, kLeastRate);
+    rate[b] = std::max(rate_of(one, product, b), kLeastRate);
     hazard += rate[b] * static_cast<double>(kEdges.width[b]);
     left[b] = std::exp(-std::min(hazard, kMostHazard));
     seconds += (before - left[b]) / rate[b];

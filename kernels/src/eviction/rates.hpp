@@ -91,6 +91,10 @@ class Rates {
 
   bool learned() const noexcept { return learned_; }
 
+  // Of how many classes more has come back than the rates before had led to expect, by far. Counted
+  // each time that rates are learned.
+  std::uint64_t surprises() const noexcept { return surprises_; }
+
   // What keeping a block of this class is worth at an age of that bin: hits per second of keeping.
   float worth(std::uint16_t number, std::uint8_t bin) const noexcept { return worths_[number][bin]; }
 
@@ -124,6 +128,9 @@ class Rates {
   struct Class {
     Factors factors;
     float own = 1;
+    // When rates were last learned: what had come back, and what these rates expect of the same.
+    float events = 0;
+    float expected = 0;
   };
 
   // What rates are products of, but for the classes' own numbers.
@@ -135,11 +142,13 @@ class Rates {
   };
 
   void gather(std::size_t number, float share) noexcept;
+  bool is_surprising(std::size_t number, float share) const noexcept;
   void fit_base(const Row& wanted, const Row& events) noexcept;
   void fit_levels(const std::vector<float>& expected, const std::vector<float>& events);
   void value(std::size_t number, Row& worth) const noexcept;
   std::uint16_t first_worth_as(std::uint16_t number) const noexcept;
   static float product_of(const Model& model, const Class& one) noexcept;
+  double rate_of(const Class& one, double product, std::size_t bin) const noexcept;
 
   std::vector<std::vector<float>> priors_;
   Model model_;
@@ -149,6 +158,7 @@ class Rates {
   std::vector<Row> staged_;
   std::vector<std::uint16_t> orders_;  // see `order_of`
   bool learned_ = false;
+  std::uint64_t surprises_ = 0;
   std::vector<Row> events_;
   Exposure ended_;
   Exposure current_;

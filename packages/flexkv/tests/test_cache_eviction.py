@@ -89,7 +89,7 @@ def test_figures_tell_hits_from_those_of_lru(name: str, hits: int) -> None:
             assert figures.own.get(sample("guard_hit_blocks", "host", policy), 0) == hits
         assert figures.own.get(sample("guard_switches", "host"), 0) == 0
         assert figures.shared[sample("guard_fallbacks", "host")] == 0
-        credit = 2 + 0.005 * hits if hits else 0
+        credit = 0.04 * SLOTS + 0.005 * hits if hits else 0
         assert figures.shared[sample("guard_credit_blocks", "host")] == pytest.approx(credit)
     finally:
         replay.arena.close()
