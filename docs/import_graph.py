@@ -79,7 +79,13 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine: start",
             "makes a cache for an engine",
-            _of(CORE, "engine.start", "engine.open_rank", "engine.side_figures"),
+            _of(
+                CORE,
+                "engine.start",
+                "engine.open_rank",
+                "engine.side_figures",
+                "engine.engine_door",
+            ),
         ),
     ),
     (Room("engine/choice", "whether a load is worth it", _of(CORE, "engine.choice")),),
@@ -89,7 +95,10 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("cache", "KVCache, the facade, and its tiers", _of(CORE, "cache", "open_tiers")),),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),
     (Room("client", "CacheClient, the door below engines", _of(CORE, "client")),),
-    (Room("figures", "metrics, the meter", _of(CORE, "figures")),),
+    (
+        Room("figures", "metrics, the meter", _of(CORE, "figures")),
+        Room("control", "how operators ask a cache", _of(CORE, "control")),
+    ),
     (
         Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),
         Room("session", "how processes meet", _of(CORE, "session")),

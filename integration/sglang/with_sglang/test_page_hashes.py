@@ -5,10 +5,15 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+from flexkv.control.prompts import PromptQuestion
+from flexkv_sglang import page_keys as page_keys_module
+from flexkv_sglang.page_keys import PageKeys
 
 TEXT = list(range(48))
 # SGLang puts numbers of 62 bits of an image's digest in the place of its tokens.
@@ -41,3 +46,25 @@ def test_no_page_of_one_is_a_page_of_another() -> None:
     assert len(pages) == 10 * 3 + 2 * 4
     assert len(pages) == len(set(pages))
     assert all(len(bytes.fromhex(page)) == 32 for page in pages)
+
+
+@pytest.mark.parametrize("part", [1, 32, 1024])
+@pytest.mark.parametrize("salt", ["", "A"])
+@pytest.mark.parametrize("is_bigram", [False, True])
+def test_an_operators_prompt_has_the_keys_of_a_request(
+    part: int, salt: str, is_bigram: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_keys_module, "_PART_TOKENS", part)
+    page_keys = PageKeys()
+    keys = page_keys.of_prompts(16, is_bigram=is_bigram)
+    whole = RadixKey(array("q", TEXT), cache_salt=salt or None, is_bigram=is_bigram)
+    expected = get_storage_hash_str(whole, None, page_size=16)[: 2 if is_bigram else 3]
+    for _ in range(2):
+        by_tokens = PromptQuestion(tokens=tuple(TEXT), cache_salt=salt)
+        made = [bytes(key) for each in keys.parts(by_tokens) for key in each]
+        assert made == [bytes.fromhex(each) + page_keys.epoch.end for each in expected]
+        assert keys.count(by_tokens) == len(expected)
+        by_hashes = PromptQuestion(hashes=tuple(expected))
+        assert [bytes(key) for each in keys.parts(by_hashes) for key in each] == made
+        page_keys.renew(mixed=False)
+    assert list(keys.parts(PromptQuestion(tokens=(1, 2)))) == []

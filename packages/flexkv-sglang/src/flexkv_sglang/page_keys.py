@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of SGLang's pages."""
+"""The keys of SGLang's pages: of requests, and of prompts that are no requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
@@ -14,6 +17,10 @@ _KEPT = 1 << 17
 
 _LEAST = 64
 """Fewer keys are sooner made than found. Not tuned."""
+
+
+_PART_TOKENS = 1024
+"""Tokens of a prompt that is no request that are hashed at once: about 0.1 ms. Not tuned."""
 
 
 class PageKeys:
@@ -73,3 +80,59 @@ class PageKeys:
         self._kept.clear()
         self._kept_keys = 0
         self.mixed = mixed
+
+    def of_prompts(self, page_size: int, *, is_bigram: bool) -> SglangPromptKeys:
+        """Make the keys of prompts that are no requests; see `SglangPromptKeys`."""
+        return SglangPromptKeys(self, page_size, is_bigram=is_bigram)
+
+
+class SglangPromptKeys:
+    """See `flexkv.engine.engine_door.PromptKeys`. Any thread may call it.
+
+    Args:
+        page_keys: those of the engine; only its epoch is read.
+        page_size: tokens of a page, which is a block.
+        is_bigram: whether SGLang hashes pairs of tokens.
+
+    Attributes:
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, page_keys: PageKeys, page_size: int, *, is_bigram: bool) -> None:
+        self._page_keys = page_keys
+        self._is_bigram = is_bigram
+        self.block_tokens = page_size
+
+    def count(self, question: PromptQuestion) -> int:
+        """See `PromptKeys.count`."""
+        if question.hashes:
+            return len(question.hashes)
+        return max(0, len(question.tokens) - self._is_bigram) // self.block_tokens
+
+    def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        """See `PromptKeys.parts`."""
+        pages = max(1, _PART_TOKENS // self.block_tokens)
+        hashes = question.hashes or None
+        key = None if hashes else self._key(question)
+        before: str | None = None
+        for start in range(0, self.count(question), pages):
+            stop = min(start + pages, self.count(question))
+            part = self._hash(key, start, stop, before) if hashes is None else hashes[start:stop]
+            before = part[-1]
+            yield pack_keys(part, self._page_keys.epoch.end)
+
+    def _key(self, question: PromptQuestion) -> Any:
+        """SGLang's key of a prompt."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(array("q", question.tokens), cache_salt=question.cache_salt or None)
+        view, _ = key.maybe_to_bigram_view(self._is_bigram)
+        return view
+
+    def _hash(self, key: Any, start: int, stop: int, before: str | None) -> Sequence[str]:
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        size = self.block_tokens
+        part = key[start * size : stop * size]
+        hashes: list[str] = get_storage_hash_str(part, before, page_size=size)
+        return hashes

@@ -150,7 +150,8 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 side.page_keys.renew(mixed=False)
             if side.figures is not None:
                 name = worker.session.info.fingerprint
-                side.figures.report_health(config.session_root, "sglang", name)
+                keys = side.page_keys.of_prompts(engine.page_size, is_bigram=engine.is_bigram)
+                side.figures.report_health(config.session_root, "sglang", name, keys)
         undo.pop_all()
         return side
 

@@ -32,6 +32,7 @@ from flexkv.engine.weights import (
     weight_files,
     weight_traits,
 )
+from flexkv_vllm.prompt_keys import VllmPromptKeys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -196,6 +197,11 @@ def request_stamp(request: Request) -> bytes:
 def block_keys(groups: Groups) -> BlockKeys:
     """Make the keys of a model's blocks."""
     return BlockKeys(groups, request_stamp)
+
+
+def prompt_keys(vllm_config: VllmConfig, groups: Groups, keys: BlockKeys) -> VllmPromptKeys:
+    """Make the keys of prompts that are no requests. `keys`: those of the engine's requests."""
+    return VllmPromptKeys(vllm_config.cache_config.prefix_caching_hash_algo, groups, keys)
 
 
 def _weights(vllm_config: VllmConfig) -> list[str]:

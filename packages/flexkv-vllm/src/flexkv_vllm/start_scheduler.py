@@ -23,7 +23,7 @@ from flexkv.engine.start import (
 )
 from flexkv_vllm.events import BlockEvents, make_events
 from flexkv_vllm.groups import groups_of, step_blocks
-from flexkv_vllm.identity import block_keys, outlives_process, shares_blocks
+from flexkv_vllm.identity import block_keys, outlives_process, prompt_keys, shares_blocks
 from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
 from flexkv_vllm.orders import StepMetadata
 from flexkv_vllm.settings import engine_id_of, options_of
@@ -105,7 +105,12 @@ def make_request_side(
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             lists_blocks=lists_all_blocks(vllm_config),
         )
-        side.figures.report_health(config.session_root, "vllm", session.info.fingerprint)
+        side.figures.report_health(
+            config.session_root,
+            "vllm",
+            session.info.fingerprint,
+            prompt_keys(vllm_config, groups, keys),
+        )
         undo.pop_all()
     if cache.info.media and getattr(vllm_config, "shutdown_timeout", None) == 0:
         logger.info(

@@ -210,6 +210,12 @@ class KVCache:
         below = iter(self._below.contains(absent) if absent else ())
         return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
+    def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
+        """See `CacheClient.where`."""
+        # The index's calls hold the GIL to their end.
+        host = [False] * len(keys) if self._off else self._index.present(keys)
+        return {Medium.HOST: host} | self._below.where(keys)
+
     @_sound
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
         """See `CacheClient.query`."""

@@ -191,6 +191,11 @@ class CacheClient(Protocol):
         """The place of the block of each key, in the order of `keys`. No side effect."""
         ...
 
+    def where(self, keys: Sequence[bytes]) -> Mapping[Medium, Sequence[bool | None]]:
+        """For each tier, the fastest first, which of the blocks it has now; None where it has to be
+        queried. Takes O(tiers) per key. No side effect; any thread may call it."""
+        ...
+
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """Positions, from `start` on, of the keys whose blocks have no slot. No side effect."""
         ...

@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexkv.control import http_door
+from flexkv.control.http_door import listen_at
+from flexkv.control.prompts import PromptQuestion
 from flexkv.eviction import RequestContext
 from flexkv.figures.health_samples import problems_of
 from flexkv.service import door
-from flexkv.service.ask import ServiceError, clear_pools, is_service, metrics_of, state_of
-from flexkv.service.door import listen_at
+from flexkv.service.ask import (
+    ServiceError,
+    clear_pools,
+    find_prompt,
+    is_service,
+    metrics_of,
+    state_of,
+)
 from flexkv.service.server import NodeServer
 from flexkv.service.state import PoolState
 from flexkv.transfer.tier_stack import TierStack
@@ -186,7 +195,7 @@ def test_an_error_of_a_disk_at_a_clear_reaches_the_operator(
 def test_silent_peers_keep_nobody_out(
     port: int, make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_MOST_PEERS", 3)
+    monkeypatch.setattr(http_door, "_MOST_PEERS", 3)
     service = make_service()
     with contextlib.ExitStack() as stack:
         for _ in range(10):
@@ -299,3 +308,37 @@ def test_the_door_is_of_this_user_and_ends_with_the_service(service: Service) ->
     assert not is_service(service.root)
     with pytest.raises(ServiceError, match=r"no service of FlexKV runs in '.*'"):
         state_of(service.root)
+
+
+def test_a_service_finds_a_prompt_by_its_hashes(
+    tmp_path: Path, make_service: Callable[..., Service], attach: Attach
+) -> None:
+    disk = {"ssd_cache_dir": (str(tmp_path / "disk"),), "ssd_cache_gb": 0.01}
+    service = make_service(**disk)
+    keys = [number.to_bytes(4, "big") for number in range(5)]
+    attach(service).store(keys[:4])
+    attach(service, about=OTHER).store(keys[:1])
+    question = PromptQuestion(hashes=tuple(each.hex() for each in keys))
+
+    def found(fingerprint: str | None = None) -> dict[str, tuple[int, list[int]]]:
+        return {
+            each.fingerprint: (each.found, [tier.blocks for tier in each.tiers])
+            for each in find_prompt(service.root, question, fingerprint)
+        }
+
+    until(lambda: found() == {"same": (4, [4, 4]), "other": (1, [1, 1])})
+    assert found("other") == {"other": (1, [1, 1])}
+    (answer,) = find_prompt(service.root, question, "same")
+    assert (answer.blocks, answer.block_tokens, answer.engine) == (5, None, "")
+    with pytest.raises(ServiceError, match=r"no pool has the fingerprint 'none'; allowed: same"):
+        found("none")
+    with pytest.raises(ServiceError, match=r"a service knows no tokens"):
+        find_prompt(service.root, PromptQuestion(tokens=(1,)), None)
+
+
+def test_a_body_that_is_too_long_is_not_read(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_door, "_MOST_BYTES", 20)
+    with pytest.raises(ServiceError, match=r"has \d+ bytes; allowed: at most 20"):
+        find_prompt(service.root, PromptQuestion(hashes=("00ff00ff",) * 10), None)

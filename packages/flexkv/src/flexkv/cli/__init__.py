@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from flexkv.cli import clear, doctor, health, migrate, plan, serve, stat, top, verify
+from flexkv.cli import clear, doctor, health, lookup, migrate, plan, serve, stat, top, verify
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
@@ -56,7 +56,18 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (serve, stat, verify, clear, plan, top, health, doctor, migrate)
+COMMANDS: tuple[Command, ...] = (
+    serve,
+    stat,
+    verify,
+    clear,
+    lookup,
+    plan,
+    top,
+    health,
+    doctor,
+    migrate,
+)
 
 
 def run() -> NoReturn:

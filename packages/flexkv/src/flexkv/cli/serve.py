@@ -18,8 +18,8 @@ import socket
 from dataclasses import replace
 
 from flexkv.cli.common import read_settings
+from flexkv.control.http_door import listen_at
 from flexkv.preflight.checks import check_start
-from flexkv.service.door import listen_at
 from flexkv.service.server import NodeServer
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import engines_settings, report_without_effect

@@ -10,7 +10,7 @@ from flexkv.client import CacheClient, CacheInfo, FetchId, Transfer
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.counters import ResetCause
-from flexkv.types.changes import Changes
+from flexkv.types.changes import Changes, Medium
 from flexkv.types.presence import Presence
 
 
@@ -80,6 +80,10 @@ class EpochCache:
     def presence(self, keys: Sequence[bytes]) -> Sequence[Presence]:
         """See `CacheClient.presence`."""
         return self._cache.presence(self._own(keys))
+
+    def where(self, keys: Sequence[bytes]) -> Mapping[Medium, Sequence[bool | None]]:
+        """See `CacheClient.where`."""
+        return self._cache.where(self._own(keys))
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """See `CacheClient.missing`."""

@@ -12,6 +12,7 @@ from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left
+from flexkv.engine.engine_door import EngineDoor, PromptKeys
 from flexkv.figures.definitions import (
     COPIED_BYTES,
     COPY_SECONDS,
@@ -190,23 +191,32 @@ class CacheFigures:
         self._looked = -math.inf
         self._is_off = False
         self._report: StateReport | None = None
+        self._door: EngineDoor | None = None
         self.health: tuple[Problem, ...] = ()
         self.active = True
 
-    def report_health(self, root: str, engine: str, fingerprint: str) -> None:
-        """Report `health` for `flexkv health`, until `close`.
+    def report_health(
+        self, root: str, engine: str, fingerprint: str, keys: PromptKeys | None = None
+    ) -> None:
+        """Report `health` for `flexkv health`, and answer `flexkv lookup`, until `close`.
 
         Args:
             root: path of the runtime directory.
             engine: name of the engine.
             fingerprint: of its blocks.
+            keys: makes the keys of prompts that are no requests; None to answer nothing.
         """
         about = {"engine": engine, "fingerprint": fingerprint}
+        if keys is not None:
+            self._door = EngineDoor(root, engine, fingerprint, self._cache, keys)
+            about["door"] = self._door.name
         self._report = StateReport(root, about, Subject.HEALTH)
         self._report.begin(lambda: {"problems": self.health})
 
     def close(self) -> None:
-        """End the report. Idempotent."""
+        """End the report, and answer no more. Idempotent."""
+        if self._door is not None:
+            self._door.close()
         if self._report is not None:
             self._report.close()
 

@@ -3,26 +3,20 @@
 
 from __future__ import annotations
 
-import http.client
-from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
+from flexkv.control.ask_door import AskError, ask
+from flexkv.control.prompts import AllPlaces, PromptQuestion
 from flexkv.service.state import SOCKET, Cleared, ServiceState
 from flexkv.session.runtime_directory import RuntimeDirectory
-from flexkv.tiers.disk.files import reason_of
-from flexkv.types.errors import ArenaError
 
-_CALL_SECONDS = 5.0
-"""Time limit for an answer: more than the service's loop may take. Not tuned."""
+Told = TypeVar("Told", ServiceState, Cleared, AllPlaces)
 
 
-Told = TypeVar("Told", ServiceState, Cleared)
-
-
-class ServiceError(Exception):
+class ServiceError(AskError):
     """A service gives no answer. The message names the reason."""
 
 
@@ -67,6 +61,22 @@ def clear_pools(root: str, fingerprint: str | None) -> Cleared:
     return _decoded(root, _ask(root, "POST", f"/clear{query}"), Cleared)
 
 
+def find_prompt(root: str, question: PromptQuestion, fingerprint: str | None) -> AllPlaces:
+    """Where the pools of the service in a directory have the blocks of a prompt.
+
+    Args:
+        root: the directory.
+        question: the prompt, by its hashes.
+        fingerprint: of the pool; None for all.
+
+    Raises:
+        ServiceError: it does not answer, or has no such pool.
+    """
+    query = "" if fingerprint is None else f"?fingerprint={quote(fingerprint)}"
+    body = msgspec.json.encode(question)
+    return _decoded(root, _ask(root, "POST", f"/lookup{query}", body), AllPlaces)
+
+
 def _decoded(root: str, answer: bytes, kind: type[Told]) -> Told:
     try:
         return msgspec.json.decode(answer, type=kind)
@@ -76,34 +86,8 @@ def _decoded(root: str, answer: bytes, kind: type[Told]) -> Told:
         ) from None
 
 
-def _ask(root: str, method: str, path: str) -> bytes:
-    connection = _Connection(root)
+def _ask(root: str, method: str, path: str, body: bytes = b"") -> bytes:
     try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        content = answer.read()
-    except (FileNotFoundError, ConnectionRefusedError):
-        raise ServiceError(f"no service of FlexKV runs in {root!r}") from None
-    except (OSError, ArenaError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise ServiceError(f"the service in {root!r} does not answer: {reason}") from None
-    except http.client.HTTPException as error:
-        raise ServiceError(
-            f"the service in {root!r} answers with something else than HTTP: {error!r}"
-        ) from None
-    finally:
-        connection.close()
-    if answer.status != HTTPStatus.OK:
-        raise ServiceError(f"the service in {root!r}: {content.decode(errors='replace').strip()}")
-    return content
-
-
-class _Connection(http.client.HTTPConnection):
-    def __init__(self, root: str) -> None:
-        super().__init__("localhost", timeout=_CALL_SECONDS)
-        self._root = root
-
-    def connect(self) -> None:
-        """To the socket in the directory, whose owner must be this user."""
-        with RuntimeDirectory(self._root) as directory:
-            self.sock = directory.connect(SOCKET, _CALL_SECONDS)
+        return ask(root, SOCKET, "service of FlexKV", (method, path), body)
+    except AskError as error:
+        raise ServiceError(str(error)) from None

@@ -9,23 +9,30 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from flexkv.control.find_blocks import find_blocks
+from flexkv.control.http_door import RefusedError
+from flexkv.control.prompts import AllPlaces, PromptPlaces, PromptQuestion
 from flexkv.figures.health_samples import ok_sample
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
-from flexkv.service.door import OperatorDoor, SilentLoopError
+from flexkv.service.door import SilentLoopError, operator_door
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import SOCKET, Cleared, PoolState, ServiceState, own_figures
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
+from flexkv.types.changes import Medium
 from flexkv.version import __version__
 
 logger = logging.getLogger(__name__)
 
 Told = TypeVar("Told")
+
+_KEYS = 4096
+"""Blocks that one turn of the loop looks up: about a millisecond. Not tuned."""
 
 
 class Operators:
@@ -60,9 +67,9 @@ class Operators:
         self._began = time.monotonic()
         self._guard = threading.Lock()
         self._asked: deque[Callable[[], None]] | None = deque()
-        self._doors = [OperatorDoor(directory.listen(SOCKET), self, figures_only=False)]
+        self._doors = [operator_door(directory.listen(SOCKET), self, figures_only=False)]
         if figures is not None:
-            self._doors.append(OperatorDoor(figures, self, figures_only=True))
+            self._doors.append(operator_door(figures, self, figures_only=True))
 
     def state(self, seconds: float) -> ServiceState:
         """The state of the service, within `seconds`.
@@ -81,9 +88,31 @@ class Operators:
 
         Raises:
             SilentLoopError: the loop has not come to it, and nothing is cleared.
-            LookupError: there is no such pool.
+            RefusedError: there is no such pool.
         """
         return self._ask(lambda: self._clear(fingerprint), seconds)
+
+    def lookup(
+        self, question: PromptQuestion, fingerprint: str | None, seconds: float
+    ) -> AllPlaces:
+        """Where pools have the blocks of a prompt. The loop looks up some at a time.
+
+        Args:
+            question: the prompt, by its hashes.
+            fingerprint: of the pool; None for all.
+            seconds: to wait for the loop each time.
+
+        Raises:
+            SilentLoopError: the loop has not come to it.
+            RefusedError: there is no such pool, or the prompt has no hashes.
+        """
+        if not question.hashes:
+            raise RefusedError(
+                "the prompt has tokens, and a service knows no tokens; allowed: the engine's "
+                "hashes of its blocks, or to ask an engine of the service"
+            )
+        chosen = self._ask(lambda: self._chosen(fingerprint), seconds)
+        return tuple(self._places(blocks, question, seconds) for blocks in chosen)
 
     def serve(self) -> None:
         """Answer what was asked since the last turn."""
@@ -145,14 +174,8 @@ class Operators:
         )
 
     def _clear(self, fingerprint: str | None) -> Cleared:
-        chosen = {
-            blocks.fingerprint: pool
-            for blocks, pool in self._pools.items()
-            if fingerprint in (None, blocks.fingerprint)
-        }
-        if fingerprint is not None and not chosen:
-            known = ", ".join(each.fingerprint for each in self._pools) or "none yet"
-            raise LookupError(f"no pool has the fingerprint {fingerprint!r}; allowed: {known}")
+        pools = self._chosen(fingerprint)
+        chosen = {blocks.fingerprint: pool for blocks, pool in pools.items()}
         count = {name: pool.cache.ready_blocks for name, pool in chosen.items()}
         for pool in chosen.values():
             for engine in self._engines_of(pool):
@@ -160,6 +183,39 @@ class Operators:
             pool.cache.empty()
         logger.info("an operator cleared %d pools with %d blocks", len(count), sum(count.values()))
         return Cleared(count)
+
+    def _chosen(self, fingerprint: str | None) -> dict[wire.PoolBlocks, SharedPool]:
+        """The pool of a fingerprint; None for all."""
+        chosen = {
+            blocks: pool
+            for blocks, pool in self._pools.items()
+            if fingerprint in (None, blocks.fingerprint)
+        }
+        if fingerprint is not None and not chosen:
+            known = ", ".join(each.fingerprint for each in self._pools) or "none yet"
+            raise RefusedError(f"no pool has the fingerprint {fingerprint!r}; allowed: {known}")
+        return chosen
+
+    def _places(
+        self, blocks: wire.PoolBlocks, question: PromptQuestion, seconds: float
+    ) -> PromptPlaces:
+        step = blocks.engine_blocks
+        keys = [bytes.fromhex(each) for each in question.hashes[step - 1 :: step]]
+        found = find_blocks(
+            lambda part: self._ask(lambda: self._where(blocks, part), seconds),
+            (keys[start : start + _KEYS] for start in range(0, len(keys), _KEYS)),
+        )
+        return PromptPlaces(
+            "", os.getpid(), blocks.fingerprint, len(keys), found.blocks, None, found.tiers
+        )
+
+    def _where(
+        self, blocks: wire.PoolBlocks, keys: Sequence[bytes]
+    ) -> Mapping[Medium, Sequence[bool | None]]:
+        pool = self._pools.get(blocks)
+        if pool is None:
+            raise RefusedError(f"the pool of {blocks.fingerprint} has ended; allowed: to ask again")
+        return pool.cache.where(keys)
 
     def _engines_of(self, pool: SharedPool) -> list[AttachedEngine]:
         return [each for each in self._engines.values() if each.pool is pool]

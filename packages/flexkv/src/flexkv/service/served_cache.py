@@ -29,7 +29,7 @@ from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
-from flexkv.types.changes import Changes
+from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence
 from flexkv.types.troubles import Trouble
@@ -155,6 +155,11 @@ class ServedCache:
             return self._tiers.presence(keys)
         there = self._reader.present(keys)
         return [Presence.HOST if each else Presence.ABSENT for each in there]
+
+    def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
+        """See `CacheClient.where`."""
+        host = [False] * len(keys) if self._off else self._reader.present(keys)
+        return {Medium.HOST: host} | self._tiers.where(keys)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """See `CacheClient.missing`."""

@@ -83,6 +83,14 @@ class ServedTiers:
             Presence.HOST if each else Presence.BELOW if next(below) else other for each in there
         ]
 
+    def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
+        """See `CacheClient.where`. What shared stores have is not known here."""
+        has = self.below.contains(keys)
+        disks = has if self.below.is_complete else [each or None for each in has]
+        return {
+            medium: disks if medium is Medium.DISK else [None] * len(keys) for medium in self._media
+        }
+
     def fetch(self, keys: Sequence[bytes], queued: bool) -> FetchId | None:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
         there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False

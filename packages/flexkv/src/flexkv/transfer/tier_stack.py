@@ -222,6 +222,10 @@ class TierStack:
         self.uses.count()
         self._writeback.make_room()
 
+    def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
+        """Which of these blocks each tier has; see `Source.contains`. Any thread may call it."""
+        return {source.medium: source.contains(keys) for source in self._sources}
+
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
         for tier in self._indexed:

@@ -94,6 +94,17 @@ class BlockKeys:
         wanted = hashes[(start + 1) * step - 1 : end : step]
         return [each + ending for each in wanted] if ending else wanted
 
+    def of_hashes(self, hashes: Sequence[bytes], group: Group) -> list[bytes]:
+        """Keys of a prompt that is no request, and that uses no adapter.
+
+        Args:
+            hashes: all of the engine's hashes of it, or some in a row that begin with a block.
+            group: the group.
+        """
+        step = group.block_tokens // self.hash_tokens
+        ending = self._numbers[group.index] + self.epoch.end
+        return [each + ending for each in hashes[step - 1 :: step]]
+
     def origin(self, key: bytes) -> tuple[int, bytes] | None:
         """The group and the engine's hash of a block whose request has no stamp; None for a block
         of another epoch.

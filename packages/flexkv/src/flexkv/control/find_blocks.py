@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what the tiers of a cache have of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from flexkv.control.prompts import TierPlaces
+from flexkv.types.changes import Medium
+
+Where: TypeAlias = Callable[[Sequence[bytes]], Mapping[Medium, Sequence[bool | None]]]
+"""See `CacheClient.where`."""
+
+
+class FoundBlocks(NamedTuple):
+    """How many blocks of a prompt some tier has, from the first on, and which tier has how many of
+    them."""
+
+    blocks: int
+    tiers: tuple[TierPlaces, ...]
+
+
+def find_blocks(where: Where, parts: Iterable[Sequence[bytes]]) -> FoundBlocks:
+    """Count the blocks of a prompt in all tiers, up to the first that none has for certain.
+
+    Args:
+        where: which tier has which blocks.
+        parts: keys of the prompt, in order. Parts behind that block are not taken.
+    """
+    found = 0
+    counts: dict[Medium, int] = {}
+    for keys in parts:
+        has = where(keys)
+        run = _first_missing(has.values(), len(keys))
+        for medium, answers in has.items():
+            counts[medium] = counts.get(medium, 0) + sum(each is True for each in answers[:run])
+        found += run
+        if run < len(keys):
+            unsure = {medium for medium, answers in has.items() if answers[run] is None}
+            break
+    else:
+        unsure = set()
+    tiers = (
+        TierPlaces(medium.value, count, medium not in unsure) for medium, count in counts.items()
+    )
+    return FoundBlocks(found, tuple(tiers))
+
+
+def _first_missing(answers: Iterable[Sequence[bool | None]], count: int) -> int:
+    """Position of the first block that no tier has for certain."""
+    found = zip(*answers, strict=True)
+    return next((i for i, each in enumerate(found) if True not in each), count)

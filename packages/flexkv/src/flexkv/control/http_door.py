@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers HTTP on one listening socket, in threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import logging
+import os
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+from flexkv.session.wire import peer_of
+
+logger = logging.getLogger(__name__)
+
+_PEER_SECONDS = 5.0
+"""Seconds of silence after which a peer is dismissed. Not tuned."""
+_MOST_PEERS = 16
+"""Peers at a time. One more, and the oldest is dismissed. Not tuned."""
+_MOST_BYTES = 16 << 20
+"""The longest body of a question: a million token ids of up to 15 digits. Not tuned."""
+_ACCEPT_SECONDS = 0.1
+"""Pause after a peer could not be accepted, for lack of descriptors. Not tuned."""
+
+TEXT, JSON = "text/plain; charset=utf-8", "application/json"
+
+
+class SilentError(Exception):
+    """Whoever knows the answer has not come to the question in time. The message says so."""
+
+
+class RefusedError(Exception):
+    """The question cannot be answered. The message names the value, and what is allowed."""
+
+
+class DoorRequest(NamedTuple):
+    """One question.
+
+    Attributes:
+        query: the parameters of its URL; of several with one name the last.
+        body: its body.
+    """
+
+    query: Mapping[str, str]
+    body: bytes
+
+
+Routes = Mapping[tuple[str, str], Callable[[DoorRequest], tuple[bytes, str]]]
+"""By method and path what answers: returns the content and its type. Called by threads of the door,
+several at once. Raises SilentError, RefusedError."""
+
+
+class Door:
+    """Answers until `close`.
+
+    Args:
+        listener: of SOCK_STREAM; owned.
+        routes: the questions that have an answer.
+        is_open: whether peers may be any process of the network. Else they are this user's, on a
+            Unix socket.
+    """
+
+    def __init__(self, listener: socket.socket, routes: Routes, *, is_open: bool) -> None:
+        self._server = _Server(listener, routes, is_open)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="flexkv-operators", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more. Peers that are being answered are left to their threads."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def leave_to_parent(self) -> None:
+        """See `flexkv.system.forks.Owner`."""
+        self._server.socket.close()
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A listening socket of the network.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, routes: Routes, is_open: bool) -> None:
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.routes = routes
+        self._is_open = is_open
+        self._peers: dict[socket.socket, None] = {}  # the oldest first
+        self._guard = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return self.socket.accept()
+        except OSError:
+            time.sleep(_ACCEPT_SECONDS)  # the peer waits on, and select reports it at once
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._is_open or peer_of(request).uid == os.geteuid()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._guard:
+            if len(self._peers) >= _MOST_PEERS:
+                with contextlib.suppress(OSError):
+                    next(iter(self._peers)).shutdown(socket.SHUT_RDWR)
+                self._peers.pop(next(iter(self._peers)))
+            self._peers[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._guard:
+            self._peers.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer has left, or was dismissed."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _PEER_SECONDS
+    server_version, sys_version = "FlexKV", ""
+
+    def do_GET(self) -> None:
+        """As the standard library calls it."""
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        """As the standard library calls it."""
+        self._answer("POST")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not logged."""
+
+    def _answer(self, method: str) -> None:
+        url = urlsplit(self.path)
+        routes = self.server.routes
+        call = routes.get((method, url.path))
+        if call is None:
+            paths = ", ".join(f"{each} {path}" for each, path in routes)
+            self._send(HTTPStatus.NOT_FOUND, f"nothing is here; allowed: {paths}\n".encode())
+            return
+        length = self.headers.get("Content-Length") or "0"
+        if not length.isdigit() or int(length) > _MOST_BYTES:
+            text = f"the body has {length} bytes; allowed: at most {_MOST_BYTES}\n"
+            self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text.encode())
+            return
+        asked = DoorRequest(dict(parse_qsl(url.query)), self.rfile.read(int(length)))
+        try:
+            content, kind = call(asked)
+        except SilentError as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
+        except RefusedError as error:
+            self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        except Exception as error:
+            logger.exception("an operator's request failed")
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error!r}\n".encode())
+        else:
+            self._send(HTTPStatus.OK, content, kind)
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str = TEXT) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

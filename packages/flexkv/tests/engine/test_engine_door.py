@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of a toy engine: read by another thread, while the engine's own does nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_blocks import BLOCK, ToyRequest
+from toy_world import ToyWorld
+
+from flexkv.control.ask_door import AskError, ask
+from flexkv.control.prompts import PromptQuestion
+from flexkv.session.state_reports import Subject, read_states
+
+PROMPT = [*range(3 * BLOCK)]
+
+
+class ToyKeys:
+    """The keys of toy prompts, two at a time."""
+
+    block_tokens = BLOCK
+
+    def count(self, question: PromptQuestion) -> int:
+        return len(question.tokens) // BLOCK or len(question.hashes)
+
+    def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        request = ToyRequest("q", [*question.tokens], 1, cache_salt=question.cache_salt)
+        keys = request.block_hashes or [bytes.fromhex(each) for each in question.hashes]
+        for start in range(0, len(keys), 2):
+            yield keys[start : start + 2]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[ToyWorld]:
+    made = ToyWorld(tmp_path, slots=16, disk_slots=64)
+    show(made, tmp_path)
+    yield made
+    made.close()
+
+
+def show(world: ToyWorld, folder: Path) -> None:
+    side = world.engine.side
+    side.figures.report_health(str(folder / "run"), "toy", "ab12", ToyKeys())
+
+
+def lookup(folder: Path, **question: Any) -> Any:
+    (report,) = read_states(str(folder / "run"), Subject.HEALTH)
+    body = json.dumps(question).encode()
+    door = str(report["door"])
+    (answer,) = json.loads(ask(str(folder / "run"), door, "toy", ("POST", "/lookup"), body))
+    return answer
+
+
+def test_an_idle_engine_says_which_tier_has_a_prompt(world: ToyWorld, tmp_path: Path) -> None:
+    world.generate(PROMPT)
+    world.settle()
+    tiers = [{"tier": name, "blocks": 3, "is_sure": True} for name in ("host", "disk")]
+    about = {"engine": "toy", "pid": os.getpid(), "fingerprint": "ab12", "block_tokens": BLOCK}
+    assert lookup(tmp_path, tokens=PROMPT) == about | {"blocks": 3, "found": 3, "tiers": tiers}
+    other = lookup(tmp_path, tokens=[*PROMPT[:-1], 77])
+    assert (other["blocks"], other["found"]) == (3, 2)
+    assert lookup(tmp_path, tokens=PROMPT, cache_salt="a")["found"] == 0
+    hashes = [each.hex() for each in ToyRequest("q", PROMPT, 1).block_hashes]
+    assert lookup(tmp_path, hashes=hashes)["tiers"] == tiers
+
+
+def test_blocks_that_host_memory_has_evicted_are_on_disk(world: ToyWorld, tmp_path: Path) -> None:
+    world.generate(PROMPT)
+    world.settle()
+    for number in range(6):
+        world.generate([100 + number] * (4 * BLOCK))
+        world.settle()
+    found = lookup(tmp_path, tokens=PROMPT)
+    assert found["found"] == 3
+    assert [each["blocks"] for each in found["tiers"]] == [0, 3]
+
+
+def test_what_is_no_question_is_refused(world: ToyWorld, tmp_path: Path) -> None:
+    with pytest.raises(AskError, match="0 tokens and 0 hashes"):
+        lookup(tmp_path)
+
+
+def test_the_door_ends_with_the_engine_and_leaves_no_socket(tmp_path: Path) -> None:
+    world = ToyWorld(tmp_path)
+    threads = threading.active_count()
+    show(world, tmp_path)
+    run = tmp_path / "run"
+    assert [each.stat().st_mode & 0o777 for each in run.glob("*.sock")].count(0o600) >= 1
+    world.close()
+    assert not list(run.glob("*.sock"))
+    assert threading.active_count() <= threads
+    assert read_states(str(run), Subject.HEALTH) == []
+
+
+def test_an_engine_without_a_door_works_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = ToyWorld(tmp_path)
+    tmp_path.joinpath("run").chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        show(world, tmp_path)
+    assert "this engine has no door for flexkv lookup" in caplog.text
+    tmp_path.joinpath("run").chmod(0o700)
+    assert world.generate(PROMPT).has_ended
+    world.close()
