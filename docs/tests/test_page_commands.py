@@ -36,7 +36,7 @@ from integration.sglang import environment, forks
 
 VLLM_SERVERS = ("vllm serve ", "python -m vllm.entrypoints.openai.api_server")
 SGLANG_SERVERS = ("sglang serve ", "python -m sglang.launch_server ")
-OTHERS = {"apt-get", "curl", "export", "gh", "grep", "mooncake_master"}
+OTHERS = {"apt-get", "curl", "export", "gh", "grep", "mooncake_master", "vllm-router"}
 """Programs whose options no test reads; commands.toml names who runs them."""
 
 
