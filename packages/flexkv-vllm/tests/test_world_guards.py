@@ -5,11 +5,13 @@ nothing here reaches fails its test."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from typing import Any
 
 import pytest
+from asked_engine import call_engine
 from disk_world import delay_reads, fill, prompts, read_a_block_a_step
 from engine_world import MakeWorld, World, random_prompt
 from injection import SOURCES, Guarded, InjectedError, all_guarded, hit_all
@@ -17,6 +19,7 @@ from kv_pages import BLOCK_TOKENS
 from late_device import STREAM, DeviceWorld
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from flexkv.control.ask_door import AskError
 from flexkv.engine.boundary import LASTING
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep
@@ -68,6 +71,8 @@ def test_after_an_error_all_is_as_without_flexkv(
             read_a_block_a_step(world)  # so that loads begin before their fetches have ended
         elif "shutdown" not in guarded.place:
             delay_reads(world, rng)
+        if "operator" in guarded.place:
+            let_operators_call(world)
         return world
 
     hit_all(
@@ -77,6 +82,18 @@ def test_after_an_error_all_is_as_without_flexkv(
         restart_rate=0.1,
         params=lambda: {"flexkv.load_mode": rng.choice(["async", "layerwise"])},
     )
+
+
+def let_operators_call(world: World) -> None:
+    """Let an operator change the cache before each step."""
+    step = world.step
+
+    def with_call(*arguments: Any) -> None:
+        with contextlib.suppress(AskError):
+            call_engine(world, "/unpin")
+        step(*arguments)
+
+    world.step = with_call  # type: ignore[method-assign]
 
 
 def raising(*_: object) -> None:

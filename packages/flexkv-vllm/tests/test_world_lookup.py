@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from asked_engine import call_engine
 from disk_world import PROMPT_BLOCKS, fill, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, World
 
-from flexkv.control.ask_door import ask
-from flexkv.session.state_reports import Subject, read_states
 from flexkv_vllm import prompt_keys
 
 
 def lookup(world: World, **question: Any) -> Any:
-    root = world.vllm_config.kv_transfer_config.get_from_extra_config("runtime_dir", "")
-    (report,) = read_states(root, Subject.HEALTH)
-    body = json.dumps(question).encode()
-    (answer,) = json.loads(ask(root, str(report["door"]), "engine", ("POST", "/lookup"), body))
+    (answer,) = call_engine(world, "/lookup", **question)
     return answer
 
 

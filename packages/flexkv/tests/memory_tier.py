@@ -111,6 +111,10 @@ class MemoryTier:
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         return {}
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         return [key in self.blocks and key not in self.stalled for key in keys]
 

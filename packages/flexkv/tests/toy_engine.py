@@ -4,12 +4,13 @@ prefill, preemption. Each step checks the bytes of all tokens that it computes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from toy_blocks import BLOCK, GROUPS, ToyPages, ToyPool, ToyRequest
 
 from flexkv import CacheConfig
+from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.orders import StepOrders
@@ -21,6 +22,21 @@ from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.start import attach_session, make_chooser, make_own_cache
 from flexkv.engine.worker.pages import Device
 from flexkv.engine.worker.start_worker import start_worker
+
+
+class ToyKeys:
+    """The keys of toy prompts, two at a time."""
+
+    block_tokens = BLOCK
+
+    def count(self, question: PromptQuestion) -> int:
+        return len(question.tokens) // BLOCK or len(question.hashes)
+
+    def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        request = ToyRequest("q", [*question.tokens], 1, cache_salt=question.cache_salt)
+        keys = request.block_hashes or [bytes.fromhex(each) for each in question.hashes]
+        for start in range(0, len(keys), 2):
+            yield keys[start : start + 2]
 
 
 class ToyEngine:
@@ -36,7 +52,14 @@ class ToyEngine:
         session = attach_session(config, "toy")
         cache = make_own_cache(config, session, keeps_blocks=True, follows_requests=True)
         chooser = make_chooser(config, mode, session.arena.spec, cache)
-        engine = EngineCache(session, cache, GROUPS, BlockKeys(GROUPS, lambda _: b""), boundary)
+        engine = EngineCache(
+            session,
+            cache,
+            GROUPS,
+            BlockKeys(GROUPS, lambda _: b""),
+            boundary,
+            prompt_keys=ToyKeys(),
+        )
         self.side = RequestSide(engine, chooser, time, StepOrders, load_ahead=True)
         self.side.bind_pool(self.pool)
         self.cache, self.requests = cache, dict[str, ToyRequest]()

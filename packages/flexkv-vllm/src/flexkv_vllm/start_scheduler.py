@@ -98,19 +98,24 @@ def make_request_side(
         options = options_of(config, vllm_config)
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
         side = RequestSide(
-            EngineCache(session, cache, groups, keys, boundary, describe, recorder, options),
+            EngineCache(
+                session,
+                cache,
+                groups,
+                keys,
+                boundary,
+                describe,
+                recorder,
+                options,
+                prompt_keys(vllm_config, groups, keys),
+            ),
             chooser,
             store_time,
             StepMetadata,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             lists_blocks=lists_all_blocks(vllm_config),
         )
-        side.figures.report_health(
-            config.session_root,
-            "vllm",
-            session.info.fingerprint,
-            prompt_keys(vllm_config, groups, keys),
-        )
+        side.show(config.session_root, "vllm")
         undo.pop_all()
     if cache.info.media and getattr(vllm_config, "shutdown_timeout", None) == 0:
         logger.info(

@@ -9,6 +9,7 @@ arena, from where they are loaded.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -389,6 +390,20 @@ class KVCache:
     def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
         """See `CacheClient.release`."""
         self._retained.unpin(owner, keys)
+
+    @_sound
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `CacheClient.remove`."""
+        if self._off or self._recovering:
+            return len(keys)
+        index = self._index
+        for key in itertools.compress(keys, index.present(keys)):
+            blocks = index.lease([key])  # None if it built on one that has just left
+            if blocks is not None:
+                index.drop(blocks)
+                index.release_unused(blocks)
+        self._below.fetcher.cut_dropped()
+        return len(keys) - len(index.missing(keys)) + self._below.remove(keys)
 
     def watch(self) -> None:
         """See `CacheClient.watch`."""

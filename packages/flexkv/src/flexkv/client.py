@@ -418,6 +418,17 @@ class CacheClient(Protocol):
         outdated."""
         ...
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove the blocks of `keys` that are ready, from host memory and from disks, pinned or
+        not. In host memory, blocks that build on them leave, too. Shared stores keep theirs, and so
+        does a cache that others share.
+
+        Returns:
+            How many of them may still come, because they are being stored, fetched, or written to a
+            tier. If there are any, the caller calls again after some polls.
+        """
+        ...
+
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
         """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
         Later polls free the slots. If this raises, the cache stays suspended. `cause` is one of

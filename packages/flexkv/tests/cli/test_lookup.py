@@ -13,7 +13,6 @@ from toy_world import ToyWorld
 
 from flexkv.session.state_reports import StateReport, Subject
 from packages.flexkv.tests.cli.stores import Flexkv
-from packages.flexkv.tests.engine.test_engine_door import ToyKeys
 from packages.flexkv.tests.service.served import Scheduler, Service
 
 PROMPT = [*range(3 * BLOCK)]
@@ -23,7 +22,7 @@ PROMPT = [*range(3 * BLOCK)]
 def run(tmp_path: Path) -> Iterator[Path]:
     """The runtime directory of an engine that has served a prompt."""
     world = ToyWorld(tmp_path, disk_slots=64)
-    world.engine.side.figures.report_health(str(tmp_path / "run"), "toy", "ab12", ToyKeys())
+    world.engine.side.show(str(tmp_path / "run"), "toy")
     world.generate(PROMPT)
     world.settle()
     yield tmp_path / "run"
@@ -43,11 +42,12 @@ def test_an_engine_is_asked(flexkv: Flexkv, run: Path, prompt: Path) -> None:
     first, *tiers = ended.out.splitlines()
     assert (ended.code, ended.err) == (0, "")
     assert first.startswith("toy, process ")
-    assert first.endswith(", fingerprint ab12: 3 (12 tokens) of 4 blocks")
+    assert first.endswith("3 (12 tokens) of 4 blocks")
     assert tiers == ["  host      3 (12 tokens)", "  disk      3 (12 tokens)"]
     (answer,) = flexkv("lookup", prompt, run, "--json").json
     assert (answer["found"], answer["tiers"][1]["blocks"]) == (3, 3)
-    assert flexkv("lookup", prompt, run, "--fingerprint", "ab12").out == ended.out
+    assert flexkv("lookup", prompt, run, "--fingerprint", answer["fingerprint"]).out == ended.out
+    assert flexkv("lookup", prompt, run, "--fingerprint", "ab12").code == 1
 
 
 def test_an_answer_of_tokenize_is_a_prompt(flexkv: Flexkv, run: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,9 @@ from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv.control.ask_door import AskError, ask
-from flexkv.control.prompts import PromptQuestion
 from flexkv.session.state_reports import Subject, read_states
 
 PROMPT = [*range(3 * BLOCK)]
-
-
-class ToyKeys:
-    """The keys of toy prompts, two at a time."""
-
-    block_tokens = BLOCK
-
-    def count(self, question: PromptQuestion) -> int:
-        return len(question.tokens) // BLOCK or len(question.hashes)
-
-    def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
-        request = ToyRequest("q", [*question.tokens], 1, cache_salt=question.cache_salt)
-        keys = request.block_hashes or [bytes.fromhex(each) for each in question.hashes]
-        for start in range(0, len(keys), 2):
-            yield keys[start : start + 2]
 
 
 @pytest.fixture
@@ -46,8 +30,7 @@ def world(tmp_path: Path) -> Iterator[ToyWorld]:
 
 
 def show(world: ToyWorld, folder: Path) -> None:
-    side = world.engine.side
-    side.figures.report_health(str(folder / "run"), "toy", "ab12", ToyKeys())
+    world.engine.side.show(str(folder / "run"), "toy")
 
 
 def lookup(folder: Path, **question: Any) -> Any:
@@ -62,7 +45,10 @@ def test_an_idle_engine_says_which_tier_has_a_prompt(world: ToyWorld, tmp_path: 
     world.generate(PROMPT)
     world.settle()
     tiers = [{"tier": name, "blocks": 3, "is_sure": True} for name in ("host", "disk")]
-    about = {"engine": "toy", "pid": os.getpid(), "fingerprint": "ab12", "block_tokens": BLOCK}
+    fingerprint = lookup(tmp_path, tokens=PROMPT)["fingerprint"]
+    assert len(fingerprint) == 32
+    about = {"engine": "toy", "pid": os.getpid(), "block_tokens": BLOCK}
+    about["fingerprint"] = fingerprint
     assert lookup(tmp_path, tokens=PROMPT) == about | {"blocks": 3, "found": 3, "tiers": tiers}
     other = lookup(tmp_path, tokens=[*PROMPT[:-1], 77])
     assert (other["blocks"], other["found"]) == (3, 2)

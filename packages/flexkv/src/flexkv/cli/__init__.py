@@ -15,7 +15,21 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from flexkv.cli import clear, doctor, health, lookup, migrate, plan, serve, stat, top, verify
+from flexkv.cli import (
+    clear,
+    doctor,
+    health,
+    lookup,
+    migrate,
+    pin,
+    plan,
+    serve,
+    stat,
+    top,
+    unpin,
+    verify,
+    warm,
+)
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
@@ -62,6 +76,9 @@ COMMANDS: tuple[Command, ...] = (
     verify,
     clear,
     lookup,
+    warm,
+    pin,
+    unpin,
     plan,
     top,
     health,

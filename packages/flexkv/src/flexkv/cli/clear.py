@@ -4,7 +4,8 @@ DIR, the command also clears the shared stores that the settings name: no engine
 blocks any more, and running engines go on sharing. The command asks first; without a terminal to
 ask on, it needs --yes. With --dry-run it only says what it would do. With --older-than it only
 removes old blocks of a shared folder. If DIR is that of a `flexkv serve` that runs, the service
-drops all blocks of its memory and its disks; shared stores keep theirs. Exit code 0 if all were
+drops all blocks of its memory and its disks; shared stores keep theirs. With --prefix, the running
+engines in the runtime directory DIR remove the blocks of one prompt. Exit code 0 if all were
 removed, 1 if any was skipped or if the answer was no."""
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
+from flexkv.cli.clear_prefix import add_prefix, clear_prefix
 from flexkv.cli.common import (
     Found,
     add_directories,
@@ -60,12 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only remove the blocks that were written longer ago into the folder of "
         "objects_url=file:///PATH: a number and s, m, h or d, for example 7d",
     )
+    add_prefix(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    if args.older_than is not None:
-        return _remove_older(args)
+    if args.prefix is not None:
+        return clear_prefix(args, _agrees)
+    return _remove_older(args) if args.older_than is not None else _clear_all(args)
+
+
+def _clear_all(args: argparse.Namespace) -> int:
+    """Clear directories, and the shared stores of the settings."""
     services, directories = split_services(args.directories)
     if services:
         return _clear_services(services, directories, args)

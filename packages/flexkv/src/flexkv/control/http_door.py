@@ -52,7 +52,8 @@ class DoorRequest(NamedTuple):
     body: bytes
 
 
-Routes = Mapping[tuple[str, str], Callable[[DoorRequest], tuple[bytes, str]]]
+Answer = Callable[[DoorRequest], tuple[bytes, str]]
+Routes = Mapping[tuple[str, str], Answer]
 """By method and path what answers: returns the content and its type. Called by threads of the door,
 several at once. Raises SilentError, RefusedError."""
 
@@ -154,17 +155,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         url = urlsplit(self.path)
         routes = self.server.routes
+        length = self.headers.get("Content-Length") or "0"
+        # Also of a question without an answer: unread, it would cut the connection before the peer
+        # has read why.
+        body = self.rfile.read(min(int(length), _MOST_BYTES)) if length.isdecimal() else b""
         call = routes.get((method, url.path))
         if call is None:
             paths = ", ".join(f"{each} {path}" for each, path in routes)
             self._send(HTTPStatus.NOT_FOUND, f"nothing is here; allowed: {paths}\n".encode())
             return
-        length = self.headers.get("Content-Length") or "0"
-        if not length.isdigit() or int(length) > _MOST_BYTES:
+        if not length.isdecimal() or int(length) > _MOST_BYTES:
             text = f"the body has {length} bytes; allowed: at most {_MOST_BYTES}\n"
             self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text.encode())
             return
-        asked = DoorRequest(dict(parse_qsl(url.query)), self.rfile.read(int(length)))
+        asked = DoorRequest(dict(parse_qsl(url.query)), body)
         try:
             content, kind = call(asked)
         except SilentError as error:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -12,8 +12,14 @@ from flexkv.control.http_door import RefusedError
 
 MOST_TOKENS = 1 << 20
 """The most tokens, and the most hashes, of a question. Not tuned."""
+MOST_PIN_SECONDS = 30 * 24 * 3600
+"""The longest pin: a month, as in requests."""
+_MOST_NAME = 64
 _MOST_ID = (1 << 32) - 1
 _HASH = re.compile("(?:[0-9a-f]{2}){4,64}")
+
+
+_Question = TypeVar("_Question", bound=msgspec.Struct)
 
 
 class PromptQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +35,24 @@ class PromptQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: tuple[int, ...] = ()
     hashes: tuple[str, ...] = ()
     cache_salt: str = ""
+
+
+class PinQuestion(PromptQuestion, frozen=True, forbid_unknown_fields=True):
+    """A prompt whose blocks are pinned.
+
+    Attributes:
+        name: name of the pin.
+        seconds: seconds until the pin ends; None for the setting `pin_seconds`.
+    """
+
+    name: str = "default"
+    seconds: float | None = None
+
+
+class UnpinQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of a pin that ends."""
+
+    name: str = "default"
 
 
 class TierPlaces(msgspec.Struct, frozen=True):
@@ -68,25 +92,98 @@ class PromptPlaces(msgspec.Struct, frozen=True):
     tiers: tuple[TierPlaces, ...]
 
 
+class PromptEffect(msgspec.Struct, frozen=True):
+    """What was done about a prompt.
+
+    Attributes:
+        places: where its blocks are afterwards.
+        done: how many of its blocks it was done to.
+        reason: why not to all, for people; empty if there is no reason.
+    """
+
+    places: PromptPlaces
+    done: int
+    reason: str
+
+
+class Unpinned(msgspec.Struct, frozen=True):
+    """The pins of a name have ended. Process and name."""
+
+    pid: int
+    name: str
+
+
 AllPlaces: TypeAlias = tuple[PromptPlaces, ...]
 """The answer of one process, which may have several caches."""
 
 
 def read_question(body: bytes) -> PromptQuestion:
-    """Read a question.
+    """Read a question about a prompt.
 
     Raises:
         RefusedError: it is none.
     """
+    question = _decoded(body, PromptQuestion)
+    check_question(question)
+    return question
+
+
+def read_pin(body: bytes) -> PinQuestion:
+    """Read what is to be pinned.
+
+    Raises:
+        RefusedError: it is nothing that can be.
+    """
+    question = _decoded(body, PinQuestion)
+    check_question(question)
+    check_pin(question)
+    return question
+
+
+def read_unpin(body: bytes) -> UnpinQuestion:
+    """Read what pin is to end.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    question = _decoded(body, UnpinQuestion)
+    check_name(question.name)
+    return question
+
+
+def check_pin(question: PinQuestion) -> None:
+    """Check name and time of a pin.
+
+    Raises:
+        RefusedError: they are not allowed.
+    """
+    check_name(question.name)
+    seconds = question.seconds
+    if seconds is not None and not 0 < seconds <= MOST_PIN_SECONDS:
+        raise RefusedError(f"seconds is {seconds:g}; allowed: above 0, up to {MOST_PIN_SECONDS}")
+
+
+def check_name(name: str) -> None:
+    """Check the name of a pin.
+
+    Raises:
+        RefusedError: it has another length.
+    """
+    if not 1 <= len(name) <= _MOST_NAME:
+        raise RefusedError(
+            f"the name of a pin is {name[: 2 * _MOST_NAME]!r}; allowed: 1 to {_MOST_NAME} "
+            "characters"
+        )
+
+
+def _decoded(body: bytes, kind: type[_Question]) -> _Question:
     try:
-        question = msgspec.json.decode(body, type=PromptQuestion)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
         raise RefusedError(
             f"the question is no JSON of a prompt ({error}); allowed: "
             '{"tokens": [1, 2], "cache_salt": ""} or {"hashes": ["00ff..."]}'
         ) from None
-    check_question(question)
-    return question
 
 
 def check_question(question: PromptQuestion) -> None:

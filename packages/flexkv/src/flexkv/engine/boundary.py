@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
@@ -33,14 +34,16 @@ class ErrorBoundary:
         failures: errors by place.
         given_up: places at which errors lasted, and whose work has been given up.
         after_error: called after each error that may have lost something; must not raise.
+        turn: held during each call of the engine, and between two of them by operators' calls.
     """
 
-    __slots__ = ("_in_a_row", "after_error", "failures", "given_up", "guard")
+    __slots__ = ("_in_a_row", "after_error", "failures", "given_up", "guard", "turn")
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
         self.given_up: dict[str, None] = {}
         self.after_error: Callable[[], None] | None = None
+        self.turn = threading.RLock()
         self._in_a_row: Counter[str] = Counter()
         self.guard: MakeGuard = functools.cache(functools.partial(Guard, self))
 
@@ -150,11 +153,12 @@ def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Metho
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the boundary to the engine
-                self._boundary.failed(place, consequence, error)
-                return answer(self, *args, **kwargs)
+            with self._boundary.turn:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - the boundary to the engine
+                    self._boundary.failed(place, consequence, error)
+                    return answer(self, *args, **kwargs)
 
         return cast(_Method, call)
 

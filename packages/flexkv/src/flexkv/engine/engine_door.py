@@ -2,9 +2,14 @@
 """An engine's door for operators, on a socket of the runtime directory.
 
     POST /lookup    `PromptQuestion`; `AllPlaces`
+    POST /warm      `PromptQuestion`; `PromptEffect`
+    POST /pin       `PinQuestion`; `PromptEffect`
+    POST /unpin     `UnpinQuestion`; `Unpinned`
+    POST /remove    `PromptQuestion`; `PromptEffect`
 
-Threads of the door answer, also while the engine is idle. They only read the cache, a part of a
-prompt at a time, and let the engine's thread run between two parts.
+Threads of the door answer, also while the engine is idle. A lookup only reads the cache, a part of
+a prompt at a time, and lets the engine's thread run between two parts. The others change the cache
+between two calls of the engine.
 """
 
 from __future__ import annotations
@@ -13,15 +18,24 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from flexkv.client import CacheClient
 from flexkv.control.find_blocks import find_blocks
-from flexkv.control.http_door import JSON, Door, DoorRequest
-from flexkv.control.prompts import PromptPlaces, PromptQuestion, read_question
+from flexkv.control.http_door import JSON, Answer, Door, DoorRequest, Routes
+from flexkv.control.prompts import (
+    PromptEffect,
+    PromptPlaces,
+    PromptQuestion,
+    Unpinned,
+    read_pin,
+    read_question,
+    read_unpin,
+)
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.system.forks import close_in_children
 from flexkv.types.errors import ArenaError
@@ -30,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 PART_BLOCKS = 64
 """Blocks of a part: their hashes take vLLM 0.3 ms. Not tuned."""
+
+WARM_SECONDS = 60.0
+"""The longest that a warm waits for lower tiers. Not tuned."""
 
 _PAUSE_SECONDS = 0.0005
 """Pause between two parts, in which the engine's thread gets the GIL at once. Not tuned."""
@@ -54,6 +71,26 @@ class PromptKeys(Protocol):
         ...
 
 
+class CacheCalls(Protocol):
+    """Changes an engine's cache; see `flexkv.engine.scheduler.operator_calls`."""
+
+    def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
+        """Bring the blocks of a prefix into host memory. Returns why not all; empty for none."""
+        ...
+
+    def pin(self, parts: Iterable[Sequence[bytes]], name: str, seconds: float | None) -> int:
+        """Pin the blocks of a prefix. Returns how many the limit left out."""
+        ...
+
+    def unpin(self, name: str) -> None:
+        """End the pins of a name."""
+        ...
+
+    def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
+        """Remove the blocks of a prefix. Returns why some may stay; empty for none."""
+        ...
+
+
 class EngineDoor:
     """The door of one engine. Closes with the engine.
 
@@ -63,6 +100,7 @@ class EngineDoor:
         fingerprint: of its blocks.
         cache: the engine's cache; borrowed until `close`.
         keys: makes its keys.
+        calls: changes the cache; None for lookups only.
 
     Attributes:
         name: of the socket; empty if it could not be opened, which is logged. The engine works
@@ -70,10 +108,17 @@ class EngineDoor:
     """
 
     def __init__(
-        self, root: str, engine: str, fingerprint: str, cache: CacheClient, keys: PromptKeys
+        self,
+        root: str,
+        engine: str,
+        fingerprint: str,
+        *,
+        cache: CacheClient,
+        keys: PromptKeys,
+        calls: CacheCalls | None = None,
     ) -> None:
         self._engine, self._fingerprint = engine, fingerprint
-        self._cache, self._keys = cache, keys
+        self._cache, self._keys, self._calls = cache, keys, calls
         self._root = root
         self._door: Door | None = None
         self.name = ""
@@ -84,7 +129,7 @@ class EngineDoor:
         except (OSError, ArenaError) as error:
             logger.warning("this engine has no door for flexkv lookup: %s", error)
             return
-        self._door = Door(listener, {("POST", "/lookup"): self._lookup}, is_open=False)
+        self._door = Door(listener, self._routes(), is_open=False)
         self.name = name
         close_in_children(self._door)
 
@@ -100,10 +145,51 @@ class EngineDoor:
             logger.debug("the socket of the engine's door stays: %s", error)
         door.close()
 
+    def _routes(self) -> Routes:
+        routes: dict[tuple[str, str], Answer] = {("POST", "/lookup"): self._lookup}
+        if self._calls is None:
+            return routes
+        return routes | {
+            ("POST", "/warm"): partial(self._warm, self._calls),
+            ("POST", "/pin"): partial(self._pin, self._calls),
+            ("POST", "/unpin"): partial(self._unpin, self._calls),
+            ("POST", "/remove"): partial(self._remove, self._calls),
+        }
+
     def _lookup(self, asked: DoorRequest) -> tuple[bytes, str]:
+        places = self._find(read_question(asked.body))
+        return msgspec.json.encode([places]), JSON
+
+    def _warm(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_question(asked.body)
-        found = find_blocks(self._cache.where, _with_pauses(self._keys.parts(question)))
-        places = PromptPlaces(
+        reason = calls.warm(self._parts(question), WARM_SECONDS)
+        places = self._find(question)
+        return msgspec.json.encode(PromptEffect(places, places.tiers[0].blocks, reason)), JSON
+
+    def _pin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        question = read_pin(asked.body)
+        refused = calls.pin(self._parts(question), question.name, question.seconds)
+        places = self._find(question)
+        reason = f"the limit of pinned blocks left out {refused}" if refused else ""
+        done = max(0, places.tiers[0].blocks - refused)
+        return msgspec.json.encode(PromptEffect(places, done, reason)), JSON
+
+    def _unpin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        name = read_unpin(asked.body).name
+        calls.unpin(name)
+        return msgspec.json.encode(Unpinned(os.getpid(), name)), JSON
+
+    def _remove(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        question = read_question(asked.body)
+        before = self._find(question)
+        reason = calls.remove(self._parts(question))
+        places = self._find(question)
+        done = max(0, before.found - places.found)
+        return msgspec.json.encode(PromptEffect(places, done, reason)), JSON
+
+    def _find(self, question: PromptQuestion) -> PromptPlaces:
+        found = find_blocks(self._cache.where, self._parts(question))
+        return PromptPlaces(
             self._engine,
             os.getpid(),
             self._fingerprint,
@@ -112,10 +198,8 @@ class EngineDoor:
             self._keys.block_tokens,
             found.tiers,
         )
-        return msgspec.json.encode([places]), JSON
 
-
-def _with_pauses(parts: Iterator[Sequence[bytes]]) -> Iterator[Sequence[bytes]]:
-    for part in parts:
-        yield part
-        time.sleep(_PAUSE_SECONDS)
+    def _parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        for part in self._keys.parts(question):
+            yield part
+            time.sleep(_PAUSE_SECONDS)

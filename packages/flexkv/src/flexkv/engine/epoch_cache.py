@@ -145,6 +145,10 @@ class EpochCache:
         """See `CacheClient.release`."""
         self._cache.release(self._own(keys), owner)
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `CacheClient.remove`."""
+        return self._cache.remove(self._own(keys))
+
     def drain_changes(self) -> list[Changes]:
         """See `CacheClient.drain_changes`. Blocks of other epochs, which this engine does not find,
         are left out."""

@@ -12,7 +12,7 @@ from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left
-from flexkv.engine.engine_door import EngineDoor, PromptKeys
+from flexkv.engine.engine_door import CacheCalls, EngineDoor, PromptKeys
 from flexkv.figures.definitions import (
     COPIED_BYTES,
     COPY_SECONDS,
@@ -196,19 +196,27 @@ class CacheFigures:
         self.active = True
 
     def report_health(
-        self, root: str, engine: str, fingerprint: str, keys: PromptKeys | None = None
+        self,
+        root: str,
+        engine: str,
+        fingerprint: str,
+        keys: PromptKeys | None = None,
+        calls: CacheCalls | None = None,
     ) -> None:
-        """Report `health` for `flexkv health`, and answer `flexkv lookup`, until `close`.
+        """Report `health` for `flexkv health`, and answer operators, until `close`.
 
         Args:
             root: path of the runtime directory.
             engine: name of the engine.
             fingerprint: of its blocks.
             keys: makes the keys of prompts that are no requests; None to answer nothing.
+            calls: changes the cache for operators; None to answer lookups only.
         """
         about = {"engine": engine, "fingerprint": fingerprint}
         if keys is not None:
-            self._door = EngineDoor(root, engine, fingerprint, self._cache, keys)
+            self._door = EngineDoor(
+                root, engine, fingerprint, cache=self._cache, keys=keys, calls=calls
+            )
             about["door"] = self._door.name
         self._report = StateReport(root, about, Subject.HEALTH)
         self._report.begin(lambda: {"problems": self.health})

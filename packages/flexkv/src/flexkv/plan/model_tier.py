@@ -87,6 +87,9 @@ class ModelTier:
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
         self._index.ended(request_id, output_tokens, now)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        raise NotImplementedError("no trace removes a block")
+
     def touch(self, keys: Sequence[bytes]) -> None:
         self._index.touch(keys)
 

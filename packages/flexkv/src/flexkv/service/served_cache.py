@@ -334,6 +334,10 @@ class ServedCache:
         for start in range(0, len(keys), wire.MOST_KEYS):
             self._line.put(wire.Unpin(repr(owner), list(keys[start : start + wire.MOST_KEYS])))
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `CacheClient.remove`. The pool's blocks stay, which other engines use."""
+        return 0
+
     def _pin(
         self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, *, retain: bool
     ) -> None:

@@ -248,6 +248,10 @@ class IndexedTier(LowerTier, Protocol):
         from its end."""
         ...
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove the blocks of `keys` that are complete; no later process finds them."""
+        ...
+
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         """A request was scheduled; see `EvictionPolicy.began`. `keys` are all blocks of its prompt,
         those that no tier has included."""

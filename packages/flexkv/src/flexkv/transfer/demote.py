@@ -114,6 +114,10 @@ class Demoter:
         there, has = self._index.present(keys), self.source.contains(keys)
         return True in [ready and not known for ready, known in zip(there, has, strict=True)]
 
+    def holds(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks wait for their writes, or are being written."""
+        return sum(key in self._held for key in keys)
+
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prefix that are ready in the arena. `write_waiting` then writes the
         blocks that the tier lacks and whose parent the tier has or is writing.

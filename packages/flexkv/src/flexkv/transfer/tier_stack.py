@@ -226,6 +226,12 @@ class TierStack:
         """Which of these blocks each tier has; see `Source.contains`. Any thread may call it."""
         return {source.medium: source.contains(keys) for source in self._sources}
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `CacheClient.remove`. Returns how many blocks are still to be written to tiers."""
+        for tier in self._indexed:
+            tier.remove(keys)
+        return sum(each.holds(keys) for each in self._demoters)
+
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
         for tier in self._indexed:

@@ -96,6 +96,19 @@ class RequestSide(Generic[Orders]):
         self._idle_steps = IdleSteps()
         self._pool: EnginePool | None = None
         self._has_wrong_blocks = False
+        self._is_matching = self._is_closed = False
+
+    def show(self, root: str, engine: str) -> None:
+        """Report the health of the cache, and answer operators, until `close`. The engine's calls
+        hold `ErrorBoundary.turn`, in turns with what operators change.
+
+        Args:
+            root: path of the runtime directory.
+            engine: name of the engine.
+        """
+        session, keys = self._engine.session, self._engine.prompt_keys
+        calls = self._engine.operator_calls(self._may_begin, self._poll)
+        self.figures.report_health(root, engine, session.info.fingerprint, keys, calls)
 
     @property
     def cached_groups(self) -> tuple[int, ...]:
@@ -140,6 +153,7 @@ class RequestSide(Generic[Orders]):
         answer: tuple[int | None, bool] = 0, False
         if self.is_off:
             return answer
+        self._is_matching = True
         with self._boundary.guard("lookup", "it is a miss"):
             tracked = self._requests.track(request)
             if self._ended.waiting or self._cache.busy:
@@ -205,6 +219,7 @@ class RequestSide(Generic[Orders]):
             orders = self._take_orders(step)
         if self._promises.loads or orders.releases:
             self._promises.ordered(orders)
+        self._is_matching = False
         return orders
 
     def step_ended(
@@ -295,6 +310,8 @@ class RequestSide(Generic[Orders]):
 
     def close(self, flush_seconds: float) -> None:
         """Log the totals, and close the cache. See `EngineCache.close`."""
+        with self._boundary.turn:
+            self._is_closed = True
         self.figures.close()
         if self.is_off:
             # Nothing keeps the engine's steps from the blocks that stores under way read.
@@ -460,6 +477,11 @@ class RequestSide(Generic[Orders]):
         if self._boundary.lasts(_POLLING):
             self._cache.stop()
             self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
+
+    def _may_begin(self) -> bool:
+        """Whether an operator's call may change the cache now. Between the lookup of a request and
+        the end of that step, the engine relies on what the lookup has found."""
+        return not (self._is_matching or self._is_closed or self.is_off)
 
     def _after_error(self) -> None:
         self._cache.recover()

@@ -243,6 +243,12 @@ class Drive:
                 record = encode_record(slot, self._seal, key, checksum, self._generation)
                 self._upkeep.renew(slot, record)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See `IndexedTier.remove`."""
+        for slot in self.index.lease_all(list(dict.fromkeys(keys))):
+            if slot is not None:
+                self._erase(slot)
+
     def watch(self) -> None:
         """See `IndexedTier.watch`. The blocks of a slot are changes once their descriptions are
         read."""

@@ -216,6 +216,10 @@ class DiskTier:
         for drive in self._drives:
             drive.touch(keys)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for drive in self._drives:
+            drive.remove(keys)
+
     def clear(self) -> None:
         for opening in self.connecting:
             opening.cleared = True

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share that ask running engines about a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from flexkv.cli.common import read_settings
+from flexkv.control.ask_door import AskError, ask
+from flexkv.control.http_door import RefusedError
+from flexkv.control.prompts import PromptEffect, PromptPlaces, PromptQuestion, check_question
+from flexkv.session.state_reports import Subject, read_states
+from flexkv.types.deadline import HungError, call_beside
+from flexkv.types.errors import ArenaError, ConfigError
+from flexkv.types.texts import blocks, printable
+
+_STDIN = "-"
+_MOST_BYTES = 64 << 20
+"""The longest input. Not tuned."""
+_SECONDS = 120.0
+"""Time limit for the answer of an engine, which hashes long prompts beside its work, and waits for
+lower tiers for a minute at most. Not tuned."""
+_WORD = re.compile(r"[^\s,\[\]\"']+")
+
+_Answer = TypeVar("_Answer")
+
+
+class _Tokenized(msgspec.Struct):
+    """An answer of /tokenize of vLLM and SGLang."""
+
+    tokens: list[int]
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a prompt, and of the directory of the engines that are asked."""
+    parser.add_argument("file", metavar="FILE", help="file with the prompt, or -")
+    add_engines(parser)
+    parser.add_argument("--hashes", action="store_true", help="FILE has hashes of blocks")
+    parser.add_argument(
+        "--salt", metavar="SALT", default="", help="cache_salt of the requests; default: none"
+    )
+
+
+def add_engines(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the engines that are asked."""
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="an engine's runtime_dir, or a service's DIR; default: the setting `service`, else "
+        "`runtime_dir`",
+    )
+    parser.add_argument("--fingerprint", metavar="NAME", help="ask only caches of this fingerprint")
+
+
+def directory_of(args: argparse.Namespace, *, of_engines: bool) -> str:
+    """DIR of the command line, or of the settings.
+
+    Args:
+        args: of the command line.
+        of_engines: whether a service cannot answer, but its engines can.
+    """
+    if args.directory:
+        return str(args.directory)
+    config = read_settings()
+    return config.session_root if of_engines else config.service or config.session_root
+
+
+def prompt_of(args: argparse.Namespace) -> PromptQuestion:
+    """The prompt on the command line.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    words = _WORD.findall(_tokens_of(_read(args.file)))
+    try:
+        if args.hashes:
+            question = PromptQuestion(hashes=tuple(map(str.lower, words)), cache_salt=args.salt)
+        else:
+            question = PromptQuestion(tokens=tuple(map(int, words)), cache_salt=args.salt)
+        check_question(question)
+    except ValueError as error:
+        raise ConfigError(
+            f"FILE is {args.file!r} on the command line and has no token ids ({error}); allowed: "
+            "whole numbers, as a JSON list or separated by blanks or commas; hashes need --hashes"
+        ) from None
+    except RefusedError as error:
+        raise ConfigError(f"FILE is {args.file!r} on the command line: {error}") from None
+    return question
+
+
+def _tokens_of(text: str) -> str:
+    """The part of a text that has the prompt: that of an answer of /tokenize, which also names the
+    model's longest context."""
+    try:
+        answer = msgspec.json.decode(text, type=_Tokenized)
+    except msgspec.DecodeError:
+        return text
+    return " ".join(map(str, answer.tokens))
+
+
+def _read(path: str) -> str:
+    try:
+        if path == _STDIN:
+            text = sys.stdin.read(_MOST_BYTES)
+        else:
+            with open(path, encoding="utf-8") as file:
+                text = file.read(_MOST_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"FILE is {path!r} on the command line, which cannot be read: {reason}; allowed: a "
+            "text file, or - for standard input"
+        ) from None
+    return text
+
+
+def ask_engines(
+    root: str, fingerprint: str | None, path: str, body: bytes, kind: type[_Answer]
+) -> tuple[list[_Answer], list[str]]:
+    """Ask the engines in a runtime directory.
+
+    Args:
+        root: path of the directory.
+        fingerprint: of the engines; None for all.
+        path: what to ask.
+        body: the question.
+        kind: of an answer.
+
+    Returns:
+        The answers, and why other engines give none.
+
+    Raises:
+        ConfigError: the directory cannot be read.
+    """
+    try:
+        return call_beside(
+            root, functools.partial(_ask_engines, root, fingerprint, path, body, kind)
+        )
+    except (ArenaError, HungError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _ask_engines(
+    root: str, fingerprint: str | None, path: str, body: bytes, kind: type[_Answer]
+) -> tuple[list[_Answer], list[str]]:
+    answers: list[_Answer] = []
+    failed: list[str] = []
+    doors = list(_doors(root, fingerprint))
+    for name, door in doors:
+        try:
+            if not door:
+                raise AskError(f"the {name} has no door; see its log")
+            content = ask(root, door, name, ("POST", path), body, seconds=_SECONDS)
+            answers.append(msgspec.json.decode(content, type=kind))
+        except AskError as error:
+            failed.append(printable(str(error)))
+        except msgspec.DecodeError as error:
+            failed.append(f"{name} answers as another version of FlexKV does: {error}")
+    if not doors:
+        failed.append(f"no engine with FlexKV runs in {root!r}")
+    return answers, failed
+
+
+def _doors(root: str, fingerprint: str | None) -> Iterator[tuple[str, str]]:
+    """Name and socket of each engine's door."""
+    for report in read_states(root, Subject.HEALTH):
+        if fingerprint in (None, report.get("fingerprint")):
+            name = f"engine {report.get('engine')}, process {report.get('pid')},"
+            yield printable(name), str(report.get("door") or "")
+
+
+def print_failed(failed: list[str]) -> None:
+    """Print why engines give no answer, to standard error."""
+    for reason in failed:
+        print(reason, file=sys.stderr)
+
+
+def name_of(places: PromptPlaces) -> str:
+    """The cache that gave an answer, for people."""
+    engine = printable(places.engine or "service")
+    return f"{engine}, process {places.pid}, fingerprint {printable(places.fingerprint)}"
+
+
+def count_of(places: PromptPlaces, count: int) -> str:
+    """So many blocks of a prompt, for people."""
+    if places.block_tokens is None:
+        return f"{count:,}" if count else "nothing"
+    return f"{count:,} ({count * places.block_tokens:,} tokens)" if count else "nothing"
+
+
+def print_effects(effects: list[PromptEffect], done: str) -> None:
+    """Print what was done about a prompt; `done` says what, such as `pinned`."""
+    for each in effects:
+        places = each.places
+        reason = f"; {printable(each.reason)}" if each.reason else ""
+        print(
+            f"{name_of(places)}: {done} {count_of(places, each.done)} of "
+            f"{blocks(places.blocks)}{reason}"
+        )

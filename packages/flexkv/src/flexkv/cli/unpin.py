@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""End the pins of a name that `flexkv pin` has made in this user's running engines. Exit code 0 if
+an engine answers, 1 if none does."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from flexkv.cli.engines_asked import add_engines, ask_engines, directory_of, print_failed
+from flexkv.control.prompts import Unpinned, UnpinQuestion
+
+NAME = "unpin"
+HELP = "end the pins of a name"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
+    add_engines(parser)
+    parser.add_argument("--name", default="default", help="name of the pins")
+
+
+def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
+    body = msgspec.json.encode(UnpinQuestion(args.name))
+    root = directory_of(args, of_engines=True)
+    answers, failed = ask_engines(root, args.fingerprint, "/unpin", body, Unpinned)
+    print_failed(failed)
+    for each in answers:
+        print(f"process {each.pid}: the pins of name {each.name!r} have ended")
+    return 0 if answers else 1

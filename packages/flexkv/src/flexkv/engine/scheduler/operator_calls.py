@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators have an engine's cache do, between two calls of its scheduler, which may be idle.
+
+The scheduler never waits for longer than a turn: one call of the cache about a few hundred blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from flexkv.client import CacheClient, FetchId
+from flexkv.control.http_door import RefusedError, SilentError
+from flexkv.engine.boundary import ErrorBoundary
+
+_TURN_SECONDS = 5.0
+"""Seconds to wait for a turn: a step with long prompts may take some. Not tuned."""
+_END_SECONDS = 60.0
+"""Seconds to wait for the turn that ends a fetch, whose blocks would else stay. Not tuned."""
+_PAUSE_SECONDS = 0.002
+"""Pause between two turns, and between two attempts to get one. Not tuned."""
+_REMOVE_SECONDS = 10.0
+"""The longest that a removal waits for blocks that are being stored or written. Not tuned."""
+_WARM_SHARE = 4
+"""At most a quarter of host memory is warmed at once: the rest is that of running requests. Not
+tuned."""
+
+_R = TypeVar("_R")
+
+
+class OperatorCalls:
+    """Called by threads of an engine's door. All methods wait, and raise SilentError if the
+    scheduler has let none in, or RefusedError if a call has failed, which the log says.
+
+    Args:
+        cache: the engine's cache; borrowed.
+        boundary: of the engine's calls, which hold `turn`.
+        may_begin: whether the scheduler is not between its lookup of a request and the load that
+            follows. A block that it has found then must stay. Called with `turn` held.
+        poll: handles what has ended, as a step does. Called with `turn` held.
+    """
+
+    def __init__(
+        self,
+        cache: CacheClient,
+        boundary: ErrorBoundary,
+        may_begin: Callable[[], bool],
+        poll: Callable[[], None],
+    ) -> None:
+        self._cache = cache
+        self._boundary = boundary
+        self._may_begin = may_begin
+        self._poll = poll
+        self._warming = threading.Lock()
+
+    def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
+        """Bring the blocks of a prefix from lower tiers into host memory, and wait until they are
+        there.
+
+        Args:
+            parts: the keys of the prefix, in order.
+            seconds: the longest wait.
+
+        Returns:
+            Why not all blocks were fetched that lower tiers have; empty if there is no reason.
+        """
+        if not self._cache.info.media:
+            return "the cache has no lower tier"
+        if not self._warming.acquire(blocking=False):
+            raise RefusedError("the engine warms another prompt now; allowed: one at a time")
+        try:
+            return self._fetch(parts, time.monotonic() + seconds)
+        finally:
+            self._warming.release()
+
+    def pin(self, parts: Iterable[Sequence[bytes]], name: str, seconds: float | None) -> int:
+        """Pin the blocks of a prefix that are in host memory.
+
+        Args:
+            parts: the keys of the prefix, in order.
+            name: name of the pin, for `unpin`; requests have names of their own.
+            seconds: see `CacheClient.pin`.
+
+        Returns:
+            The number of blocks that the limit of all pins left out.
+        """
+        before = self._turn(lambda: self._refused)
+        for keys in parts:
+            self._turn(partial(self._cache.pin, keys, _owner(name), seconds))
+        return self._turn(lambda: self._refused) - before
+
+    def unpin(self, name: str) -> None:
+        """End the pins of a name."""
+        self._turn(partial(self._cache.unpin, _owner(name)))
+
+    def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
+        """Remove the blocks of a prefix from host memory and from disks.
+
+        Args:
+            parts: the keys of the prefix, in order.
+
+        Returns:
+            Why some may stay; empty if there is no reason.
+        """
+        if self._cache.info.is_shared:
+            raise RefusedError(
+                "the blocks are those of the node's service; allowed: `flexkv clear DIR`, which "
+                "drops all blocks of the service"
+            )
+        whole, late = list(parts), time.monotonic() + _REMOVE_SECONDS
+        while left := sum(self._turn(partial(self._remove, keys)) for keys in whole):
+            if time.monotonic() > late:
+                return f"{left} are still being stored or written; run the command again"
+            time.sleep(_PAUSE_SECONDS)
+        shared = [each.value for each in self._cache.info.media if each.is_shared]
+        if shared:
+            return f"{' and '.join(shared)} keep theirs: a shared store drops no single blocks"
+        return ""
+
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        if self._cache.busy:
+            self._poll()
+        return self._cache.remove(keys)
+
+    @property
+    def _refused(self) -> int:
+        return int(self._cache.figures().counts.get("refused_pins", 0))
+
+    def _fetch(self, parts: Iterable[Sequence[bytes]], late: float) -> str:
+        most = self._cache.info.num_slots // _WARM_SHARE
+        fetch: FetchId | None = None
+        taken, reason = 0, ""
+        try:
+            for part in parts:
+                keys = part[: most - taken]
+                taken += len(keys)
+                if fetch is None:
+                    fetch, goes_on = self._turn(partial(self._begin, keys))
+                else:
+                    goes_on = self._turn(partial(self._cache.extend_fetch, fetch, keys))
+                if goes_on and len(keys) < len(part):
+                    reason = f"a quarter of host memory, {most} blocks, is warmed at once"
+                if not goes_on or reason:
+                    break
+            while fetch is not None and not self._turn(partial(self._advance, fetch)):
+                if time.monotonic() > late:
+                    return "the time is over; what has come stays"
+                time.sleep(_PAUSE_SECONDS)
+        finally:
+            if fetch is not None:
+                self._turn(partial(self._cache.end_fetch, fetch), _END_SECONDS)
+        return reason
+
+    def _begin(self, keys: Sequence[bytes]) -> tuple[FetchId | None, bool]:
+        """Begin a fetch. Returns also whether blocks behind these can be of use."""
+        fetch = self._cache.fetch(keys, queued=True)
+        return fetch, fetch is not None or self._cache.lookup(keys) == len(keys)
+
+    def _advance(self, fetch: FetchId) -> bool:
+        """Handle what has come. Returns whether the fetch has ended."""
+        if self._cache.busy:
+            self._poll()
+        return self._cache.fetch_state(fetch).done
+
+    def _turn(self, call: Callable[[], _R], seconds: float | None = None) -> _R:
+        seconds = _TURN_SECONDS if seconds is None else seconds
+        late = time.monotonic() + seconds
+        while True:
+            with self._boundary.turn:
+                if self._may_begin():
+                    with self._boundary.guard("an operator's call", "it is refused"):
+                        return call()
+                    raise RefusedError("the call has failed; see the engine's log")
+            if time.monotonic() > late:
+                raise SilentError(
+                    f"the engine's scheduler has let no other call in for {seconds:g} s"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _owner(name: str) -> tuple[str, str]:
+    return "operator", name
