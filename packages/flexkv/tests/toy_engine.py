@@ -19,7 +19,7 @@ from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
-from flexkv.engine.start import attach_session, make_chooser, make_own_cache
+from flexkv.engine.start import attach_session, make_chooser, make_own_cache, operator_access
 from flexkv.engine.worker.pages import Device
 from flexkv.engine.worker.start_worker import start_worker
 
@@ -58,7 +58,7 @@ class ToyEngine:
             GROUPS,
             BlockKeys(GROUPS, lambda _: b""),
             boundary,
-            prompt_keys=ToyKeys(),
+            access=operator_access(config, ToyKeys()),
         )
         self.side = RequestSide(engine, chooser, time, StepOrders, load_ahead=True)
         self.side.bind_pool(self.pool)

@@ -15,7 +15,7 @@ from typing import Any
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
-from flexkv.engine.start import make_cache, make_chooser, make_recorder
+from flexkv.engine.start import make_cache, make_chooser, make_recorder, operator_access
 from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
 from flexkv.session import Session
@@ -151,7 +151,8 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             if side.figures is not None:
                 name = worker.session.info.fingerprint
                 keys = side.page_keys.of_prompts(engine.page_size, is_bigram=engine.is_bigram)
-                side.figures.report_health(config.session_root, "sglang", name, keys)
+                access = operator_access(config, keys)
+                side.figures.report_health(config.session_root, "sglang", name, access)
         undo.pop_all()
         return side
 

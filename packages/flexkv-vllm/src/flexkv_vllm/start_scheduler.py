@@ -20,6 +20,7 @@ from flexkv.engine.start import (
     make_cache,
     make_chooser,
     make_recorder,
+    operator_access,
 )
 from flexkv_vllm.events import BlockEvents, make_events
 from flexkv_vllm.groups import groups_of, step_blocks
@@ -107,7 +108,7 @@ def make_request_side(
                 describe,
                 recorder,
                 options,
-                prompt_keys(vllm_config, groups, keys),
+                operator_access(config, prompt_keys(vllm_config, groups, keys)),
             ),
             chooser,
             store_time,

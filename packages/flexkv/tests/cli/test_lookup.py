@@ -22,7 +22,7 @@ PROMPT = [*range(3 * BLOCK)]
 def run(tmp_path: Path) -> Iterator[Path]:
     """The runtime directory of an engine that has served a prompt."""
     world = ToyWorld(tmp_path, disk_slots=64)
-    world.engine.side.show(str(tmp_path / "run"), "toy")
+    world.engine.side.show(world.config.session_root, "toy")
     world.generate(PROMPT)
     world.settle()
     yield tmp_path / "run"

@@ -23,7 +23,7 @@ def world(tmp_path: Path) -> Iterator[ToyWorld]:
     world.generate(PROMPT)
     world.settle()
     world.restart()
-    world.engine.side.show(str(tmp_path / "run"), "toy")
+    world.engine.side.show(world.config.session_root, "toy")
     yield world
     world.close()
 

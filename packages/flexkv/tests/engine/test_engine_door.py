@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import logging
 import os
@@ -17,8 +19,10 @@ from toy_world import ToyWorld
 
 from flexkv.control.ask_door import AskError, ask
 from flexkv.session.state_reports import Subject, read_states
+from integration.harness.ports import hold_port
 
 PROMPT = [*range(3 * BLOCK)]
+TOKEN = "0123456789abcdef" * 2
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ def world(tmp_path: Path) -> Iterator[ToyWorld]:
 
 
 def show(world: ToyWorld, folder: Path) -> None:
-    world.engine.side.show(str(folder / "run"), "toy")
+    world.engine.side.show(world.config.session_root, "toy")
 
 
 def lookup(folder: Path, **question: Any) -> Any:
@@ -96,3 +100,70 @@ def test_an_engine_without_a_door_works_on(
     tmp_path.joinpath("run").chmod(0o700)
     assert world.generate(PROMPT).has_ended
     world.close()
+
+
+def ask_port(port: int, method: str, path: str, token: str = "", body: str = "") -> tuple[int, str]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as peer:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        peer.request(method, path, body, headers)
+        answer = peer.getresponse()
+        return answer.status, answer.read().decode()
+
+
+@pytest.fixture
+def port() -> int:
+    with hold_port() as held:
+        return int(held.getsockname()[1])
+
+
+@pytest.fixture
+def world_at_port(tmp_path: Path, port: int) -> Iterator[ToyWorld]:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    world = ToyWorld(tmp_path, control_port=port, control_token_file=str(token))
+    show(world, tmp_path)
+    yield world
+    world.close()
+
+
+def test_the_port_answers_those_who_know_the_token(world_at_port: ToyWorld, port: int) -> None:
+    world_at_port.generate(PROMPT)
+    world_at_port.settle()
+    body = json.dumps({"tokens": PROMPT})
+    status, text = ask_port(port, "POST", "/lookup", TOKEN, body)
+    assert (status, json.loads(text)[0]["found"]) == (200, 3)
+    assert json.loads(ask_port(port, "POST", "/pin", TOKEN, body)[1])["done"] == 3
+    for token in ("", "wrong", TOKEN[:-1], TOKEN + "0"):
+        for method, path in (("POST", "/remove"), ("GET", "/openapi.json"), ("GET", "/")):
+            assert ask_port(port, method, path, token, body) == (
+                401,
+                "the token is missing or wrong\n",
+            )
+    assert json.loads(ask_port(port, "POST", "/lookup", TOKEN, body)[1])[0]["found"] == 3
+
+
+def test_the_port_describes_itself(world_at_port: ToyWorld, port: int) -> None:
+    status, text = ask_port(port, "GET", "/openapi.json", TOKEN)
+    described = json.loads(text)
+    assert (status, described["openapi"]) == (200, "3.1.0")
+    assert set(described["paths"]) == {"/lookup", "/warm", "/pin", "/unpin", "/remove"}
+    question = described["paths"]["/pin"]["post"]["requestBody"]["content"]["application/json"]
+    fields = described["components"]["schemas"][question["schema"]["$ref"].rpartition("/")[2]]
+    assert set(fields["properties"]) == {"tokens", "hashes", "cache_salt", "name", "seconds"}
+    status, text = ask_port(port, "GET", "/none", TOKEN)
+    assert (status, "allowed: GET /openapi.json, POST /lookup" in text) == (404, True)
+
+
+def test_a_port_that_is_taken_leaves_the_socket(
+    tmp_path: Path, world_at_port: ToyWorld, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    token = str(tmp_path / "token")
+    other = ToyWorld(folder, control_port=port, control_token_file=token)
+    with caplog.at_level(logging.WARNING):
+        show(other, folder)
+    assert f"control_port {port} cannot be used (Address already in use)" in caplog.text
+    assert lookup(folder, tokens=PROMPT)["found"] == 0
+    other.close()

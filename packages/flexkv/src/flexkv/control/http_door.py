@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.server
 import logging
 import os
@@ -66,10 +67,13 @@ class Door:
         routes: the questions that have an answer.
         is_open: whether peers may be any process of the network. Else they are this user's, on a
             Unix socket.
+        token: what each question must bear; None for nothing.
     """
 
-    def __init__(self, listener: socket.socket, routes: Routes, *, is_open: bool) -> None:
-        self._server = _Server(listener, routes, is_open)
+    def __init__(
+        self, listener: socket.socket, routes: Routes, *, is_open: bool, token: str | None = None
+    ) -> None:
+        self._server = _Server(listener, routes, is_open, token)
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="flexkv-operators", daemon=True
         )
@@ -99,12 +103,15 @@ def listen_at(host: str, port: int) -> socket.socket:
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
 
-    def __init__(self, listener: socket.socket, routes: Routes, is_open: bool) -> None:
+    def __init__(
+        self, listener: socket.socket, routes: Routes, is_open: bool, token: str | None
+    ) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.routes = routes
         self._is_open = is_open
+        self._bearer = None if token is None else f"Bearer {token}".encode()
         self._peers: dict[socket.socket, None] = {}  # the oldest first
         self._guard = threading.Lock()
 
@@ -117,6 +124,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return self._is_open or peer_of(request).uid == os.geteuid()
+
+    def may_ask(self, authorization: str) -> bool:
+        """Whether a question with this header bears the token."""
+        if self._bearer is None:
+            return True
+        return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._bearer)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._guard:
@@ -159,6 +172,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         # Also of a question without an answer: unread, it would cut the connection before the peer
         # has read why.
         body = self.rfile.read(min(int(length), _MOST_BYTES)) if length.isdecimal() else b""
+        if not self.server.may_ask(self.headers.get("Authorization") or ""):
+            self._send(HTTPStatus.UNAUTHORIZED, b"the token is missing or wrong\n")
+            return
         call = routes.get((method, url.path))
         if call is None:
             paths = ", ".join(f"{each} {path}" for each, path in routes)
@@ -185,5 +201,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
         self.wfile.write(content)

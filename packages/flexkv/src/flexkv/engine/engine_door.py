@@ -7,6 +7,8 @@
     POST /unpin     `UnpinQuestion`; `Unpinned`
     POST /remove    `PromptQuestion`; `PromptEffect`
 
+On a port of this machine it answers the same, and GET /openapi.json, to those who know a token.
+
 Threads of the door answer, also while the engine is idle. A lookup only reads the cache, a part of
 a prompt at a time, and lets the engine's thread run between two parts. The others change the cache
 between two calls of the engine.
@@ -19,6 +21,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -26,7 +29,9 @@ import msgspec
 
 from flexkv.client import CacheClient
 from flexkv.control.find_blocks import find_blocks
-from flexkv.control.http_door import JSON, Answer, Door, DoorRequest, Routes
+from flexkv.control.http_door import JSON, Answer, Door, DoorRequest, Routes, listen_at
+from flexkv.control.local_http import HOST, LocalHttp, local_http
+from flexkv.control.openapi import describe
 from flexkv.control.prompts import (
     PromptEffect,
     PromptPlaces,
@@ -37,6 +42,7 @@ from flexkv.control.prompts import (
     read_unpin,
 )
 from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.settings import CacheConfig
 from flexkv.system.forks import close_in_children
 from flexkv.types.errors import ArenaError
 
@@ -91,6 +97,30 @@ class CacheCalls(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorAccess:
+    """How operators reach an engine's cache.
+
+    Attributes:
+        keys: makes the keys of prompts that are no requests.
+        calls: changes the cache; None for lookups only.
+        http: a port of this machine at which they ask, too; None for none.
+    """
+
+    keys: PromptKeys
+    calls: CacheCalls | None = None
+    http: LocalHttp | None = None
+
+    @classmethod
+    def of(cls, config: CacheConfig, keys: PromptKeys) -> OperatorAccess:
+        """Lookups only, by a port if the settings name one.
+
+        Raises:
+            ConfigError: see `local_http`.
+        """
+        return cls(keys, http=local_http(config))
+
+
 class EngineDoor:
     """The door of one engine. Closes with the engine.
 
@@ -99,8 +129,7 @@ class EngineDoor:
         engine: name of the engine.
         fingerprint: of its blocks.
         cache: the engine's cache; borrowed until `close`.
-        keys: makes its keys.
-        calls: changes the cache; None for lookups only.
+        access: how operators reach it.
 
     Attributes:
         name: of the socket; empty if it could not be opened, which is logged. The engine works
@@ -114,13 +143,13 @@ class EngineDoor:
         fingerprint: str,
         *,
         cache: CacheClient,
-        keys: PromptKeys,
-        calls: CacheCalls | None = None,
+        access: OperatorAccess,
     ) -> None:
         self._engine, self._fingerprint = engine, fingerprint
-        self._cache, self._keys, self._calls = cache, keys, calls
+        self._cache, self._keys, self._calls = cache, access.keys, access.calls
         self._root = root
         self._door: Door | None = None
+        self._port = None if access.http is None else self._open_port(access.http)
         self.name = ""
         name = f"flexkv engine {secrets.token_hex(8)}"
         try:
@@ -135,6 +164,9 @@ class EngineDoor:
 
     def close(self) -> None:
         """Answer no more. Idempotent."""
+        port, self._port = self._port, None
+        if port is not None:
+            port.close()
         door, self._door = self._door, None
         if door is None:
             return
@@ -144,6 +176,29 @@ class EngineDoor:
         except (OSError, ArenaError) as error:
             logger.debug("the socket of the engine's door stays: %s", error)
         door.close()
+
+    def _open_port(self, http: LocalHttp) -> Door | None:
+        routes = self._routes()
+        described = msgspec.json.encode(describe(frozenset(path for _, path in routes)))
+        try:
+            listener = listen_at(HOST, http.port)
+        except OSError as error:
+            logger.warning(
+                "control_port %d cannot be used (%s); this engine answers operators by its socket "
+                "only; choose another port for it",
+                http.port,
+                os.strerror(error.errno or 0),
+            )
+            return None
+
+        def openapi(_: DoorRequest) -> tuple[bytes, str]:
+            return described, JSON
+
+        shown = {("GET", "/openapi.json"): openapi, **routes}
+        door = Door(listener, shown, is_open=True, token=http.token)
+        close_in_children(door)
+        logger.info("operators can ask this engine at http://%s:%d", HOST, http.port)
+        return door
 
     def _routes(self) -> Routes:
         routes: dict[tuple[str, str], Answer] = {("POST", "/lookup"): self._lookup}

@@ -12,7 +12,7 @@ from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left
-from flexkv.engine.engine_door import CacheCalls, EngineDoor, PromptKeys
+from flexkv.engine.engine_door import EngineDoor, OperatorAccess
 from flexkv.figures.definitions import (
     COPIED_BYTES,
     COPY_SECONDS,
@@ -196,12 +196,7 @@ class CacheFigures:
         self.active = True
 
     def report_health(
-        self,
-        root: str,
-        engine: str,
-        fingerprint: str,
-        keys: PromptKeys | None = None,
-        calls: CacheCalls | None = None,
+        self, root: str, engine: str, fingerprint: str, access: OperatorAccess | None = None
     ) -> None:
         """Report `health` for `flexkv health`, and answer operators, until `close`.
 
@@ -209,14 +204,11 @@ class CacheFigures:
             root: path of the runtime directory.
             engine: name of the engine.
             fingerprint: of its blocks.
-            keys: makes the keys of prompts that are no requests; None to answer nothing.
-            calls: changes the cache for operators; None to answer lookups only.
+            access: how operators reach the cache; None to answer nothing.
         """
         about = {"engine": engine, "fingerprint": fingerprint}
-        if keys is not None:
-            self._door = EngineDoor(
-                root, engine, fingerprint, cache=self._cache, keys=keys, calls=calls
-            )
+        if access is not None:
+            self._door = EngineDoor(root, engine, fingerprint, cache=self._cache, access=access)
             about["door"] = self._door.name
         self._report = StateReport(root, about, Subject.HEALTH)
         self._report.begin(lambda: {"problems": self.health})

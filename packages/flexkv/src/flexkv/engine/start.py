@@ -8,13 +8,13 @@ import logging
 from flexkv.cache import KVCache
 from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.open_rank import not_served
 from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.eviction import POLICIES, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.open_tiers import open_tiers, policy_maker
-from flexkv.service.attach import Attached
-from flexkv.service.served_cache import ServedCache
+from flexkv.service.served_cache import attach_cache
 from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
 
@@ -110,7 +110,20 @@ def make_cache(
             engines=engines,
         )
     logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
-    return ServedCache(Attached(session.info, step_blocks, session.arena), session.arena)
+    return attach_cache(session.info, step_blocks, session.arena)
+
+
+def operator_access(config: CacheConfig, keys: PromptKeys) -> OperatorAccess:
+    """Let operators look prompts up, by `control_port` also if it is set.
+
+    Args:
+        config: FlexKV's settings.
+        keys: makes the keys of prompts that are no requests.
+
+    Raises:
+        ConfigError: the settings of `control_port` are wrong.
+    """
+    return OperatorAccess.of(config, keys)
 
 
 def make_chooser(

@@ -28,6 +28,7 @@ from flexkv.service.line import Line
 from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
+from flexkv.session.wire import SessionInfo
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction
@@ -563,3 +564,17 @@ class ServedCache:
         )
         read = self._meter.read(host, ())
         return Figures(read.own, self._node.shared or read.shared, read.counts)
+
+
+def attach_cache(info: SessionInfo, step_blocks: int, arena: Arena) -> ServedCache:
+    """Attach an engine's scheduler to the service.
+
+    Args:
+        info: the description of the session.
+        step_blocks: see `Attached`.
+        arena: of the pool; borrowed until the cache is closed.
+
+    Raises:
+        ArenaError: the service does not answer, or refuses the engine.
+    """
+    return ServedCache(Attached(info, step_blocks, arena), arena)

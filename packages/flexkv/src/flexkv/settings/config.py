@@ -44,6 +44,7 @@ the request that has them."""
 # The largest values that settings take. A larger number is a mistake, such as another unit.
 _MOST_TOKENS = 1 << 30
 _MOST_BLOCK_TOKENS = 1 << 20
+_MOST_PORT = 65535
 _MOST_THREADS = 1024
 _MOST_REPLICAS = 16
 
@@ -333,6 +334,23 @@ class CacheConfig:
         "`flexkv` in XDG_RUNTIME_DIR if that is this user's with mode 0700, else "
         "/dev/shm/flexkv-UID, or the temporary directory if there is no /dev/shm.",
         read_by=ReadBy.ALL,
+    )
+    control_port: int | None = setting(
+        count(1, _MOST_PORT, "port"),
+        None,
+        "A port on 127.0.0.1 at which the engine answers by HTTP what `flexkv lookup`, `warm`, "
+        "`pin`, `unpin` and the clearing of a prompt ask: `GET /openapi.json` describes the calls. "
+        "Each call needs the token in `control_token_file`. If the port is taken, the engine logs "
+        "it and works without. Default: no port.",
+        needs="control_token_file",
+        read_by=ReadBy.ENGINE,
+    )
+    control_token_file: str | None = setting(
+        path("a file of this user with mode 0600"),
+        None,
+        "The file with the token for `control_port`: 16 to 512 letters, digits and `._~+/=-`. It "
+        "is read at start. Default: none.",
+        read_by=ReadBy.ENGINE,
     )
     trace: str | None = setting(
         path("a new file, or of a recording of this user"),

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.engine_door import PromptKeys
+from flexkv.engine.engine_door import OperatorAccess
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine import Describe
@@ -32,7 +32,7 @@ class EngineCache:
         describe: describes blocks for events; None if the engine emits no events.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
         options: reads the parameters of requests.
-        prompt_keys: makes the keys of prompts that are no requests; None if operators cannot ask.
+        access: how operators look prompts up; None if they cannot.
         ended: the loads and stores that have ended.
     """
 
@@ -44,20 +44,21 @@ class EngineCache:
     describe: Describe | None = None
     recorder: Recorder | None = None
     options: OptionsReader = field(default_factory=OptionsReader)
-    prompt_keys: PromptKeys | None = None
+    access: OperatorAccess | None = None
     ended: EndedTransfers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ended", EndedTransfers(self.cache))
 
-    def operator_calls(
+    def operator_access(
         self, may_begin: Callable[[], bool], poll: Callable[[], None]
-    ) -> OperatorCalls | None:
-        """What operators may change; None if a hit needs blocks of several groups, of which they
-        name only one. The arguments are those of `OperatorCalls`."""
-        if not self.groups.plain:
-            return None
-        return OperatorCalls(self.cache, self.boundary, may_begin, poll)
+    ) -> OperatorAccess | None:
+        """How operators look prompts up and change the cache. They only look up, if a hit needs
+        blocks of several groups: they name those of one. The arguments are those of
+        `OperatorCalls`."""
+        if self.access is None or not self.groups.plain:
+            return self.access
+        return replace(self.access, calls=OperatorCalls(self.cache, self.boundary, may_begin, poll))
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

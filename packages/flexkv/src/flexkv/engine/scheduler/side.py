@@ -106,9 +106,13 @@ class RequestSide(Generic[Orders]):
             root: path of the runtime directory.
             engine: name of the engine.
         """
-        session, keys = self._engine.session, self._engine.prompt_keys
-        calls = self._engine.operator_calls(self._may_begin, self._poll)
-        self.figures.report_health(root, engine, session.info.fingerprint, keys, calls)
+        own = self._engine
+        self.figures.report_health(
+            root,
+            engine,
+            own.session.info.fingerprint,
+            own.operator_access(self._may_begin, self._poll),
+        )
 
     @property
     def cached_groups(self) -> tuple[int, ...]:
