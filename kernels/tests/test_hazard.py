@@ -147,13 +147,18 @@ def fill(index: BlockIndex, prompts: Sequence[tuple[list[bytes], bool | None]]) 
 
 
 def test_a_conversation_that_has_ended_leaves_first_though_it_was_used_last() -> None:
-    """The beginning of its prompt is immune from the policy's order otherwise."""
-    chats = 60
-    index = block_index(8 * chats, HazardPolicy(8 * chats))
-    prompts = [prompt_of(f"chat {i}", 8) for i in range(chats)]
-    fill(index, [(prompt, None) for prompt in prompts[:-1]])
-    fill(index, [(prompts[-1], False)])
-    assert leaving(index, 8) == prompts[-1][::-1]
+    """Its four blocks are the four that are immune from the policy's order otherwise."""
+    chats = [prompt_of(f"chat {i}", 8) for i in range(59)]
+    ended = prompt_of("ended", 4)
+    slots = 8 * len(chats) + 4
+    policy = HazardPolicy(slots)
+    index = block_index(slots, policy)
+    fill(index, [(prompt, None) for prompt in chats])
+    fill(index, [(ended, False)])
+    state = policy.guard_state()
+    assert state is not None
+    assert state.immune_blocks == 4
+    assert leaving(index, 4) == ended[::-1]
 
 
 def test_what_other_conversations_begin_with_outlives_those_that_have_ended() -> None:
