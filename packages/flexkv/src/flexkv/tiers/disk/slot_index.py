@@ -88,14 +88,7 @@ class SlotIndex:
         self._restored = array("i")  # slots that `report_restored` has to report, newest first
         self._policy: SlotPolicy | None = None
         self._first = 0  # number of the first slot in the policy
-        self._own = Slots(
-            self._keys,
-            self._states,
-            self._uses,
-            self._find_current,
-            self._set_free,
-            self._drop_stale,
-        )
+        self._own = Slots(self, self._keys, self._uses)
         if policy is not None and not isinstance(policy, LRUPolicy):
             self.follow(SlotPolicy(policy, num_slots))
 
@@ -276,7 +269,7 @@ class SlotIndex:
         """
         policy = self._policy
         if policy is None:
-            self._drop_stale(key)
+            self.drop_stale(key)
             if self._free == NO_SLOT and not self._evict_oldest():
                 return None
         else:
@@ -462,6 +455,23 @@ class SlotIndex:
         for _ in range(min(limit, self.stale_blocks)):
             self._expel(self._previous[self._ring])
 
+    def find(self, key: bytes) -> int:
+        """See `Joined.find`."""
+        slot = self._slots.get(key)
+        return slot if slot >= 0 and self._states[slot] >= self._writing else NO_SLOT
+
+    def drop_stale(self, key: bytes) -> None:
+        """See `Joined.drop_stale`."""
+        slot = self._slots.get(key) if self.stale_blocks else NO_SLOT
+        if slot != NO_SLOT and self._states[slot] < self._writing:
+            self._expel(slot)
+
+    def set_free(self, slot: int) -> None:
+        """See `Joined.set_free`."""
+        self._next[slot] = self._free
+        self._free = slot
+        self._used_slots -= 1
+
     def _note(self, slot: int, ready: bool) -> None:
         key = self._keys[slot]
         if self._changes is not None and slot < self.noted_slots and key is not None:
@@ -476,10 +486,6 @@ class SlotIndex:
             self.noted_slots += 1
             if self._states[slot] == self._ready:
                 self._note(slot, True)
-
-    def _find_current(self, key: bytes) -> int:
-        slot = self._slots.get(key)
-        return slot if slot >= 0 and self._states[slot] >= self._writing else NO_SLOT
 
     def _find_ready(self, key: bytes) -> int:
         slot = self._slots.get(key)
@@ -547,24 +553,13 @@ class SlotIndex:
                 return slot
         return NO_SLOT
 
-    def _drop_stale(self, key: bytes) -> None:
-        """Forget the block of `key` if it is of before a reset."""
-        slot = self._slots.get(key) if self.stale_blocks else NO_SLOT
-        if slot != NO_SLOT and self._states[slot] < self._writing:
-            self._expel(slot)
-
     def _expel(self, slot: int) -> None:
         """Forget the block of a slot, which becomes free now or with its last use."""
         self._forget(slot)
         policy = self._policy
         if slot in self._uses or (policy is not None and policy.keeps(self._first + slot)):
             return
-        self._set_free(slot)
-
-    def _set_free(self, slot: int) -> None:
-        self._next[slot] = self._free
-        self._free = slot
-        self._used_slots -= 1
+        self.set_free(slot)
 
     def _link(self, slot: int, behind: int) -> None:
         """Link `slot` as used just before `behind`; behind the ring's own place, as used now."""

@@ -4,18 +4,38 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from flexkv.eviction import EvictionPolicy
 from flexkv.tiers.disk.slot_map import NO_SLOT
 
-_UNREPORTED = -2
-"""The parent of a block of before this process, until the policy knows the block."""
-
 _MOST_STEPS = 64
 """Blocks of a prefix that are looked at for one that is ready: more than are written at once,
 mostly. Not tuned."""
+
+
+class Joined(Protocol):
+    """What a `SlotPolicy` asks of an index.
+
+    Attributes:
+        stale_blocks: blocks of before a reset that still have a slot.
+    """
+
+    stale_blocks: int
+
+    def find(self, key: bytes) -> int:
+        """The slot of a block that is not of before a reset, or NO_SLOT."""
+        ...
+
+    def set_free(self, slot: int) -> None:
+        """The slot is free from now on."""
+        ...
+
+    def drop_stale(self, key: bytes) -> None:
+        """Forget the block if it is of before a reset."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -23,21 +43,15 @@ class Slots:
     """What a `SlotPolicy` knows of one index.
 
     Attributes:
+        index: the index.
         keys: the key of each slot; the index's.
-        states: the state of each slot, even if the policy may know its block; the index's.
         uses: the slots in use; the index's.
-        find: returns the slot of a block that is not of before a reset, or NO_SLOT.
-        set_free: takes a slot that is free from now on.
-        drop_stale: takes a key whose block is to leave if it is of before a reset.
         waiting: slots without a block that are not free, because blocks build on theirs.
     """
 
+    index: Joined
     keys: Sequence[bytes | None]
-    states: Sequence[int]
     uses: Container[int]
-    find: Callable[[bytes], int]
-    set_free: Callable[[int], None]
-    drop_stale: Callable[[bytes], None]
     waiting: int = 0
 
 
@@ -60,8 +74,10 @@ class SlotPolicy:
         self.policy = policy
         self._num_slots = num_slots
         self._joined: list[Slots] = []
-        self._parents = array("i", [_UNREPORTED]) * (num_slots * indexes)
+        self._parents = array("i", [NO_SLOT]) * (num_slots * indexes)
         self._children = array("i", [0]) * (num_slots * indexes)
+        # Whether the policy knows the block: it is ready, or was before a reset.
+        self._known = bytearray(num_slots * indexes)
 
     def join(self, slots: Slots) -> int:
         """Report an index, too. Returns the number of its first slot."""
@@ -71,12 +87,13 @@ class SlotPolicy:
     def drop_stale(self, key: bytes) -> None:
         """A block of `key` is about to be written: none of before a reset may stay."""
         for slots in self._joined:
-            slots.drop_stale(key)
+            if slots.index.stale_blocks:
+                slots.index.drop_stale(key)
 
     def slot_of(self, key: bytes) -> int:
         """The slot of a block, whichever index has it, or NO_SLOT."""
         for number, slots in enumerate(self._joined):
-            if (slot := slots.find(key)) != NO_SLOT:
+            if (slot := slots.index.find(key)) != NO_SLOT:
                 return number * self._num_slots + slot
         return NO_SLOT
 
@@ -84,7 +101,7 @@ class SlotPolicy:
         """A block is about to get a slot that builds on the block in `slot`, if that is one."""
         if slot == NO_SLOT:
             return
-        if not self._children[slot] and self._is_known(slot) and not self._is_used(slot):
+        if not self._children[slot] and self._known[slot] and not self._is_used(slot):
             self.policy.held(self._key(slot))
         self._children[slot] += 1
 
@@ -99,14 +116,14 @@ class SlotPolicy:
         self._children[parent] -= 1
         if self._children[parent] or self._is_used(parent):
             return
-        if self._is_known(parent):
+        if self._known[parent]:
             self.policy.released(self._key(parent), 0)
             return
         number, slot = divmod(parent, self._num_slots)
         slots = self._joined[number]
         if slots.keys[slot] is None:
             slots.waiting -= 1
-            slots.set_free(slot)
+            slots.index.set_free(slot)
 
     def published(self, slot: int) -> None:
         """The block in `slot`, which is in use, is ready.
@@ -115,24 +132,24 @@ class SlotPolicy:
         gets the nearest one before that which is ready; later it gets the other as the next one of
         the same.
         """
-        before = self._parents[slot]
-        for _ in range(_MOST_STEPS):
-            if before < 0 or self._is_known(before):
-                break
-            before = self._parents[before]
-        is_known = before >= 0 and self._is_known(before)
-        self.policy.inserted(self._key(slot), self._key(before) if is_known else None)
+        before, steps = self._parents[slot], 0
+        while before != NO_SLOT and not self._known[before]:
+            steps += 1
+            before = self._parents[before] if steps < _MOST_STEPS else NO_SLOT
+        self._known[slot] = True
+        after = None if before == NO_SLOT else self._key(before)
+        self.policy.inserted(self._key(slot), after)
 
     def restored(self, slot: int) -> bool:
         """Report a ready block that was there before this process, unless it has left and another
         has its slot. Those used longest ago come first. Returns False if another index has the
         block, too; then it must leave this one."""
-        if self._parents[slot] != _UNREPORTED:
+        if self._known[slot]:
             return True
         key = self._key(slot)
-        if any(slots.find(key) != NO_SLOT for slots in self._others(slot)):
+        if any(slots.index.find(key) != NO_SLOT for slots in self._others(slot)):
             return False
-        self._parents[slot] = NO_SLOT
+        self._known[slot] = True
         self.policy.inserted(key, None)
         if not self._children[slot] and not self._is_used(slot):
             self.policy.released(key, 0)
@@ -140,21 +157,21 @@ class SlotPolicy:
 
     def used(self, slot: int) -> None:
         """The slot of a ready block is in use, and was not before."""
-        if not self._children[slot] and self._is_known(slot):
+        if self._known[slot] and not self._children[slot]:
             self.policy.held(self._key(slot))
 
     def unused(self, slot: int) -> None:
         """The last use of the slot of a ready block has ended."""
-        if not self._children[slot] and self._is_known(slot):
+        if self._known[slot] and not self._children[slot]:
             self.policy.released(self._key(slot), 0)
 
     def left(self, slot: int) -> None:
         """The block in `slot` leaves; called before the index forgets its key and state."""
-        if self._is_known(slot):
+        if self._known[slot]:
+            self._known[slot] = False
             self.policy.evicted(self._key(slot))
-        parent, self._parents[slot] = self._parents[slot], _UNREPORTED
-        if parent != _UNREPORTED:
-            self.release_parent(parent)
+        parent, self._parents[slot] = self._parents[slot], NO_SLOT
+        self.release_parent(parent)
 
     def is_needed(self, slot: int) -> bool:
         """Whether blocks build on that in `slot`."""
@@ -175,12 +192,6 @@ class SlotPolicy:
     def _others(self, slot: int) -> Sequence[Slots]:
         number = slot // self._num_slots
         return self._joined[:number] + self._joined[number + 1 :]
-
-    def _is_known(self, slot: int) -> bool:
-        """Whether the policy knows the block in `slot`: it is ready, or was before a reset."""
-        number, at = divmod(slot, self._num_slots)
-        state = self._joined[number].states[at]
-        return state != 0 and state % 2 == 0 and self._parents[slot] != _UNREPORTED
 
     def _is_used(self, slot: int) -> bool:
         number, at = divmod(slot, self._num_slots)
