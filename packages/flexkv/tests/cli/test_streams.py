@@ -14,7 +14,14 @@ from packages.flexkv.tests.cli.stores import Cache
 
 COMMANDS = [command.NAME for command in cli.COMMANDS if command.NAME != "serve"]
 """Those that end by themselves."""
+OF_ENGINES = ["lookup", "warm", "pin", "unpin"]
+"""Those that print what running engines answer; none runs here."""
+PRINTING = [name for name in COMMANDS if name not in OF_ENGINES]
 ARGUMENTS = {
+    "lookup": "$PROMPT $EMPTY",
+    "warm": "$PROMPT $EMPTY",
+    "pin": "$PROMPT $EMPTY",
+    "unpin": "$EMPTY",
     "clear": "$DIR --yes",
     "doctor": "--seconds 0",
     "migrate": "$LMCACHE",
@@ -30,17 +37,22 @@ TRACE = """\
 
 def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
     """`script` in a shell; $flexkv is the command, $DIR the cache, $TRACE a trace of requests,
-    $LMCACHE a configuration of LMCache."""
+    $LMCACHE a configuration of LMCache, $PROMPT tokens, $EMPTY a directory."""
     trace = cache.root.parent / "trace.jsonl"
     trace.write_text(TRACE, encoding="utf-8")
     lmcache = cache.root.parent / "lmcache.yaml"
     lmcache.write_text("chunk_size: 256\nmax_local_cpu_size: 5.0\n", encoding="utf-8")
+    prompt, empty = cache.root.parent / "prompt", cache.root.parent / "empty"
+    prompt.write_text("1 2 3", encoding="utf-8")
+    empty.mkdir(exist_ok=True)
     flexkv = f"{sys.executable} -m flexkv"
     environment = {
         "flexkv": flexkv,
         "DIR": str(cache.root),
         "TRACE": str(trace),
         "LMCACHE": str(lmcache),
+        "PROMPT": str(prompt),
+        "EMPTY": str(empty),
     }
     ended = subprocess.run(
         ["bash", "-c", script],
@@ -63,14 +75,14 @@ def test_an_input_or_errors_that_are_closed_change_nothing(
     cache.fill(2)
     arguments = ARGUMENTS.get(name, "$DIR")
     # What the doctor finds depends on the machine. No engine runs whose health could be ok.
-    fails = name in ("doctor", "health")
+    fails = name in ("doctor", "health", *OF_ENGINES)
     expected = shell(f"$flexkv {name} {arguments}", cache).returncode if fails else 0
     assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == expected
     assert cache.folder.exists() == (name != "clear")
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PRINTING)
 def test_an_output_that_is_closed_is_an_error_after_the_work(
     cache: Cache, name: str, closed: str
 ) -> None:
@@ -106,7 +118,7 @@ def test_clear_without_an_input_needs_yes(cache: Cache) -> None:
     assert cache.folder.exists()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PRINTING)
 def test_an_output_that_cannot_be_written_is_one_clear_error(cache: Cache, name: str) -> None:
     cache.fill(2)
     ended = shell(f"$flexkv {name} {ARGUMENTS.get(name, '$DIR')} >/dev/full", cache)
