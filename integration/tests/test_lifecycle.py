@@ -54,7 +54,7 @@ def test_after_a_kill_the_next_start_works_and_leaves_nothing(
     # The arena has no name, so nothing of it can be left; vLLM's own message queues are.
     assert engine.pids() == []
     assert not [path for path in engine.leftovers if "flexkv" in path.name.lower()]
-    kinds = [".health", ".sock"]
+    kinds = [".health", ".sock", ".sock"]
     assert _kinds(runtime_dir) == kinds, "which belong to nobody now"
 
     # Its processes are begun as vLLM's platform of CPUs does it.

@@ -66,7 +66,11 @@ DRAFT = (
 )
 
 REFUSED = [
-    (LAGUNA, "", "--model-path keeps SWA .* or --disable-hybrid-swa-memory of SGLang$"),
+    (
+        LAGUNA,
+        f"--speculative-algorithm=EAGLE {DRAFT}",
+        "is EAGLE and the model .* has sliding windows; .* --disable-hybrid-swa-memory of SGLang$",
+    ),
     (QWEN_NEXT, NO_BUFFER, "--model-path keeps MAMBA beside full attention"),
     (QWEN_VL, "--model-impl=transformers", "--model-impl is transformers"),
     (LLAMA, "--pp-size=2", "--pp-size .* is 2; allowed with FlexKV: 1$"),
@@ -110,6 +114,7 @@ STARTS = [
     (LLAMA, RADIX),
     (LLAMA, "--dp-size=2"),
     (LLAMA, "--tp-size=2 --dp-size=2 --enable-dp-attention"),
+    (LAGUNA, ""),
     (LAGUNA, "--disable-hybrid-swa-memory"),
     (GEMMA, ""),
 ]
@@ -153,11 +158,15 @@ def test_servers_without_flexkv_are_not_checked(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_refused_and_not_that_weights_are_missing(tmp_path: Path) -> None:
-    path = model_folder(tmp_path, LAGUNA)
+    path = model_folder(tmp_path, QWEN_NEXT)
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={path}"]
     done = subprocess.run(
-        [*command, *ON_CPU, *FLAG], capture_output=True, text=True, check=False, timeout=300
+        [*command, *ON_CPU, *FLAG, *NO_BUFFER.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert "the model of --model-path keeps SWA beside full attention; allowed" in last
+    assert "the model of --model-path keeps MAMBA beside full attention; allowed" in last

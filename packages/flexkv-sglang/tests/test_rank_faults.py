@@ -28,7 +28,7 @@ LEADS = [
     Fault("schedule", "_waiting.awaited", "held"),
     Fault("schedule", "_chooser", "choose_load"),
     Fault("load", "_cache", "load"),
-    Fault("load", "_queries", "loaded"),
+    Fault("load", "_matcher.queries", "loaded"),
     Fault("load", "_waiting.awaited", "end"),
 ]
 """On the rank that decides."""

@@ -23,7 +23,7 @@ HASHES = [bytes([number]) * 32 for number in range(9)]
 
 
 def request(adapter: LoRARequest | None = None) -> TrackedRequest:
-    vllms: Any = SimpleNamespace(block_hashes=list(HASHES), lora_request=adapter)
+    vllms: Any = SimpleNamespace(request_id="r", block_hashes=list(HASHES), lora_request=adapter)
     return TrackedRequest(vllms, RequestOptions())
 
 

@@ -25,6 +25,7 @@ import pytest
 
 from flexkv import FlexKVError, KVLayout, TensorView, open_cache
 from flexkv.cli import main
+from flexkv.control.local_http import local_http
 from flexkv.preflight import engines
 from flexkv.preflight.checks import check_start
 from flexkv.service.attach import join_pool
@@ -96,6 +97,18 @@ def start() -> None:
 
 def meet_others() -> None:
     RuntimeDirectory(load_config().session_root, create=True).close()
+
+
+def answer_operators() -> None:
+    local_http(load_config())
+
+
+def open_token(world: World) -> None:
+    world.set(FLEXKV_CONTROL_PORT=9400)
+    token = world.root / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o644)
+    world.set(FLEXKV_CONTROL_TOKEN_FILE=token)
 
 
 def join_service() -> None:
@@ -231,6 +244,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.service.attach:_unexpected": [Unknown.PEERS],
     "flexkv.service.pool:PoolMemory.__init__": [Unknown.PEERS],
     "flexkv.service.pool:PoolMemory.resume": [Unknown.PEERS],
+    "flexkv.control.local_http:_refused": [Case("control", open_token, answer_operators)],
     "flexkv.session.meet:_connect": [Unknown.PEERS],
     "flexkv.session.meet:_enter": [Unknown.PEERS] * 3,
     "flexkv.session.runtime_directory:RuntimeDirectory.listen": [Unknown.PEERS],
@@ -285,6 +299,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv_sglang.support:check_settings": [Unknown.COMMAND_LINE] * 6,
     "flexkv_sglang.support:check_model": [Unknown.COMMAND_LINE] * 2,
     "flexkv_sglang.support:_check_decode": [Unknown.COMMAND_LINE] * 3,
+    "flexkv_sglang.support:_refuse_draft": [Unknown.COMMAND_LINE],
     "flexkv_vllm.compat.core:check_version": [Unknown.VERSIONS],
     "flexkv_vllm.load_mode:load_mode_of": [Unknown.COMMAND_LINE] * 4,
     "flexkv_vllm.offloading.__init__:": [Unknown.VERSIONS],

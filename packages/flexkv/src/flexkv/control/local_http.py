@@ -27,16 +27,11 @@ def local_http(config: CacheConfig) -> LocalHttp | None:
     """What the settings say; None if no port is wanted.
 
     Raises:
-        ConfigError: the token is missing, or others could read it.
+        ConfigError: the file has no token, or others could read it.
     """
     port, path = config.control_port, config.control_token_file
-    if port is None:
-        return None
-    if path is None:
-        raise ConfigError(
-            f"control_port is {port}, and control_token_file is not set; allowed: both, so that "
-            "only those who know the token can change the cache"
-        )
+    if port is None or path is None:
+        return None  # settings that are read have both or none
     try:
         token = _read(path)
     except OSError as error:

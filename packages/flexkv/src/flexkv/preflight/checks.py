@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 
+from flexkv.control.local_http import local_http
 from flexkv.preflight.disk import check_directory, compare_directories, disk_name
 from flexkv.preflight.engines import check_engines, check_packages
 from flexkv.preflight.findings import Check, refuse_start
 from flexkv.preflight.host import (
+    check_control,
     check_gpu,
     check_kernel,
     check_limits,
@@ -26,7 +28,7 @@ from flexkv.tiers.disk.places import check_apart, places_of
 _START_SECONDS = 1.0
 """Seconds that a start waits for what may hang. It checks all of it later, too. Not tuned."""
 
-_RUNTIME_DIR = "runtime_dir"
+_RUNTIME_DIR, _CONTROL = "runtime_dir", "control"
 
 
 def all_checks(config: CacheConfig, seconds: float = 0.0) -> list[Check]:
@@ -50,6 +52,7 @@ def all_checks(config: CacheConfig, seconds: float = 0.0) -> list[Check]:
         ),
         Check("service", part(check_service, config)),
         Check("trace", part(check_trace_file, config)),
+        Check(_CONTROL, part(check_control, config), part(local_http, config)),
     ]
     # The service has memory and tiers; those of the engine's settings have no effect beside it.
     return checks if config.service is not None else checks + _checks_of_cache(config, seconds)
@@ -61,13 +64,14 @@ def check_start(config: CacheConfig, *, meets: bool = True) -> None:
     Args:
         config: the settings.
         meets: whether processes meet in `runtime_dir`. Without it, a start does without that
-            directory if need be.
+            directory if need be, and operators cannot ask the process.
 
     Raises:
         FlexKVError: that of the start.
     """
     if config.enable:
-        checks = [each for each in all_checks(config) if meets or each.name != _RUNTIME_DIR]
+        left_out = () if meets else (_RUNTIME_DIR, _CONTROL)
+        checks = [each for each in all_checks(config) if each.name not in left_out]
         refuse_start(checks, _START_SECONDS)
 
 

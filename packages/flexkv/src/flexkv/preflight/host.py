@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from flexkv.control.local_http import local_http
 from flexkv.engine.recorder import check_trace
 from flexkv.layout import USUAL_BLOCK
 from flexkv.preflight.findings import Finding, Level
@@ -186,6 +187,20 @@ def check_trace_file(config: CacheConfig) -> Iterator[Finding]:
         return
     text = "a recording to add to" if exists else "does not exist: an engine creates it"
     yield Finding("trace", Level.OK, f"{config.trace} {text}")
+
+
+def check_control(config: CacheConfig) -> Iterator[Finding]:
+    """Check the token of calls to `control_port`. Whether the port is free shows at the start."""
+    if config.control_port is None:
+        return
+    try:
+        local_http(config)
+    except ConfigError as error:
+        text, _, allowed = str(error).partition("; allowed: ")
+        yield Finding("control", Level.PROBLEM, text, f"set {allowed}")
+        return
+    text = f"port {config.control_port}, its token is in {config.control_token_file}"
+    yield Finding("control", Level.OK, text)
 
 
 def _huge_pages(wanted: int | None, pool: int) -> Finding:
