@@ -456,18 +456,18 @@ class SlotIndex:
             self._expel(self._previous[self._ring])
 
     def find(self, key: bytes) -> int:
-        """See `Joined.find`."""
+        """See `PolicedIndex.find`."""
         slot = self._slots.get(key)
         return slot if slot >= 0 and self._states[slot] >= self._writing else NO_SLOT
 
     def drop_stale(self, key: bytes) -> None:
-        """See `Joined.drop_stale`."""
+        """See `PolicedIndex.drop_stale`."""
         slot = self._slots.get(key) if self.stale_blocks else NO_SLOT
         if slot != NO_SLOT and self._states[slot] < self._writing:
             self._expel(slot)
 
     def set_free(self, slot: int) -> None:
-        """See `Joined.set_free`."""
+        """See `PolicedIndex.set_free`."""
         self._next[slot] = self._free
         self._free = slot
         self._used_slots -= 1

@@ -16,7 +16,7 @@ _MOST_STEPS = 64
 mostly. Not tuned."""
 
 
-class Joined(Protocol):
+class PolicedIndex(Protocol):
     """What a `SlotPolicy` asks of an index.
 
     Attributes:
@@ -49,7 +49,7 @@ class Slots:
         waiting: slots without a block that are not free, because blocks build on theirs.
     """
 
-    index: Joined
+    index: PolicedIndex
     keys: Sequence[bytes | None]
     uses: Container[int]
     waiting: int = 0
