@@ -294,5 +294,13 @@ class Rank:
         return [each for name, each in named if name.startswith("window") == windows]
 
 
+def wait_for(rank: Rank, rid: str) -> None:
+    """Wait until SGLang may schedule a request."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while rank.side.held([rid]) != [False]:
+        assert time.monotonic() < deadline
+        rank.side.ended_offloads()
+
+
 def same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(left, right) for left, right in zip(found, wanted, strict=True))

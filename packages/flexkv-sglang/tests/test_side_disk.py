@@ -3,33 +3,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same
+from sglang_world import Rank, hashes_of, same, wait_for
 
 from flexkv.engine.choice.load_choice import LoadChooser
 
 MakeRank = Callable[..., Rank]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "ssd_cache_gb": 1 / 64,
-        "ssd_cache_dir": (str(tmp_path / "disk"),),
-        "ssd_timeout_seconds": PATIENCE_SECONDS,
-    }
-
-
-def wait_for(rank: Rank, rid: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while rank.side.held([rid]) != [False]:
-        assert time.monotonic() < deadline
-        rank.side.ended_offloads()
 
 
 def test_a_restart_finds_what_the_last_engine_stored(

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from sglang_world import (
     hashes_of,
     make_windowed,
     same,
+    wait_for,
 )
 
 from flexkv import LayoutError
@@ -41,22 +40,6 @@ def make_windowed_rank(make_rank: MakeRank) -> MakeRank:
         return make_rank(pool=pool, window=WINDOW * page_size, **options)
 
     return make
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "ssd_cache_gb": 1 / 64,
-        "ssd_cache_dir": (str(tmp_path / "disk"),),
-        "ssd_timeout_seconds": PATIENCE_SECONDS,
-    }
-
-
-def wait_for(rank: Rank, rid: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while rank.side.held([rid]) != [False]:
-        assert time.monotonic() < deadline
-        rank.side.ended_offloads()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])

@@ -208,9 +208,11 @@ class PoolMover:
         if copy.flag:
             ctypes.c_uint32.from_address(copy.flag).value = status
         copy.status = status
-        old = self._copies.get(ticket - _KEPT)
-        if old is not None and old.status is not Status.PENDING:
-            del self._copies[ticket - _KEPT]
+        while len(self._copies) > _KEPT:
+            oldest = next(iter(self._copies))
+            if self._copies[oldest].status is Status.PENDING:
+                break
+            del self._copies[oldest]
 
 
 def _both(one: range, other: range) -> range:
