@@ -18,7 +18,7 @@ _HASH_BYTES = 32
 _SEARCHED_PAGES = 64
 """Pages that are looked up at once, at least. Not tuned."""
 _SEARCHED_MOST = 1024
-"""Pages that are looked up at most, from the end of a prefix on: 0.8 ms on a core of a cloud machine
+"""Pages that are looked up at most, from the end of a prefix on: 0.8 ms on a cloud machine's core
 if a page has one part and none is there. SGLang looks a waiting request up in each step."""
 
 
