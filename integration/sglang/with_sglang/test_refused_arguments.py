@@ -69,9 +69,26 @@ REFUSED = [
     (
         LAGUNA,
         f"--speculative-algorithm=EAGLE {DRAFT}",
-        "is EAGLE and the model .* has sliding windows; .* --disable-hybrid-swa-memory of SGLang$",
+        "is EAGLE and the model .* has sliding windows .* --disable-hybrid-swa-memory of SGLang$",
     ),
-    (QWEN_NEXT, NO_BUFFER, "--model-path keeps MAMBA beside full attention"),
+    (
+        QWEN_NEXT,
+        f"{NO_BUFFER} --speculative-algorithm=EAGLE {DRAFT}",
+        "is EAGLE and the model .* has sliding windows or recurrent states; .*",
+    ),
+    (
+        QWEN_NEXT,
+        f"{NO_BUFFER} --disaggregation-mode=prefill",
+        "--disaggregation-mode is prefill and the model .* states; allowed with FlexKV: null$",
+    ),
+    *(
+        (QWEN_NEXT, f"{NO_BUFFER} {flag}", f"{flag} is set; .* as the model computes on them$")
+        for flag in (
+            "--enable-int8-mamba-checkpoint",
+            "--enable-linear-replayssm",
+            "--enable-linear-replayssm-spec",
+        )
+    ),
     (QWEN_VL, "--model-impl=transformers", "--model-impl is transformers"),
     (LLAMA, "--pp-size=2", "--pp-size .* is 2; allowed with FlexKV: 1$"),
     (LLAMA, "--nnodes=2 --dist-init-addr=127.0.0.1:5000", "--nnodes is 2"),
@@ -117,6 +134,7 @@ STARTS = [
     (LAGUNA, ""),
     (LAGUNA, "--disable-hybrid-swa-memory"),
     (GEMMA, ""),
+    (QWEN_NEXT, NO_BUFFER),
 ]
 
 
@@ -161,7 +179,7 @@ def test_the_command_says_what_is_refused_and_not_that_weights_are_missing(tmp_p
     path = model_folder(tmp_path, QWEN_NEXT)
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={path}"]
     done = subprocess.run(
-        [*command, *ON_CPU, *FLAG, *NO_BUFFER.split()],
+        [*command, *ON_CPU, *FLAG, *NO_BUFFER.split(), "--disaggregation-mode=prefill"],
         capture_output=True,
         text=True,
         check=False,
@@ -169,4 +187,4 @@ def test_the_command_says_what_is_refused_and_not_that_weights_are_missing(tmp_p
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert "the model of --model-path keeps MAMBA beside full attention; allowed" in last
+    assert "the model of --model-path keeps recurrent states; allowed with FlexKV: null" in last

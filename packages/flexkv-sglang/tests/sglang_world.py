@@ -37,7 +37,16 @@ class SWAKVPool(SimpleNamespace):
     """A pool of full attention beside one of sliding windows; named as SGLang's class."""
 
 
+class HybridLinearKVPool(SimpleNamespace):
+    """A pool of full attention beside recurrent states; named as SGLang's class."""
+
+
+class MambaPool(SimpleNamespace):
+    """A pool of recurrent states; named as SGLang's class."""
+
+
 WINDOW_PAGES = 7
+STATES = 5
 
 
 def make_windowed(*, page_size: int = 4, layers: int = LAYERS, heads: int = HEADS) -> Any:
@@ -51,13 +60,9 @@ def make_windowed(*, page_size: int = 4, layers: int = LAYERS, heads: int = HEAD
     """
     full = make_pool(page_size=page_size)
     window = make_pool(page_size=page_size, pages=WINDOW_PAGES, heads=heads, layers=layers)
-    numbers = {True: [], False: []}
-    for number in range(LAYERS + layers):
-        is_full = (number % 2 == 1 and len(numbers[True]) < LAYERS) or len(numbers[False]) == layers
-        numbers[is_full].append(number)
-    for pool, is_full in ((full, True), (window, False)):
+    for pool, numbers in zip((window, full), _alternate(layers), strict=True):
         (described,) = pool.get_device_pool_infos()
-        described.layer_ids = tuple(numbers[is_full])
+        described.layer_ids = numbers
     return SWAKVPool(
         size=full.size,
         page_size=page_size,
@@ -68,6 +73,54 @@ def make_windowed(*, page_size: int = 4, layers: int = LAYERS, heads: int = HEAD
         full_layer_nums=LAYERS,
         swa_layer_nums=layers,
         swa_req_ring_size=None,
+    )
+
+
+def _alternate(layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of `layers` layers of another kind, and those of the layers of full attention,
+    each of which follows one of them as long as there are any."""
+    others: list[int] = []
+    full: list[int] = []
+    for number in range(LAYERS + layers):
+        is_full = (number % 2 == 1 and len(full) < LAYERS) or len(others) == layers
+        (full if is_full else others).append(number)
+    return tuple(others), tuple(full)
+
+
+def make_with_states(
+    kind: str = "mha", *, page_size: int = 4, layers: int = LAYERS, heads: int = HEADS
+) -> Any:
+    """A pool of a model with `layers` layers with a state, each followed by one of full attention
+    as long as there are any of the `LAYERS`; attribute `states` is the pool of states.
+
+    Args:
+        kind: of full attention; see `make_pool`.
+        page_size: tokens of a page.
+        layers: with a state.
+        heads: of full attention, on this rank.
+    """
+    full = make_pool(kind, page_size=page_size, heads=heads)
+    mine, numbers = _alternate(layers)
+    if kind == "mha":
+        (described,) = full.get_device_pool_infos()
+        described.layer_ids = numbers
+    info = SimpleNamespace(
+        temporal=torch.zeros(layers, STATES, HEADS, 64, DIM),
+        # In memory, the places of a window come before the channels.
+        conv=(torch.zeros(layers, STATES, 3, 2 * HEADS * DIM).transpose(2, 3),),
+        extra_checkpoint_buffers=(),
+    )
+    description = SimpleNamespace(layer_ids=mine, buffer_info=info)
+    states = MambaPool(get_device_pool_infos=lambda: (description,))
+    return HybridLinearKVPool(
+        size=full.size,
+        page_size=page_size,
+        start_layer=0,
+        dtype=full.dtype,
+        full_kv_pool=full,
+        full_attention_layer_id_mapping={layer: i for i, layer in enumerate(numbers)},
+        states=states,
+        info=info,
     )
 
 
@@ -218,8 +271,9 @@ class Rank:
         self.ranks = ranks = ranks or OneRank()
         total = heads if heads is not None else (HEADS if kind in {"mha", "hnd"} else 1)
         size = self.pool.page_size
+        states = getattr(self.pool, "states", None)
         self.pages: Pages = describe_pages(
-            self.pool, size, heads=total, ranks=ranks.count, drafts=drafts
+            self.pool, size, heads=total, ranks=ranks.count, drafts=drafts, states=states
         )
         self._layers = self.pages.layers
         config = CacheConfig(
@@ -246,13 +300,28 @@ class Rank:
     def read(self, pages: Sequence[int], *, windows: bool = False) -> list[torch.Tensor]:
         return [tensor[list(pages)].clone() for tensor in self._tensors(windows=windows)]
 
+    def fill_states(self, states: Sequence[int], seed: int) -> list[torch.Tensor]:
+        """Write other numbers to these states; returns them."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self._states:
+            shape = (tensor.shape[0], len(states), *tensor.shape[2:])
+            tensor[:, list(states)] = torch.rand(shape, generator=generator)
+        return self.read_states(states)
+
+    def read_states(self, states: Sequence[int]) -> list[torch.Tensor]:
+        return [tensor[:, list(states)].clone() for tensor in self._states]
+
     def store(
-        self, hashes: Sequence[str], pages: Sequence[int], windows: Sequence[int] = ()
+        self,
+        hashes: Sequence[str],
+        pages: Sequence[int],
+        windows: Sequence[int] = (),
+        states: Sequence[int] = (),
     ) -> bool:
-        """Offload pages, and pages of the windows of the last of them, and wait; returns what
+        """Offload pages, and what the last of them have in pools apart, and wait; returns what
         SGLang is told."""
-        blocks = self.blocks(pages, windows)
-        self.side.offload(hashes, lambda: blocks, windows=len(windows))
+        blocks = self.blocks(pages, windows, states)
+        self.side.offload(hashes, lambda: blocks, last=self.last(windows, states))
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.side.ended_offloads():
             assert time.monotonic() < deadline
@@ -271,26 +340,46 @@ class Rank:
         hashes: Sequence[str],
         pages: Sequence[int],
         windows: Sequence[int] = (),
+        states: Sequence[int] = (),
     ) -> bool:
         """Load pages as a batch does that needs all layers; whether SGLang may use them."""
-        blocks = self.blocks(pages, windows)
-        if not self.side.load(rid, hashes, blocks, len(windows)):
+        blocks = self.blocks(pages, windows, states)
+        if not self.side.load(rid, hashes, blocks, self.last(windows, states)):
             return False
         self.side.start_batch()
         for layer in range(self._layers):
             self.side.wait_for_layer(layer)
         return self.side.finish_batch()
 
-    def blocks(self, pages: Sequence[int], windows: Sequence[int] = ()) -> list[int]:
-        """The numbers of the blocks of pages, and of pages of windows: part by part."""
+    def blocks(
+        self, pages: Sequence[int], windows: Sequence[int] = (), states: Sequence[int] = ()
+    ) -> list[int]:
+        """The numbers of the blocks of pages, of pages of windows, part by part, and of states,
+        kind by kind of their tensors."""
         made, first = list(pages), self.pages.layout.num_blocks
         for layout in self.pages.windows:
             made += [first + page for page in windows]
             first += layout.num_blocks
+        for cut in self.pages.states:
+            made += [
+                first + each * cut.parts + part for part in range(cut.parts) for each in states
+            ]
+            first += cut.layout.num_blocks
         return made
+
+    def last(self, windows: Sequence[int] = (), states: Sequence[int] = ()) -> dict[str, int]:
+        """How many of the last pages have one, by SGLang's name of the pool, as SGLang names them:
+        an offload names no pool without pages."""
+        named = {"swa": len(windows), "mamba": len(states)}
+        return {name: count for name, count in named.items() if count}
+
+    @property
+    def _states(self) -> list[torch.Tensor]:
+        return [self.pool.info.temporal, *self.pool.info.conv]
 
     def _tensors(self, *, windows: bool) -> list[torch.Tensor]:
         named = self.pages.tensors.items()
+        named = [(name, each) for name, each in named if not name.startswith("state")]
         return [each for name, each in named if name.startswith("window") == windows]
 
 

@@ -195,6 +195,9 @@ def test_a_wrong_setting_stops_sglang_before_it_reads_weights(
         ("enable_hisparse", True, "--enable-hisparse is set"),
         ("enable_unified_memory", True, "--enable-unified-memory is set"),
         ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding is set"),
+        ("enable_int8_mamba_checkpoint", True, "--enable-int8-mamba-checkpoint is set"),
+        ("enable_linear_replayssm", True, "--enable-linear-replayssm is set"),
+        ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm-spec is set"),
         ("enable_pd_role_switch", True, "--enable-pd-role-switch is set; .* keep their role"),
         ("radix_cache_backend", "other", "--radix-cache-backend is 'other'"),
         ("hicache_storage_backend", "file", "--hicache-storage-backend is 'file'"),
@@ -211,23 +214,10 @@ def test_what_cannot_be_cached_right_is_refused(
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("speculative_algorithm", "DFLASH", "is DFLASH, whose .* STANDALONE$"),
-        ("ssm", True, "of --model-path keeps MAMBA beside full attention"),
-    ],
-)
-def test_a_model_or_draft_that_cannot_be_cached_is_refused(
-    sglang: SGLang, linked: bool, name: str, value: Any, said: str
-) -> None:
+def test_a_draft_that_cannot_be_cached_is_refused(sglang: SGLang, linked: bool) -> None:
     chosen = LINKED if linked else {}
-    if name in UNSET:
-        chosen = chosen | {name: value}
-    else:
-        chosen = chosen | {"model": SimpleNamespace(**vars(UNSET["model"]) | {name: value})}
-    with pytest.raises((ConfigError, LayoutError), match=said):
-        sglang.start(**chosen)
+    with pytest.raises(ConfigError, match=r"is DFLASH, whose .* STANDALONE$"):
+        sglang.start(speculative_algorithm="DFLASH", **chosen)
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
@@ -241,6 +231,18 @@ def test_windows_are_cached_unless_a_draft_or_compressed(sglang: SGLang, linked:
     model.is_hybrid_swa_compress = True
     with pytest.raises(LayoutError, match="of --model-path keeps windows of compressed states"):
         sglang.start(model=model, **chosen)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
+def test_states_are_cached_unless_beside_a_draft_or_sent_on(sglang: SGLang, linked: bool) -> None:
+    chosen = LINKED if linked else {}
+    model = SimpleNamespace(**vars(UNSET["model"]) | {"ssm": True})
+    sglang.start(model=model, **chosen)
+    sglang.start(model=model, speculative_algorithm="NGRAM", **chosen)
+    with pytest.raises(ConfigError, match=r"is EAGLE and the model .* or recurrent states"):
+        sglang.start(model=model, speculative_algorithm="EAGLE", **chosen)
+    with pytest.raises(ConfigError, match=r"is prefill and .* recurrent states; .* FlexKV: null"):
+        sglang.start(model=model, disaggregation_mode="prefill", **chosen)
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"])

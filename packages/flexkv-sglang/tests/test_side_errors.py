@@ -111,7 +111,7 @@ class Engine:
         hashes = self._hashes(number)
         self._call(
             hooks.offload,
-            lambda *_: self.side.offload(hashes, lambda: blocks, windows=len(windows)),
+            lambda *_: self.side.offload(hashes, lambda: blocks, last=self.rank.last(windows)),
             SimpleNamespace(cache=self._tree),
             object(),
             None,
@@ -160,7 +160,7 @@ class Engine:
         pages, hashes = [7, 8, 9][:found], hashes[:found]
         windows = [2, 3][: min(found, self._windows)]
         blocks = self.rank.blocks(pages, windows)
-        if cancels and self._call(self.side.load, rid, hashes, blocks, len(windows)):
+        if cancels and self._call(self.side.load, rid, hashes, blocks, self.rank.last(windows)):
             self._call(self.side.cancel, rid)
         self.rank.fill(pages, seed=-1 - len(self._prompts))
         self.rank.fill(windows, seed=-1 - len(self._prompts), windows=True)

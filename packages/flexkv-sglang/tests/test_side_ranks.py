@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, same, write_weights
+from sglang_world import (
+    PATIENCE_SECONDS,
+    Rank,
+    hashes_of,
+    make_with_states,
+    same,
+    write_weights,
+)
 
 from flexkv import KVCache
 
@@ -66,7 +74,7 @@ class Threads:
 class Engine:
     """Two ranks of one engine; every call is made on both at once."""
 
-    def __init__(self, folder: Path, kind: str, heads: int) -> None:
+    def __init__(self, folder: Path, kind: str, heads: int, *, states: bool = False) -> None:
         write_weights(folder)
         queues: list[queue.Queue[list[int]]] = [queue.Queue() for _ in range(2)]
         votes, meeting = [True, True], threading.Barrier(2)
@@ -75,7 +83,9 @@ class Engine:
 
         def start(rank: int) -> None:
             ranks = Threads(rank, queues, votes, meeting)
-            made[rank] = Rank(folder, kind, heads=heads, ranks=ranks, pool_heads=heads // 2 or 1)
+            own = heads // 2 or 1
+            pool = make_with_states(kind, heads=own) if states else None
+            made[rank] = Rank(folder, kind, heads=heads, ranks=ranks, pool_heads=own, pool=pool)
 
         list(self._pool.map(start, range(2)))
         self.ranks = [each for each in made if each is not None]
@@ -109,6 +119,33 @@ def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
     assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, True]
     for rank, wanted in zip(engine.ranks, stored, strict=True):
         assert same(rank.read([7, 8, 9]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("mha", 2), ("mha", 1), ("mla", 1)], ids=["heads", "replicas", "latent"]
+)
+def test_each_rank_gets_its_own_state_back(tmp_path: Path, kind: str, heads: int) -> None:
+    """States differ even where ranks have the same heads."""
+    engine = Engine(tmp_path, kind, heads, states=True)
+    hashes = hashes_of("a", 2)
+    replicas = engine.ranks[0].pages.sharding.replicas
+    assert replicas == 2 // heads
+    stored = engine.both(lambda rank: rank.fill([1, 2], seed=rank.ranks.rank // replicas))
+    states = engine.both(lambda rank: rank.fill_states([3], seed=rank.ranks.rank))
+    blocks, last = engine.ranks[0].blocks([1, 2], states=[3]), {"mamba": 1}
+    engine.both(lambda rank: rank.side.offload(hashes, lambda: blocks, last=last))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all(engine.both(lambda rank: rank.side.ended_offloads())):
+        assert time.monotonic() < deadline
+    assert engine.both(lambda rank: rank.side.take_offload()) == [True, True]
+    engine.both(lambda rank: rank.fill_states(range(5), seed=9))
+    assert engine.both(lambda rank: rank.side.lookup("r", hashes)) == [[2], []]
+    loaded = engine.both(lambda rank: rank.load("r", hashes, [7, 8], states=[1]))
+    assert loaded == [True, True]
+    for rank, pages, state in zip(engine.ranks, stored, states, strict=True):
+        assert same(rank.read([7, 8]), pages)
+        assert same(rank.read_states([1]), state)
+    engine.close()
 
 
 def test_all_ranks_delay_offloads_once_host_memory_is_full(

@@ -12,17 +12,17 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
 from flexkv.types.changes import Medium
-from flexkv_sglang.windows import NO_WINDOWS, OBTAINABLE, Windows
+from flexkv_sglang.trailing import NONE_TRAILING, OBTAINABLE, TrailingPages
 
 
 @dataclass(slots=True)
-class _Window:
-    """The window that a request needs before the end of its prefix.
+class _Trailing:
+    """The trailing pages that a request needs before the end of its prefix.
 
     Attributes:
         keys: keys of the pages that the request's prefix may have at most.
-        pages: how many of these it has; unknown until the window's fetch has been tried.
-        fetch: of the window's blocks; None if it has not begun.
+        pages: how many of these it has; unknown until their fetch has been tried.
+        fetch: of their blocks; None if it has not begun.
         tried: whether it was tried.
     """
 
@@ -54,10 +54,10 @@ class AwaitedPrefixes:
         cache: the engine's cache; borrowed.
         chooser: decides which fetches are worth waiting for; borrowed.
         block_tokens: tokens of a block.
-        windows: the model's sliding windows.
+        trailing: the pages of which a hit needs the last.
 
     Attributes:
-        has_windows: whether the model has sliding windows.
+        trailing: as given.
     """
 
     def __init__(
@@ -65,11 +65,10 @@ class AwaitedPrefixes:
         cache: CacheClient,
         chooser: LoadChooser,
         block_tokens: int,
-        windows: Windows = NO_WINDOWS,
+        trailing: TrailingPages = NONE_TRAILING,
     ) -> None:
-        self.has_windows = bool(windows.parts)
-        self._windows_of = windows
-        self._windows: dict[str, _Window] = {}
+        self.trailing = trailing
+        self._trailing: dict[str, _Trailing] = {}
         self._cache = cache
         self._chooser = chooser
         self._block_tokens = block_tokens
@@ -103,15 +102,15 @@ class AwaitedPrefixes:
         fetched.keys += keys
         return self._cache.extend_fetch(fetched.id, keys)
 
-    def end_with_window(self, rid: str, keys: Sequence[bytes]) -> None:
+    def end_with_trailing(self, rid: str, keys: Sequence[bytes]) -> None:
         """Nothing more is fetched for the request's prefix, which ends within `keys`: fetch the
-        window before its end as soon as the end is known.
+        trailing pages before its end as soon as the end is known.
 
         Args:
             rid: the request.
             keys: keys of the pages behind those that SGLang has.
         """
-        self._windows[rid] = _Window(keys)
+        self._trailing[rid] = _Trailing(keys)
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Whether each request should wait, because its fetch is expected to end sooner than
@@ -120,7 +119,7 @@ class AwaitedPrefixes:
         Args:
             rids: all requests of the queue.
         """
-        for rid in (self._fetches.keys() | self._windows.keys()) - set(rids):
+        for rid in (self._fetches.keys() | self._trailing.keys()) - set(rids):
             self.end(rid)
         return [self._is_awaited(rid) for rid in rids]
 
@@ -139,23 +138,25 @@ class AwaitedPrefixes:
             state = self._cache.end_fetch(fetched.id)
             del self._fetches[rid]  # not before: an error would lose the fetch
             self._chooser.fetched(fetched.id, state)
-        window = self._windows.get(rid)
-        if window is not None:
-            if window.fetch is not None:
-                self._cache.end_fetch(window.fetch)
-            del self._windows[rid]
+        trailing = self._trailing.get(rid)
+        if trailing is not None:
+            if trailing.fetch is not None:
+                self._cache.end_fetch(trailing.fetch)
+            del self._trailing[rid]
 
     def end_all(self) -> None:
         """End the fetches of all requests. Idempotent."""
-        for rid in [*self._fetches, *self._windows]:
+        for rid in [*self._fetches, *self._trailing]:
             self.end(rid)
 
     def _is_awaited(self, rid: str) -> bool:
-        window = self._windows.get(rid)
-        if window is not None and not window.tried and not self._try_window(rid, window):
+        trailing = self._trailing.get(rid)
+        if trailing is not None and not trailing.tried and not self._try_trailing(rid, trailing):
             return False
         return self._is_prefix_awaited(rid) or (
-            window is not None and window.fetch is not None and self._is_window_awaited(window)
+            trailing is not None
+            and trailing.fetch is not None
+            and self._are_trailing_awaited(trailing)
         )
 
     def _is_prefix_awaited(self, rid: str) -> bool:
@@ -167,28 +168,28 @@ class AwaitedPrefixes:
         span = Span(first * size, (first + state.stop) * size)
         return not state.done and self._chooser.is_worth_waiting(fetched.id, span)
 
-    def _is_window_awaited(self, window: _Window) -> bool:
-        assert window.fetch is not None
-        span = Span(0, window.pages * self._block_tokens)
-        done = self._cache.fetch_state(window.fetch).done
-        return not done and self._chooser.is_worth_waiting(window.fetch, span)
+    def _are_trailing_awaited(self, trailing: _Trailing) -> bool:
+        assert trailing.fetch is not None
+        span = Span(0, trailing.pages * self._block_tokens)
+        done = self._cache.fetch_state(trailing.fetch).done
+        return not done and self._chooser.is_worth_waiting(trailing.fetch, span)
 
-    def _try_window(self, rid: str, window: _Window) -> bool:
-        """Begin to fetch a window, if the end of the prefix is known. Returns False if no tier has
-        a window that the request could use: then it uses no page of the prefix, either."""
+    def _try_trailing(self, rid: str, trailing: _Trailing) -> bool:
+        """Begin to fetch trailing pages, if the end of the prefix is known. Returns False if no
+        tier has any that the request could use: then it uses no page of the prefix, either."""
         prefix = self._fetches.get(rid)
         if prefix is None:
-            length = self._cache.lookup(window.keys)
+            length = self._cache.lookup(trailing.keys)
         else:
             state = self._cache.fetch_state(prefix.id)
             if state.queried is not None and not state.done:
                 return True
             length = prefix.first + state.stop
-        window.tried = True
-        windows, keys = self._windows_of, window.keys[:length]
-        window.pages = windows.longest(self._cache, keys, OBTAINABLE)
-        if length and not window.pages:
+        trailing.tried = True
+        trailing.pages = self.trailing.longest(self._cache, trailing.keys[:length], OBTAINABLE)
+        if length and not trailing.pages:
             self.end(rid)
             return False
-        window.fetch = self._cache.fetch(windows.of_hit(window.keys[: window.pages]))
+        keys = self.trailing.keys_of_hit(trailing.keys[: trailing.pages])
+        trailing.fetch = self._cache.fetch(keys)
         return True

@@ -71,7 +71,7 @@ def reserve(
     cache: CacheClient,
     before: PackedKeys,
     keys: PackedKeys,
-    windows: Sequence[bytes],
+    trailing: Sequence[bytes],
     offload: Offload,
 ) -> Decision:
     """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
@@ -81,20 +81,20 @@ def reserve(
         cache: of the engine.
         before: key of the block before them; empty if that is unknown.
         keys: keys of the blocks.
-        windows: keys of blocks of windows, each of which may be evicted without the others.
+        trailing: keys of blocks of trailing pages, each of which may be evicted without the others.
         offload: gets the store, and its slots.
 
     Returns:
         `NOTHING` if no block got a slot.
     """
-    blocks: Sequence[bytes] = [*keys, *windows] if windows else keys
+    blocks: Sequence[bytes] = [*keys, *trailing] if trailing else keys
     missing = cache.missing(blocks)
     if not missing:
         offload.stored = True
         return NOTHING
     starts = range(len(keys), len(blocks))
     if before and not cache.missing(before):
-        chain = [*before, *blocks] if windows else before + keys
+        chain = [*before, *blocks] if trailing else before + keys
         places = [1 + i for i in missing]
         transfer = cache.store(chain, places, prefix_starts=[1 + i for i in starts])
     else:

@@ -19,7 +19,7 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.meter import Meter
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.recording import RequestRecorder
-from flexkv_sglang.windows import NO_WINDOWS, Windows
+from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages
 
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for ended requests. A check costs one call per running request. Not
@@ -41,7 +41,7 @@ class FollowedRequests:
         keys_of: returns the keys of blocks for SGLang's hashes of pages.
         recorder: records the requests; None if nothing is recorded. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
-        windows: the model's sliding windows.
+        trailing: the pages of which a hit needs the last.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class FollowedRequests:
         recorder: RequestRecorder | None,
         options: Collection[str] | None = None,
         *,
-        windows: Windows = NO_WINDOWS,
+        trailing: TrailingPages = NONE_TRAILING,
     ) -> None:
-        self._windows = windows
+        self._trailing = trailing
         self._cache = cache
         self._page_size = page_size
         self._keys_of = keys_of
@@ -144,8 +144,8 @@ class FollowedRequests:
             prompt = own + found[:loaded]  # the lookup is older than SGLang's own hit
         hits = len(own) + loaded
         used: Sequence[bytes] = prompt[:hits]
-        if self._windows.parts:
-            used = [*used, *self._windows.of_hit(used)]
+        if self._trailing:
+            used = [*used, *self._trailing.keys_of_hit(used)]
         self._cache.record(used, replace(context, hit_tokens=hits * size), prompt)
 
     def _context_of(self, request: Any) -> RequestContext:

@@ -97,6 +97,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: getattr(pool, "full_kv_pool", pool)}
         if pages.windows:
             self.pools[PoolName.SWA] = pool.swa_kv_pool
+        if pages.states:
+            self.pools[PoolName.MAMBA] = params.req_to_token_pool.mamba_pool
         self.side: RankSide = start_rank(config, engine, pages, ranks)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -105,6 +107,8 @@ class FlexKVLinker(UnifiedCacheLinker):
                 self.side.weights_return = bool(backup)
                 counter = LayerCounter(pages.layers, self.side.wait_for_layer)
                 self.layer_done_counter = counter
+                if pages.states:
+                    params.req_to_token_pool.register_layer_transfer_counter(counter)
                 device = next(iter(pages.tensors.values())).device
                 self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
                 self._metrics = Metrics(config, _metric_labels(), leads=self.side.leads)
@@ -121,8 +125,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        hashes, windows = self._hashes(transfers)
-        return self.side.load(rid, hashes, self._pages(transfers), windows)
+        hashes, last = self._hashes(transfers)
+        return self.side.load(rid, hashes, self._pages(transfers), last)
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.side.cancel(rid)
@@ -135,8 +139,8 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         pages_of = partial(self._pages, transfers)
-        hashes, windows = self._hashes(transfers)
-        self.side.offload(hashes, pages_of, self._after_forward, windows)
+        hashes, last = self._hashes(transfers)
+        self.side.offload(hashes, pages_of, self._after_forward, last)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -146,8 +150,9 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def pop_completed_offload(self) -> bool:
         # SGLang offers a page again at its next use if it does not count as stored. The order of
-        # uses is then known for all pages.
-        return self.side.take_offload() and not self.side.delays
+        # uses is then known for all pages, and so is a state that a stored prefix has got since.
+        offered_again = self.side.delays or self.side.trailing.have_states
+        return self.side.take_offload() and not offered_again
 
     def reset(self) -> None:
         self.side.reset()
@@ -156,25 +161,29 @@ class FlexKVLinker(UnifiedCacheLinker):
         hooks.leave(self.side)
         self.side.close(FLUSH_SECONDS)
 
-    def _hashes(self, transfers: list[PoolTransfer]) -> tuple[list[str], int]:
-        """Hashes of the pages of transfers, and how many of the last have a page of windows; none
-        after an error."""
+    def _hashes(self, transfers: list[PoolTransfer]) -> tuple[list[str], dict[str, int]]:
+        """Hashes of the pages of transfers, and how many of the last have a page in pools apart, by
+        the pool's name; none after an error."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
-            full, window = _by_pool(transfers)
+            full, apart = _by_pool(transfers)
             hashes: list[str] = full.keys
-            return hashes, 0 if window is None else len(window.keys)
-        return [], 0
+            return hashes, {name: len(each.keys) for name, each in apart.items()}
+        return [], {}
 
     def _pages(self, transfers: list[PoolTransfer]) -> list[int] | None:
         """The blocks of transfers' pages; None after an error, or if these are not whole pages. All
         ranks get the same pages, because their allocators run in step."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
-            full, window = _by_pool(transfers)
+            full, apart = _by_pool(transfers)
             pages = self._whole_pages(full.device_indices)
-            if window is None or pages is None:
-                return pages
-            windows = self._whole_pages(window.device_indices)
-            return None if windows is None else pages + self.side.windows.blocks_of(windows)
+            numbers: dict[str, list[int]] = {}
+            for name, transfer in apart.items():
+                slots = transfer.device_indices
+                its = slots.tolist() if name == PoolName.MAMBA.value else self._whole_pages(slots)
+                if its is None or len(its) != len(transfer.keys):
+                    return None
+                numbers[name] = its
+            return None if pages is None else pages + self.side.trailing.blocks_of(numbers)
         return None
 
     def _whole_pages(self, slots: torch.Tensor) -> list[int] | None:
@@ -212,21 +221,24 @@ def _metric_labels() -> dict[str, str] | None:
     return labels | {name: str(value) for name, value in others.items()}
 
 
-def _by_pool(transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, PoolTransfer | None]:
-    """The transfer of full attention's pages, and that of the windows of its last pages; None
-    without one.
+def _by_pool(transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, dict[str, PoolTransfer]]:
+    """The transfer of full attention's pages, and those of what the last of these have in pools
+    apart, by the pool's name.
 
     Raises:
         LayoutError: SGLang names other pages.
     """
-    by_name = {transfer.name: transfer for transfer in transfers}
-    full, window = by_name.pop(PoolName.KV, None), by_name.pop(PoolName.SWA, None)
+    by_name = {str(transfer.name.value): transfer for transfer in transfers}
+    full = by_name.pop(str(PoolName.KV.value), None)
+    names = (str(each.value) for each in (PoolName.SWA, PoolName.MAMBA))
+    apart = {name: by_name.pop(name) for name in names if name in by_name}
     if by_name or full is None:
-        names = ", ".join(str(each.name) for each in transfers)
-        raise LayoutError(f"SGLang names pages of {names}; allowed: kv, or kv and swa")
-    if window is not None and window.keys != full.keys[-len(window.keys) :]:
-        raise LayoutError(
-            f"SGLang names {len(window.keys)} pages of windows that are not the last of "
-            f"{len(full.keys)} pages; allowed: those"
-        )
-    return full, window
+        named = ", ".join(str(each.name.value) for each in transfers)
+        raise LayoutError(f"SGLang names pages of {named}; allowed: kv, with swa or mamba")
+    for name, each in apart.items():
+        if each.keys != full.keys[-len(each.keys) :]:
+            raise LayoutError(
+                f"SGLang names {len(each.keys)} pages of {name} that are not the last of "
+                f"{len(full.keys)} pages; allowed: those"
+            )
+    return full, apart

@@ -57,7 +57,7 @@ class _Look:
         before: the hash of the last of them.
         keys: keys of hashed pages whose fetch has not begun.
         last: the key of the page before them.
-        seen: keys of all hashed pages, if the model has windows.
+        seen: keys of all hashed pages, if a hit needs trailing pages.
     """
 
     prompt: Prompt
@@ -128,7 +128,7 @@ class LookAhead:
             if not goes_on:
                 del self._looks[rid]
                 if look.seen:
-                    self._awaited.end_with_window(rid, look.seen)
+                    self._awaited.end_with_trailing(rid, look.seen)
             if self._clock() >= end:
                 return
 
@@ -156,7 +156,7 @@ class LookAhead:
         hashes = look.prompt.hashes(start, stop, look.before)
         look.hashed, look.before = stop, hashes[-1]
         keys = self._keys_of(hashes)
-        if self._awaited.has_windows:
+        if self._awaited.trailing:
             look.seen += keys
         # A fetch takes all pages from its first one on, in host memory or not.
         found = 0 if rid in self._awaited else self._cache.lookup(keys)

@@ -9,7 +9,7 @@ from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.queries import Queries
-from flexkv_sglang.windows import IN_HOST, Windows
+from flexkv_sglang.trailing import IN_HOST, TrailingPages
 
 
 class PrefixMatcher:
@@ -19,7 +19,7 @@ class PrefixMatcher:
         cache: the engine's cache; borrowed.
         chooser: decides what is worth loading; borrowed.
         page_size: tokens of a page.
-        windows: the model's sliding windows.
+        trailing: the pages of which a hit needs the last.
         figures: counts the queries; borrowed.
 
     Attributes:
@@ -31,33 +31,34 @@ class PrefixMatcher:
         cache: CacheClient,
         chooser: LoadChooser,
         page_size: int,
-        windows: Windows,
+        trailing: TrailingPages,
         figures: CacheFigures,
     ) -> None:
         self._cache = cache
         self._chooser = chooser
         self._page_size = page_size
-        self._windows = windows
+        self._trailing = trailing
         self.queries = Queries(figures, page_size)
 
     def match(self, rid: str, keys: PackedKeys) -> int:
-        """How many of these pages to load; SGLang computes the others. A hit that needs windows is
-        loaded as a whole or not at all.
+        """How many of these pages to load; SGLang computes the others. A hit that needs trailing
+        pages is loaded as a whole or not at all.
 
         Args:
             rid: the request.
             keys: keys of the pages that SGLang lacks, in the order of the prompt.
         """
         found = self._cache.lookup(keys)
-        found = self._windows.longest(self._cache, keys[:found], IN_HOST)
+        if self._trailing:
+            found = self._trailing.longest(self._cache, keys[:found], IN_HOST)
         pages, left = 0, None
         if found:
-            parts = self._windows.parts
-            blocks = found + parts * min(found, self._windows.reach)
+            trailing = self._trailing
+            blocks = found + trailing.count(trailing.of_hit(found))
             span = Span(0, found * self._page_size)
-            choice = self._chooser.choose_load(span, blocks, whole=bool(parts))
+            choice = self._chooser.choose_load(span, blocks, whole=bool(trailing))
             left = choice.left
-            pages = choice.blocks if not parts else 0 if left else found
+            pages = choice.blocks if not trailing else 0 if left else found
         if left is not None:
             self._chooser.left(left)
         self.queries.asked(rid, len(keys), left, found - pages)

@@ -53,6 +53,17 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
     shares = request.positional_embed_overrides is None
     limit = request._compute_max_prefix_len(len(tokens)) if shares else 0
     key = RadixKey(tokens, extra_key=request.extra_key, limit=limit, cache_salt=request.cache_salt)
+    if len(tree.tree_components) > 1:
+        # SGLang's own cache is of use as far as it has windows and states, too.
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        match = tree.tree_core.match_prefix(MatchPrefixParams(key=key))
+        first, before = match.device_prefix_len, None
+        key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
+        if first:
+            before = tree.get_last_hash_value(match.last_device_node)
+            first = first if before else len(key)
+        return MissingPages(key, first, before, tree.page_size)
     first, node, covered = tree.tree_core.match_full_device_prefix(key)
     key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
     before = None

@@ -2,7 +2,7 @@
 """The layout of SGLang's KV pools, and the part of a page that each rank holds.
 
 The pools of a draft model have the page numbers of the target's pool, so their tensors are further
-tensors of the same pages.
+tensors of the same pages. Sliding windows and recurrent states have numbers of their own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flexkv.engine.worker.pages import ApartPages
 from flexkv.layout import KVLayout, Sharding, TensorView
 from flexkv.types.errors import LayoutError
-from flexkv_sglang.windows import NO_WINDOWS, Windows
+from flexkv_sglang.states import CutStates, describe_states
+from flexkv_sglang.trailing import STATES, WINDOWS, TrailingPages, TrailingPool
 
 _INDEXER = "index_k_with_scale_buffer"
 """Attribute of SGLang's pools for sparse attention (DSA): the indexer's keys, one row a page."""
 _WINDOWED = "SWAKVPool"
 """SGLang's class of a pool of full attention beside one of sliding windows."""
+_WITH_STATES = "HybridLinearKVPool"
+"""SGLang's class of a pool of full attention beside one of recurrent states."""
 _TOKEN_ROWS = "nhd"
 _HEAD_DIM = {"nhd": 2, "paged_nhd": 2, "hnd": 1}
 """The dimension of KV heads, by SGLang's name of the order. Dimension 0 counts pages."""
@@ -36,8 +40,9 @@ class Pages:
         sharding: how ranks share a block.
         tensors: SGLang's tensors by name, dimension 0 counting pages; SGLang keeps them alive.
         traits: dtypes, which the layout's geometry leaves out.
-        windows: where the pages of sliding windows are, which SGLang numbers apart; empty if there
-            are none. A page has a part in each layout.
+        windows: where the pages of sliding windows are; empty if there are none. A page has a part
+            in each.
+        states: where recurrent states are; empty if there are none. A state has parts in each.
     """
 
     layout: KVLayout
@@ -45,18 +50,35 @@ class Pages:
     tensors: Mapping[str, torch.Tensor]
     traits: tuple[str, ...]
     windows: tuple[KVLayout, ...] = ()
+    states: tuple[CutStates, ...] = ()
 
-    def window_blocks(self, reach: int) -> Windows:
-        """The blocks of windows of `reach` pages."""
-        if not self.windows:
-            return NO_WINDOWS
-        first, pages = self.layout.num_blocks, self.windows[0].num_blocks
-        return Windows(len(self.windows), first, pages, reach)
+    @property
+    def apart(self) -> tuple[ApartPages, ...]:
+        """The pages with numbers of their own."""
+        share = 1 / max(1, len(self.windows))
+        windows = [ApartPages(each, i * share, share) for i, each in enumerate(self.windows)]
+        return (*windows, *(ApartPages(each.layout, is_own=True) for each in self.states))
+
+    def trailing(self, reach: int) -> TrailingPages:
+        """The same pages, of which a hit needs the last. `reach`: pages of a window."""
+        pools: list[TrailingPool] = []
+        first, number = self.layout.num_blocks, 1
+        if self.windows:
+            pages, parts = self.windows[0].num_blocks, len(self.windows)
+            pools.append(TrailingPool(WINDOWS, pages, parts, first, number, reach))
+            first, number = first + parts * pages, number + parts
+        for each in self.states:
+            count, parts = each.layout.num_blocks, each.parts
+            states = TrailingPool(STATES, count // parts, parts, first, number, 1, are_states=True)
+            pools.append(states)
+            first, number = first + count, number + parts
+        return TrailingPages(pools)
 
     @property
     def layers(self) -> int:
         """The number of the model's layers."""
-        return len(frozenset().union(*(each.starts for each in (self.layout, *self.windows))))
+        layouts = (self.layout, *(each.layout for each in self.apart))
+        return len(frozenset().union(*(each.starts for each in layouts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +98,13 @@ NO_DRAFTS = DraftPools()
 
 
 def describe_pages(
-    pool: Any, page_size: int, *, heads: int, ranks: int, drafts: DraftPools = NO_DRAFTS
+    pool: Any,
+    page_size: int,
+    *,
+    heads: int,
+    ranks: int,
+    drafts: DraftPools = NO_DRAFTS,
+    states: Any = None,
 ) -> Pages:
     """Describe the pages of SGLang's KV pool, split by head if possible.
 
@@ -88,15 +116,17 @@ def describe_pages(
         ranks: number of ranks that share a page.
         drafts: pools of the draft model, whose tensors belong to the last layer: the draft runs
             after SGLang has waited for that layer.
+        states: the pool of recurrent states, which ranks never hold in common; None without one.
 
     Raises:
         LayoutError: FlexKV cannot cache one of the pools.
     """
-    full, window = _full_and_window(pool)
+    full, window = _full_and_window(pool, states)
     pages = full.size // page_size + 1  # page 0 is padding
     first = int(getattr(pool, "start_layer", 0) or 0)
+    numbers = _numbers_of(pool, states)
     described = [
-        _Described(layer - first, *rest)
+        _Described(numbers.get(layer, layer) - first, *rest)
         for layer, *rest in _tensors(full, _infos(full), pages, page_size)
     ]
     last = max(each.layer for each in described)
@@ -114,21 +144,27 @@ def describe_pages(
         window_pages = window.size // page_size + 1
         found = _tensors(window, _infos(window), window_pages, page_size)
         apart = [_Described(layer - first, f"window {name}", *rest) for layer, name, *rest in found]
+    even = Sharding.by_head(heads, ranks)
     # Ranks hold other parts of a draft, or of windows, that have another number of heads.
-    is_even = not drafts.pools or drafts.heads == heads
-    sharding = Sharding.by_head(heads, ranks) if is_even else None
-    local = None if sharding is None else heads // sharding.parts
+    by_head = even if not drafts.pools or drafts.heads == heads else None
+    local = None if by_head is None or states is not None else heads // by_head.parts
     if not all(each.has_heads(local) for each in apart):
         local = None
     layout = _layout_of(described, pages, local)
-    if sharding is None or not layout.by_head:
-        sharding = Sharding(ranks)
+    sharding = by_head or Sharding(ranks)
+    if not layout.by_head:
+        # A state belongs to a number of ranks, so their pages need no common form.
+        sharding = Sharding(ranks, None, even.replicas if even and states is not None else 1)
     parts = _cut(apart, layout.block_bytes, window_pages)
+    cut = describe_states(states, first, layout.block_bytes // sharding.replicas) if states else []
     tensors = {each.name: each.tensor for each in (*described, *apart)}
-    traits = tuple(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-    own = [str(getattr(each, "dtype", "")) for each in (pool, *drafts.pools)]
+    traits = sorted({str(tensor.dtype) for tensor in tensors.values()})
+    traits += [str(getattr(each, "dtype", "")) for each in (pool, *drafts.pools)]
+    traits += [each.trait for each in cut]
+    for each in cut:
+        tensors |= each.tensors
     windows = tuple(_layout_of(part, window_pages, local) for part in parts)
-    return Pages(layout, sharding, tensors, (*traits, *own), windows)
+    return Pages(layout, sharding, tensors, tuple(traits), windows, tuple(cut))
 
 
 class _Described(NamedTuple):
@@ -145,17 +181,23 @@ class _Described(NamedTuple):
         return self.head_dim is not None and self.tensor.shape[self.head_dim] == local
 
 
-def _full_and_window(pool: Any) -> tuple[Any, Any]:
-    """The pools of full attention and of sliding windows; None in place of the latter if all layers
-    have full attention.
+def _full_and_window(pool: Any, states: Any) -> tuple[Any, Any]:
+    """The pools of full attention and of sliding windows; None in place of the latter if no layer
+    has a window. `states`: see `describe_pages`.
 
     Raises:
-        LayoutError: SGLang does not keep windows in pages of a pool of their own.
+        LayoutError: SGLang does not keep windows in pages of a pool of their own, or full attention
+            in one beside states.
     """
     window = getattr(pool, "swa_kv_pool", None)
-    if window is None:
-        return pool, None
     kind = type(pool).__name__
+    if window is None:
+        if (states is not None) != (kind == _WITH_STATES):
+            raise LayoutError(
+                f"the KV pool {kind} of a model with{'' if states else 'out'} recurrent states is "
+                f"unknown; allowed: {_WITH_STATES} with states and no other pool"
+            )
+        return getattr(pool, "full_kv_pool", pool), None
     if kind != _WINDOWED or getattr(pool, "swa_req_ring_size", None) is not None:
         raise LayoutError(
             f"the KV pool {kind} keeps sliding windows in a way of its own; allowed: {_WINDOWED} "
@@ -167,6 +209,16 @@ def _full_and_window(pool: Any) -> tuple[Any, Any]:
             f"{pool.swa_layer_nums} with a window; allowed: 1 or more of both"
         )
     return pool.full_kv_pool, window
+
+
+def _numbers_of(pool: Any, states: Any) -> Mapping[int, int]:
+    """The numbers of the model's layers by those that the pool of full attention gives them, as far
+    as they differ."""
+    if states is None:
+        return {}
+    mapping: Mapping[int, int] = getattr(pool, "full_attention_layer_id_mapping", {})
+    named = {layer for info in _infos(pool.full_kv_pool) for layer in info.layer_ids}
+    return {} if named == set(mapping) else {own: layer for layer, own in mapping.items()}
 
 
 def _cut(apart: Sequence[_Described], most: int, pages: int) -> list[list[_Described]]:

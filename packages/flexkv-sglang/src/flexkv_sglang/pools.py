@@ -28,10 +28,10 @@ def draft_of(server_args: Any, settings: Any, params: Any) -> Any:
 
 
 def pages_of(pool: Any, params: Any, model: Any, draft: Any, ranks: int) -> Pages:
-    """Describe the pages of the target's pool and of the draft's.
+    """Describe the pages of the target's pools and of the draft's.
 
     Args:
-        pool: of the target.
+        pool: of the target; recurrent states are in SGLang's pool of requests.
         params: SGLang's parameters of the prefix cache.
         model: SGLang's configuration of the target.
         draft: that of the draft; None without one.
@@ -42,7 +42,12 @@ def pages_of(pool: Any, params: Any, model: Any, draft: Any, ranks: int) -> Page
     """
     drafts = NO_DRAFTS if draft is None else DraftPools(_draft_pools(params), _heads_of(draft))
     return describe_pages(
-        pool, params.page_size, heads=_heads_of(model), ranks=ranks, drafts=drafts
+        pool,
+        params.page_size,
+        heads=_heads_of(model),
+        ranks=ranks,
+        drafts=drafts,
+        states=getattr(params.req_to_token_pool, "mamba_pool", None),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import takewhile
@@ -35,8 +35,8 @@ from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.tier_events import TierEvents
+from flexkv_sglang.trailing import NO_LAST, NONE_TRAILING, TrailingPages
 from flexkv_sglang.waiting import WaitingRequests
-from flexkv_sglang.windows import NO_WINDOWS, Windows
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -61,13 +61,13 @@ class RankSide:
         page_size: tokens of a page, which is a block.
         chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for what a lower tier reads.
-        windows: the model's sliding windows.
+        trailing: the pages of which a hit needs the last.
         boundary: where errors of single requests end.
         recorder: of the requests; None if nothing is recorded here. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
 
     Attributes:
-        may_wait, windows, boundary: as given; `windows` and `may_wait` are the same on all ranks.
+        may_wait, trailing, boundary: as given; the first two are the same on all ranks.
         events: of what tiers have; None until `watch`, and on ranks other than 0.
         weights_return: whether SGLang keeps a copy of weights whose memory it releases.
         delays: whether offloads should wait until SGLang is about to evict the pages, since they
@@ -87,7 +87,7 @@ class RankSide:
         page_size: int,
         chooser: LoadChooser,
         may_wait: bool,
-        windows: Windows = NO_WINDOWS,
+        trailing: TrailingPages = NONE_TRAILING,
         boundary: ErrorBoundary,
         recorder: RequestRecorder | None = None,
         options: Collection[str] | None = None,
@@ -103,7 +103,7 @@ class RankSide:
         self.delayed = DelayedOffloads(self._exchanges)
         self._cache = cache
         self._page_size = page_size
-        self.windows = windows
+        self.trailing = trailing
         self._chooser = chooser
         self.boundary = boundary
         self._before: str | None = None
@@ -124,17 +124,17 @@ class RankSide:
             self._ordered = OrderedTransfers(cache)
             boundary.after_error = self._ordered.lose
             self._waiting = WaitingRequests(
-                cache, chooser, page_size, self.keys_of, boundary, windows=windows
+                cache, chooser, page_size, self.keys_of, boundary, trailing=trailing
             )
             followed = FollowedRequests(
-                cache, page_size, self.keys_of, recorder, options, windows=windows
+                cache, page_size, self.keys_of, recorder, options, trailing=trailing
             )
             # The worker's figures count this rank's errors, which must not count twice.
             self.figures = CacheFigures(
                 cache, ErrorBoundary(), followed.put_counts, lambda: chooser.prefill_cost
             )
             self._followed = followed
-            self._matcher = PrefixMatcher(cache, chooser, page_size, windows, self.figures)
+            self._matcher = PrefixMatcher(cache, chooser, page_size, trailing, self.figures)
 
     @property
     def leads(self) -> bool:
@@ -185,7 +185,11 @@ class RankSide:
         return length
 
     def load(
-        self, rid: str, hashes: Sequence[str], pages: Sequence[int] | None, windows: int = 0
+        self,
+        rid: str,
+        hashes: Sequence[str],
+        pages: Sequence[int] | None,
+        last: Mapping[str, int] = NO_LAST,
     ) -> bool:
         """Queue a load for the next batch. All ranks return the same.
 
@@ -193,21 +197,21 @@ class RankSide:
             rid: id of the request.
             hashes: hashes of the pages to load.
             pages: numbers of the blocks that SGLang has allocated for them: its numbers of pages,
-                then those of `Windows.blocks_of`; None after an error.
-            windows: how many of the last pages have a page in the windows' pool, too.
+                then those of `TrailingPages.blocks_of`; None after an error.
+            last: how many of the last pages have one in pools apart, by the pool's name.
 
         Returns:
             False if the blocks have left host memory since the lookup, or a rank has no `pages`.
         """
-        named = pages is not None and len(pages) == len(hashes) + self.windows.parts * windows
-        named = named and windows == min(len(hashes), self.windows.reach)
-        if not self._exchanges.ranks.all(named) or pages is None:
+        trailing, count = self.trailing, len(hashes)
+        named = pages is not None and len(pages) == count + trailing.count(last)
+        if not self._exchanges.ranks.all(named and last == trailing.of_hit(count)) or pages is None:
             return False
         queued = QueuedLoad(CopyOrder(0, 0, [], []))
         number, cell, count = self._decide(
             "ordering a load",
             "it is a miss",
-            lambda c: lease(c, self.windows.with_last(self.keys_of(hashes), windows), queued),
+            lambda c: lease(c, trailing.with_last(self.keys_of(hashes), last), queued),
         )
         if not number:
             return False
@@ -351,7 +355,7 @@ class RankSide:
         hashes: Sequence[str],
         pages_of: Callable[[], Sequence[int] | None],
         behind: Behind = contextlib.nullcontext,
-        windows: int = 0,
+        last: Mapping[str, int] = NO_LAST,
     ) -> None:
         """Store pages. SGLang must keep them until `take_offload` has returned for them.
 
@@ -360,15 +364,15 @@ class RankSide:
             pages_of: returns the numbers of their blocks; None after an error, which fails the
                 offload. Not called if all are stored already.
             behind: the copies follow the work that SGLang has queued so far.
-            windows: see `load`.
+            last: see `load`.
         """
         offload = Offload()
         self._pending.append(offload)
         before, self._before = self._before, None
 
         def make(cache: CacheClient) -> Decision:
-            keys, last = self.keys_of(hashes), len(hashes) - windows
-            apart = self.windows.keys_of(keys[last:]) if windows else ()
+            keys = self.keys_of(hashes)
+            apart = self.trailing.keys_of(keys, last) if last else ()
             return reserve(cache, self.keys_of([before] if before else []), keys, apart, offload)
 
         number, cell, count = self._decide("storing blocks", "they are not cached", make)
@@ -540,8 +544,8 @@ class RankSide:
             return [*make(self._cache), int(self._cache.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
-        # A window's pages leave SGLang's pool as the window moves on.
-        self.delays = bool(full) and not self.may_wait and not self.windows.parts
+        # SGLang evicts windows and states before the pages of their prefix.
+        self.delays = bool(full) and not self.may_wait and not self.trailing
         if number and self._ordered is not None:
             self._ordered.offloads[number] = None
         return number, cell, count

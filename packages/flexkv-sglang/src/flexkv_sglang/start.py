@@ -34,6 +34,8 @@ prompt the run begins. The boundaries of larger blocks would therefore be unknow
 _STORED_STEPS = 3
 """Steps whose pages may be stored before the first of them are published: the one that computes,
 the one that copies, and with SGLang's overlap one more. Not tuned."""
+_STEP_STATES = 4
+"""States that a step leaves at the ends of its prompts and answers. Not tuned."""
 _SMALL_BLOCK = 64 << 10
 """Bytes of a block below which its fixed cost exceeds the cost of copying its bytes. Not tuned."""
 _LARGE_PAGE = 64
@@ -98,7 +100,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             worker = start_worker(
                 config,
                 engine_id,
-                RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank, apart=pages.windows),
+                RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank, apart=pages.apart),
                 device,
                 identity=identity,
                 boundary=boundary,
@@ -116,8 +118,8 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     config,
                     worker.session,
                     keeps_blocks=shares,
-                    follows_requests=not pages.windows,
-                    step_blocks=_STORED_STEPS * _step_pages(engine) * (1 + len(pages.windows)),
+                    follows_requests=not pages.apart,
+                    step_blocks=_STORED_STEPS * _step_blocks(engine, pages),
                     engines=engine.engines,
                 )
                 undo.callback(cache.close)
@@ -138,7 +140,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 page_size=engine.page_size,
                 chooser=chooser,
                 may_wait=bool(waits),
-                windows=pages.window_blocks(-(-engine.window // engine.page_size)),
+                trailing=pages.trailing(-(-engine.window // engine.page_size)),
                 boundary=boundary,
                 recorder=None
                 if cache is None
@@ -157,12 +159,14 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
         return side
 
 
-def _step_pages(engine: Engine) -> int:
-    """Pages that a step computes at most: those of a chunk of prompts, or of whole prompts where
-    SGLang does not cut them; see SGLang's `chunked_prefill_size` and `max_prefill_tokens`."""
+def _step_blocks(engine: Engine, pages: Pages) -> int:
+    """Blocks that a step computes at most: those of a chunk of prompts, or of whole prompts where
+    SGLang does not cut them; see SGLang's `chunked_prefill_size` and `max_prefill_tokens`. Of
+    states, those of a usual step."""
     chunk = engine.settings.chunked_prefill_size
     tokens = int(chunk) if chunk and chunk > 0 else int(engine.settings.max_prefill_tokens)
-    return max(1, tokens // engine.page_size)
+    full = max(1, tokens // engine.page_size) * (1 + len(pages.windows))
+    return full + _STEP_STATES * sum(each.parts for each in pages.states)
 
 
 def _make_recorder(

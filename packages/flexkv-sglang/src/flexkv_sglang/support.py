@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from flexkv.types.errors import ConfigError, LayoutError
@@ -20,12 +20,16 @@ are on several machines."""
 
 _ON_DEVICE = "SGLang's prefix cache on the device"
 _OWN_POOL = "pages that keep their place on the device"
+_WHOLE_STATES = "states as the model computes on them"
 _OFF = {
     "enable_hierarchical_cache": ("--enable-hierarchical-cache (--enable-hicache)", _ON_DEVICE),
     "enable_lmcache": ("--enable-lmcache", _ON_DEVICE),
     "enable_hisparse": ("--enable-hisparse", _OWN_POOL),
     "enable_unified_memory": ("--enable-unified-memory", _OWN_POOL),
     "enable_kv_cache_sharding": ("--enable-kv-cache-sharding", _OWN_POOL),
+    "enable_int8_mamba_checkpoint": ("--enable-int8-mamba-checkpoint", _WHOLE_STATES),
+    "enable_linear_replayssm": ("--enable-linear-replayssm", _WHOLE_STATES),
+    "enable_linear_replayssm_spec": ("--enable-linear-replayssm-spec", _WHOLE_STATES),
     "prefill_only_disable_kv_cache": ("--prefill-only-disable-kv-cache", "a KV cache"),
     "disaggregation_decode_enable_offload_kvcache": (
         "--disaggregation-decode-enable-offload-kvcache",
@@ -116,8 +120,8 @@ def _check_decode(settings: Any) -> None:
 
 
 def check_model(settings: Any, model: Any) -> None:
-    """Refuse a model and a draft that keep state outside pages of full attention, as far as that is
-    known before SGLang has read weights; `check_cache` refuses the rest.
+    """Refuse a model and a draft that keep state in a way of their own, as far as that is known
+    before SGLang has read weights; `check_cache` refuses the rest.
 
     Args:
         settings: SGLang's resolved settings.
@@ -125,7 +129,7 @@ def check_model(settings: Any, model: Any) -> None:
 
     Raises:
         ConfigError: the settings name a draft whose KV FlexKV does not store.
-        LayoutError: there is other state than that of full attention. The message names it.
+        LayoutError: there is state of another kind. The message names it.
     """
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -148,20 +152,26 @@ def check_model(settings: Any, model: Any) -> None:
             "the model of --model-path keeps windows of compressed states; allowed with FlexKV: "
             "full attention (MHA, MLA, DSA), and windows of keys and values"
         )
-    if model.is_hybrid_swa and has_kv:
+    has_states = uses_ssm_state(model)
+    if has_kv and (model.is_hybrid_swa or has_states):
         _refuse_draft(settings.speculative_algorithm)
-    _refuse_states(["MAMBA"] if uses_ssm_state(model) else [])
+    mode = getattr(settings, "disaggregation_mode", "null")
+    if has_states and mode != "null":
+        raise ConfigError(
+            f"SGLang's --disaggregation-mode is {mode} and the model of --model-path keeps "
+            f"recurrent states; allowed with FlexKV: null"
+        )
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
-    """Refuse a model that keeps state outside pages of full attention.
+    """Refuse a model that keeps state in a way of its own.
 
     Args:
         components: SGLang's components of the prefix cache, one for each kind of state.
         params: SGLang's parameters of the prefix cache.
 
     Raises:
-        LayoutError: there is other state than that of full attention. The message names it.
+        LayoutError: there is state of another kind. The message names it.
     """
     if getattr(params, "disable", False):
         raise LayoutError(
@@ -169,9 +179,23 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
             "model of SGLang's own (--model-impl sglang)"
         )
     kinds = [each.name for each in components]
-    _refuse_states([kind for kind in kinds if kind not in {"FULL", "SWA"}])
+    unknown = sorted(set(kinds) - {"FULL", "SWA", "MAMBA"})
+    if unknown:
+        raise LayoutError(
+            f"the model of --model-path keeps {', '.join(unknown)} beside full attention; allowed "
+            f"with FlexKV: full attention (MHA, MLA, DSA), sliding windows, recurrent states"
+        )
+    side_states = ("mamba_ckpt_pool", "short_conv_pool", "ngram_pool")
+    pools = [
+        getattr(getattr(params, "req_to_token_pool", None), name, None) for name in side_states
+    ]
+    if any(getattr(pool, "enabled", True) for pool in pools if pool is not None):
+        raise LayoutError(
+            "the model of --model-path keeps other states beside its recurrent states; allowed "
+            "with FlexKV: recurrent states alone"
+        )
     drafts = ("mtp_draft_device_pools", "sidecar_draft_device_pools")
-    if "SWA" in kinds and any(getattr(params, name, ()) for name in drafts):
+    if len(kinds) > 1 and any(getattr(params, name, ()) for name in drafts):
         _refuse_draft("set")
     if getattr(params, "mtp_draft_mamba_pools", ()):
         raise LayoutError(
@@ -181,22 +205,9 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
 
 
 def _refuse_draft(algorithm: str) -> NoReturn:
-    """Refuse a draft that keeps KV beside a model with windows."""
+    """Refuse a draft that keeps KV beside a model with windows or states."""
     raise ConfigError(
         f"SGLang's --speculative-algorithm is {algorithm} and the model of --model-path has "
-        f"sliding windows; allowed with FlexKV: one of both, NGRAM, or "
-        f"--disable-hybrid-swa-memory of SGLang"
+        f"sliding windows or recurrent states; allowed with FlexKV: one of both, NGRAM, or, with "
+        f"windows, --disable-hybrid-swa-memory of SGLang"
     )
-
-
-def _refuse_states(kinds: Collection[str]) -> None:
-    """Refuse SGLang's kinds of state beside full attention and windows.
-
-    Raises:
-        LayoutError: there are any.
-    """
-    if kinds:
-        raise LayoutError(
-            f"the model of --model-path keeps {', '.join(sorted(kinds))} beside full attention; "
-            f"allowed with FlexKV: full attention (MHA, MLA, DSA) and sliding windows"
-        )

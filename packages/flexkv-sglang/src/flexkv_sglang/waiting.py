@@ -11,7 +11,7 @@ from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
 from flexkv_sglang.shared_prefixes import SharedPrefixes
-from flexkv_sglang.windows import NO_WINDOWS, Windows
+from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages
 
 
 class WaitingRequests:
@@ -23,7 +23,7 @@ class WaitingRequests:
         page_size: tokens of a page.
         keys_of: returns the keys of pages for SGLang's hashes.
         boundary: where errors of single requests end.
-        windows: the model's sliding windows.
+        trailing: the pages of which a hit needs the last.
 
     Attributes:
         awaited: the fetches for the requests.
@@ -39,10 +39,11 @@ class WaitingRequests:
         keys_of: Callable[[Sequence[str]], Sequence[bytes]],
         boundary: ErrorBoundary,
         *,
-        windows: Windows = NO_WINDOWS,
+        trailing: TrailingPages = NONE_TRAILING,
     ) -> None:
-        self.awaited = AwaitedPrefixes(cache, chooser, page_size, windows)
+        self.awaited = AwaitedPrefixes(cache, chooser, page_size, trailing)
         self.ahead = LookAhead(cache, self.awaited, keys_of, boundary)
+        self._shares = not trailing.have_states
         self.shared = SharedPrefixes(lambda page: bool(cache.lookup(keys_of([page]))))
         self._has_tiers = bool(cache.info.media)
         self._seen: set[str] = set()
@@ -58,7 +59,7 @@ class WaitingRequests:
         `SharedPrefixes.waits`."""
         if self._has_tiers and rid not in self.awaited:
             self.ahead.begin(rid, prompt)
-        if prompt.pages:
+        if prompt.pages and self._shares:
             self.shared.waits(rid, prompt.hashes(0, 1, None)[0], kind)
 
     def held(self, rids: Sequence[str]) -> list[bool]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from flexkv import KVLayout, TensorView
-from flexkv.engine.worker.pages import RankPages
+from flexkv.engine.worker.pages import ApartPages, RankPages
 from flexkv.layout import Sharding
 
 HEADS, DIM = 4, 16
@@ -21,7 +21,7 @@ def layout_of(layers: int, blocks: int, heads: int) -> KVLayout:
 
 def pages_of(ranks: int, number: int) -> RankPages:
     heads = HEADS // ranks
-    apart = (layout_of(2, 5, heads), layout_of(20, 5, heads))
+    apart = (ApartPages(layout_of(2, 5, heads)), ApartPages(layout_of(20, 5, heads)))
     return RankPages(layout_of(8, 9, heads), 1, Sharding(ranks, HEADS), number, apart=apart)
 
 
@@ -46,6 +46,32 @@ def test_heads_are_at_the_same_places_however_many_ranks_there_are() -> None:
             own = {number * shard + plane.slot_offset for plane in half.planes}
             assert own <= places
             assert len(own) == len(places) // 2
+
+
+def test_pages_that_differ_between_replicas_have_room_of_their_own() -> None:
+    """Four ranks, of which two in a row hold the same bytes of a block."""
+    ranks, own_bytes = 4, 4 * HEADS * DIM
+    slots: dict[int, list[range]] = {}
+    for number in range(ranks):
+        apart = (ApartPages(layout_of(4, 5, HEADS), is_own=True),)
+        sharding = Sharding(ranks, None, 2)
+        pages = RankPages(layout_of(1, 9, HEADS), 1, sharding, number, apart=apart)
+        shard = pages.shard([], None)
+        assert (shard.shard_bytes, shard.replicas) == (2 * own_bytes, 2)
+        block, own = pages.place()
+        assert list(own.stored) == list(range(len(own.planes)))
+        assert sum(plane.page_bytes for plane in own.planes) == own_bytes
+        slots.setdefault(number // 2, []).append(
+            range(
+                min(plane.slot_offset for plane in own.planes),
+                max(plane.slot_offset + plane.page_bytes for plane in own.planes),
+            )
+        )
+        # A replica stores a half of what both hold.
+        stored = [block.planes[i].page_bytes for i in block.stored]
+        assert sum(stored) == HEADS * DIM // 2
+    halves = [range(own_bytes), range(own_bytes, 2 * own_bytes)]
+    assert slots == {0: halves, 1: halves}
 
 
 def test_pages_apart_are_part_of_the_fingerprint() -> None:

@@ -70,6 +70,23 @@ class PlacedPages(NamedTuple):
     stored: range
 
 
+class ApartPages(NamedTuple):
+    """Pages that the engine numbers apart from those of its blocks, such as those of a sliding
+    window. A page takes a slot.
+
+    Attributes:
+        layout: where they are.
+        begin: which share of the model's layers comes before their first one, about.
+        share: which share of the model's layers they span, about.
+        is_own: whether they differ between ranks that hold the same bytes of a block.
+    """
+
+    layout: KVLayout
+    begin: float = 0.0
+    share: float = 1.0
+    is_own: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class RankPages:
     """The pages of one rank, and which part of the engine's blocks they hold.
@@ -81,8 +98,7 @@ class RankPages:
         number: number of this rank within its stage.
         stage: number of its pipeline stage.
         stages: number of stages of the engine.
-        apart: layouts of pages that the engine numbers apart, such as those of a sliding window. A
-            page of each takes a slot.
+        apart: the pages with numbers of their own.
     """
 
     layout: KVLayout
@@ -91,13 +107,13 @@ class RankPages:
     number: int = 0
     stage: int = 0
     stages: int = 1
-    apart: tuple[KVLayout, ...] = ()
+    apart: tuple[ApartPages, ...] = ()
 
     @property
     def num_blocks(self) -> int:
         """How many blocks the engine's pages are. Those of `layout` have the first numbers, then
         follow those of each in `apart`."""
-        return sum(each.num_blocks for each in self._layouts)
+        return sum(each.layout.num_blocks for each in self._parts)
 
     @property
     def rank(self) -> int:
@@ -117,12 +133,13 @@ class RankPages:
             numa_node: node of the pages' device.
         """
         blocks, sharding = self.engine_blocks, self.sharding
-        parts = block_identity(identity, self.layout, blocks, sharding, self.apart)
+        apart = [each.layout for each in self.apart]
+        parts = block_identity(identity, self.layout, blocks, sharding, apart)
         return Shard(
             self.rank,
             fingerprint(parts),
             blocks,
-            max(each.shard_bytes(blocks) for each in self._layouts),
+            max(self._bytes_of(each) * self._copies_of(each) for each in self._parts),
             self.sharding.replicas,
             numa_node,
             stage=self.stage,
@@ -130,18 +147,31 @@ class RankPages:
         )
 
     def place(self) -> list[PlacedPages]:
-        """Place the pages of all layouts in slots. A rank's heads are at the same places in all
+        """Place all pages in slots. A rank's heads are at the same places in all slots. Ranks that
+        hold the same bytes of a block, and other bytes of other pages, have each a part of those
         slots."""
-        stride = max(each.head_stride(self.engine_blocks) for each in self._layouts)
-        replicas = self.sharding.replicas
-        return [
-            PlacedPages(
-                each.num_blocks,
-                *share_of(each.place(self.engine_blocks, stride), self.number % replicas, replicas),
-            )
-            for each in self._layouts
-        ]
+        stride = max(part.layout.head_stride(self.engine_blocks) for part in self._parts)
+        replica, replicas = self.number % self.sharding.replicas, self.sharding.replicas
+        placed = []
+        for part in self._parts:
+            planes = part.layout.place(self.engine_blocks, 0 if part.is_own else stride)
+            if part.is_own:
+                start = replica * self._bytes_of(part)
+                planes = [each._replace(slot_offset=start + each.slot_offset) for each in planes]
+                stored = range(len(planes))
+            else:
+                planes, stored = share_of(planes, replica, replicas)
+            placed.append(PlacedPages(part.layout.num_blocks, planes, stored))
+        return placed
 
     @property
-    def _layouts(self) -> tuple[KVLayout, ...]:
-        return (self.layout, *self.apart)
+    def _parts(self) -> tuple[ApartPages, ...]:
+        return (ApartPages(self.layout), *self.apart)
+
+    def _bytes_of(self, part: ApartPages) -> int:
+        """Bytes of this rank in a slot."""
+        return part.layout.shard_bytes(self.engine_blocks)
+
+    def _copies_of(self, part: ApartPages) -> int:
+        """How many ranks have bytes of their own in the part of a slot that these share."""
+        return self.sharding.replicas if part.is_own else 1

@@ -120,10 +120,9 @@ def _layers_of(pages: RankPages, placed: Sequence[PlacedPages]) -> LayerParts:
     if not pages.apart:
         return whole
     splits = [SplitLayout(0, 0.0, 1.0, whole)]
-    share = 1 / len(pages.apart)
     count = max(1, LAYER_PARTS // 2 // len(pages.apart))
     its = zip(pages.apart, placed[1:], _parts_of(placed)[1:], strict=True)
-    for number, (layout, apart, part) in enumerate(its):
-        split = split_layers(apart.planes, layout.starts, count)
-        splits.append(SplitLayout(part.planes.start, number * share, share, split))
+    for apart, its_pages, part in its:
+        split = split_layers(its_pages.planes, apart.layout.starts, count)
+        splits.append(SplitLayout(part.planes.start, apart.begin, apart.share, split))
     return merge_layers(splits)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with sliding windows: a hit has the window before its end, or it is none."""
+"""Models with sliding windows: a hit has the window before its end, or it is none.
+
+`test_states` has the same of recurrent states.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from sglang_world import (
 from flexkv import LayoutError
 from flexkv.types.presence import Presence
 from flexkv_sglang.pages import describe_pages
-from flexkv_sglang.windows import IN_HOST, OBTAINABLE, Windows
+from flexkv_sglang.trailing import IN_HOST, OBTAINABLE, TrailingPages, TrailingPool
 
 MakeRank = Callable[..., Rank]
 
@@ -75,7 +78,7 @@ def test_a_layer_waits_for_its_own_pages(make_windowed_rank: MakeRank) -> None:
     assert rank.store(hashes, [5, 2], [6, 3])
     rank.fill([9, 1], seed=3)
     rank.fill([1, 5], seed=4, windows=True)
-    assert rank.side.load("r", hashes, rank.blocks([9, 1], [1, 5]), 2)
+    assert rank.side.load("r", hashes, rank.blocks([9, 1], [1, 5]), {"swa": 2})
     rank.side.start_batch()
     for layer in range(2 * LAYERS):
         rank.side.wait_for_layer(layer)
@@ -108,7 +111,7 @@ def test_a_load_without_its_window_is_refused(make_windowed_rank: MakeRank) -> N
     hashes = hashes_of("a", 3)
     assert rank.store(hashes, [1, 2, 3], [1, 2])
     assert not rank.side.load("r", hashes, [4, 5, 6])
-    assert not rank.side.load("r", hashes, rank.blocks([4, 5, 6], [3]), 1)
+    assert not rank.side.load("r", hashes, rank.blocks([4, 5, 6], [3]), {"swa": 1})
     assert rank.load("r", hashes, [4, 5, 6], [3, 4])
 
 
@@ -246,31 +249,68 @@ class Known:
         return [self._places[key] for key in keys]
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(Presence), st.sampled_from(Presence)), max_size=200),
-    st.integers(1, 90),
-    st.booleans(),
-)
-def test_the_longest_hit_has_all_parts_of_its_window(
-    pages: list[tuple[Presence, Presence]], reach: int, below: bool
+@st.composite
+def pages_of_pools(draw: st.DrawFn) -> tuple[TrailingPages, list[list[tuple[Presence, ...]]]]:
+    """Pools, and where each has the parts of the pages of a prefix."""
+    pages = draw(st.integers(0, 200))
+    pools: list[TrailingPool] = []
+    places: list[list[tuple[Presence, ...]]] = []
+    number = 1
+    for name in draw(st.sampled_from([("swa",), ("mamba",), ("swa", "mamba"), ("mamba", "mamba")])):
+        parts = draw(st.integers(1, 3))
+        is_state = name == "mamba"
+        reach = 1 if is_state else draw(st.integers(1, 90))
+        pools.append(TrailingPool(name, 50, parts, 100, number, reach, is_state))
+        number += parts
+        likely = draw(st.sampled_from([Presence, [*[Presence.HOST] * 9, Presence.ABSENT]]))
+        page = st.tuples(*[st.sampled_from(likely)] * parts)
+        places.append(draw(st.lists(page, min_size=pages, max_size=pages)))
+    return TrailingPages(pools), places
+
+
+@given(pages_of_pools(), st.booleans())
+def test_the_longest_hit_has_all_that_it_needs(
+    drawn: tuple[TrailingPages, list[list[tuple[Presence, ...]]]], below: bool
 ) -> None:
-    windows = Windows(2, 100, 50, reach)
+    trailing, of_pools = drawn
     places = OBTAINABLE if below else IN_HOST
-    keys = [bytes([number]) * 32 + b"epoch" for number in range(len(pages))]
-    known = dict(zip(windows.keys_of(keys), [p[i] for i in range(2) for p in pages], strict=True))
-    there = [all(part in places for part in page) for page in pages]
-    lengths = [n for n in range(len(pages) + 1) if all(there[max(0, n - reach) : n])]
+    count = len(of_pools[0])
+    keys = [bytes([number]) * 32 + b"epoch" for number in range(count)]
+    known: dict[bytes, Presence] = {}
+    for pool, pages in zip(trailing.pools, of_pools, strict=True):
+        parts = [page[i] for i in range(pool.parts) for page in pages]
+        known |= zip(pool.keys_of(keys), parts, strict=True)
+
+    def is_hit(end: int) -> bool:
+        needed = trailing.keys_of_hit(keys[:end])
+        return all(known[key] in places for key in needed)
+
     cache: Any = Known(known)
-    assert windows.longest(cache, keys, places) == max(lengths)
+    assert trailing.longest(cache, keys, places) == max(n for n in range(count + 1) if is_hit(n))
 
 
 def test_blocks_and_keys_of_windows_are_in_the_same_order() -> None:
-    windows = Windows(2, 100, 50, 3)
+    windows = TrailingPages([TrailingPool("swa", 50, 2, 100, 1, 3)])
     keys = [b"a" * 32, b"b" * 32 + b"e"]
-    assert windows.blocks_of([7, 9]) == [107, 109, 157, 159]
-    assert windows.keys_of(keys) == [
-        b"a" * 32 + b"\1",
-        b"b" * 32 + b"\1e",
-        b"a" * 32 + b"\2",
-        b"b" * 32 + b"\2e",
+    assert windows.blocks_of({"swa": [7, 9]}) == [107, 109, 157, 159]
+    assert windows.keys_of(keys, {"swa": 2}) == [
+        b"a" * 32 + b"\0\1",
+        b"b" * 32 + b"\0\1e",
+        b"a" * 32 + b"\0\2",
+        b"b" * 32 + b"\0\2e",
     ]
+
+
+def test_blocks_and_keys_of_states_are_in_the_same_order() -> None:
+    """Behind windows; a state has parts of two kinds."""
+    kinds = [("swa", 50, 2, 100, 1, 3), ("mamba", 4, 3, 200, 3, 1, True)]
+    kinds.append(("mamba", 4, 300, 212, 6, 1, True))
+    trailing = TrailingPages(TrailingPool(*kind) for kind in kinds)
+    keys = [b"a" * 32, b"b" * 32 + b"e"]
+    blocks = trailing.blocks_of({"mamba": [2]})
+    assert blocks == [206, 207, 208, *range(212 + 600, 212 + 900)]
+    made = trailing.keys_of(keys, {"mamba": 1})
+    assert made[:3] == [b"b" * 32 + bytes([0, number]) + b"e" for number in (3, 4, 5)]
+    assert made[-1] == b"b" * 32 + (305).to_bytes(2, "big") + b"e"
+    assert len(made) == len(set(made)) == len(blocks) == trailing.count({"mamba": 1})
+    assert trailing.of_hit(2) == {"swa": 2, "mamba": 1}
