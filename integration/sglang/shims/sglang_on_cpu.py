@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes SGLang's CPU engine, which PyPI's packages leave without five things.
+"""Completes SGLang's CPU engine, which PyPI's packages leave without six things.
 
 `install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
 processes that they start have it. Nothing is imported and nothing is changed before SGLang or
@@ -14,6 +14,8 @@ torchvision themselves are imported.
   is pinned for CUDA, if the sender waits for that copy.
 - The attention backend for CPUs writes the keys of a sliding window to the windows' pool, and reads
   them by the numbers that they would have in the pool of full attention.
+- The gated norm of linear attention takes its kernel for GPUs, unless the processor has AMX. SGLang
+  has the same in plain torch beside it.
 """
 
 from __future__ import annotations
@@ -144,6 +146,14 @@ def _after_attention(module: ModuleType) -> None:
     backend.forward_decode = reads_windows(backend.forward_decode)
 
 
+def _after_gated_norm(module: ModuleType) -> None:
+    def forward(norm: Any, x: Any, z: Any = None) -> Any:
+        groups, first = norm.group_size, norm.norm_before_gate
+        return module.rms_norm_ref(x, norm.weight, norm.bias, z, norm.eps, groups, first)
+
+    module.RMSNorm.forward = forward
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     f"{_HOST_POOLS}.base": _after_base,
@@ -151,6 +161,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     f"{_HOST_POOLS}.mla": _after_host_pool,
     "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
     "sglang.srt.layers.attention.torch_native_backend": _after_attention,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": _after_gated_norm,
 }
 _kept: list[object] = []  # an operator lives as long as the library that defined it
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from . import operators
+
 
 def assign_req_to_token_pool_cpu(  # noqa: PLR0917  (called by position)
     requests: torch.Tensor,
@@ -41,3 +43,6 @@ def __getattr__(name: str) -> Any:
         raise NotImplementedError(f"sgl_kernel.{name} is not there (integration/sglang/shims)")
 
     return missing
+
+
+operators.define()
