@@ -10,8 +10,13 @@ _ROOT = Path(__file__).parents[2]
 _CHOSEN = "SGLANG_PYTHON"
 _NOX = "NOX_CURRENT_SESSION"
 
-FOR_ENGINES = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""Variables that every server is started with."""
+FOR_ENGINES = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
+"""Variables that every server is started with. SGLang keeps the last inputs of a convolution in 16
+bits unless told otherwise: a prompt of a model in 32 bits would depend on its chunks."""
 
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 """Of SGLang: cores of each rank. Unset, it refuses more ranks than there are NUMA nodes."""
