@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes SGLang's CPU engine, which PyPI's packages leave without six things.
+"""Completes SGLang's CPU engine, which PyPI's packages leave without seven things.
 
 `install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
 processes that they start have it. Nothing is imported and nothing is changed before SGLang or
@@ -16,6 +16,8 @@ torchvision themselves are imported.
   them by the numbers that they would have in the pool of full attention.
 - The gated norm of linear attention takes its kernel for GPUs, unless the processor has AMX. SGLang
   has the same in plain torch beside it.
+- Pages of several tokens need copies of recurrent states ("extra_buffer"), which SGLang refuses on
+  CPUs: it copies them by kernels for GPUs, and from memory that is pinned for CUDA.
 """
 
 from __future__ import annotations
@@ -83,13 +85,19 @@ def transfer_kv_all_layer_direct_lf_pf(
         target[pages, layer] = source[src_indices].view_as(target[pages, layer])
 
 
-def _after_host_pool(module: ModuleType) -> None:
-    for function in (
-        transfer_kv_direct,
-        transfer_kv_per_layer_direct_pf_lf,
-        transfer_kv_all_layer_direct_lf_pf,
-    ):
-        setattr(module, function.__name__, function)
+def _offer(*functions: Callable[..., Any]) -> Callable[[ModuleType], None]:
+    """What gives a module these functions, in place of its own of the same names."""
+
+    def after(module: ModuleType) -> None:
+        for function in functions:
+            setattr(module, function.__name__, function)
+
+    return after
+
+
+_after_host_pool = _offer(
+    transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf
+)
 
 
 def _after_base(module: ModuleType) -> None:
@@ -154,6 +162,47 @@ def _after_gated_norm(module: ModuleType) -> None:
     module.RMSNorm.forward = forward
 
 
+def track_mamba_states_all_layers(  # noqa: PLR0917  (as in SGLang)
+    conv_states_pool: Any,
+    ssm_states_pool: Any,
+    cache_indices: Any,
+    mamba_track_mask: Any,
+    mamba_track_indices: Any,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copy the states of those requests that the mask names to other slots, in all layers.
+
+    Args:
+        conv_states_pool, ssm_states_pool: states, shape (layers, slots, ...); written.
+        cache_indices: slot of each request.
+        mamba_track_mask: whether the states of each request are copied.
+        mamba_track_indices: where they are copied to.
+        batch_size: requests.
+        check_freed_slots: not needed here: for SGLang's unified memory pool.
+    """
+    chosen = mamba_track_mask[:batch_size]
+    source = cache_indices[:batch_size][chosen].long()
+    target = mamba_track_indices[:batch_size][chosen].long()
+    for pool in (conv_states_pool, ssm_states_pool):
+        pool[:, target] = pool[:, source]
+
+
+def track_mamba_states_if_needed(
+    conv_states: Any, ssm_states: Any, *args: Any, **kwargs: Any
+) -> None:
+    """The same in one layer."""
+    track_mamba_states_all_layers(conv_states[None], ssm_states[None], *args, **kwargs)
+
+
+def _platform_supports_mamba_cache_extra_buffer() -> bool:
+    return True
+
+
+def _after_batches(module: ModuleType) -> None:
+    module.torch.Tensor.pin_memory = lambda tensor, *_: tensor
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     f"{_HOST_POOLS}.base": _after_base,
@@ -162,6 +211,11 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
     "sglang.srt.layers.attention.torch_native_backend": _after_attention,
     "sglang.kernels.ops.attention.fla.layernorm_gated": _after_gated_norm,
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton": _offer(
+        track_mamba_states_all_layers, track_mamba_states_if_needed
+    ),
+    "sglang.srt.arg_groups.mamba_hook": _offer(_platform_supports_mamba_cache_extra_buffer),
+    "sglang.srt.managers.schedule_batch": _after_batches,
 }
 _kept: list[object] = []  # an operator lives as long as the library that defined it
 

@@ -57,6 +57,22 @@ def test_requests_get_their_slots() -> None:
     assert table[0].tolist() == [12, 13, 14, 15, 0, 0, 0, 0]
 
 
+def test_states_are_copied_where_the_mask_says_so() -> None:
+    conv, temporal = torch.randn(LAYERS, 6, 5, 3), torch.randn(LAYERS, 6, HEADS, DIM, 4)
+    before = [conv.clone(), temporal.clone()]
+    sources, targets = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([4, 0, 5])
+    mask = torch.tensor([True, False, True])
+    sglang_on_cpu.track_mamba_states_all_layers(conv, temporal, sources, mask, targets, 3)
+    for pool, old in zip((conv, temporal), before, strict=True):
+        assert torch.equal(pool, old[:, [0, 1, 2, 3, 1, 3]])
+    layer = (before[0][1], before[1][1])
+    sglang_on_cpu.track_mamba_states_if_needed(*layer, sources, mask, targets, batch_size=1)
+    for pool, copied in zip((conv, temporal), before, strict=True):
+        assert torch.equal(copied[1, 4], pool[1, 4])
+        assert not torch.equal(copied[1, 5], pool[1, 5])
+        assert not torch.equal(copied[0, 4], pool[0, 4])
+
+
 def test_another_kernel_fails_by_name_when_called() -> None:
     kernel = sgl_kernel.fused_experts_cpu
     with pytest.raises(NotImplementedError, match="fused_experts_cpu"):
