@@ -16,13 +16,16 @@ from typing import Any
 
 from integration.campaign.faults import Steering
 
-_FOLDER = "KV_CAMPAIGN_FOLDER"
+FOLDER = "KV_CAMPAIGN_FOLDER"
+"""The environment variable that names the folder of orders."""
 _METADATA = "Metadata-Version: 2.1\nName: flexkv-campaign\nVersion: 0\n"
 VLLM, SGLANG = "vllm.general_plugins", "sglang.srt.plugins"
 """Where the engines look for plugins."""
 
 
-def install(folder: Path, orders: Path, python_path: str, group: str = VLLM) -> dict[str, str]:
+def install(
+    folder: Path, orders: Path, python_path: str, group: str = VLLM, module: str = __name__
+) -> dict[str, str]:
     """Make the plugin known.
 
     Args:
@@ -30,6 +33,7 @@ def install(folder: Path, orders: Path, python_path: str, group: str = VLLM) -> 
         orders: folder of the `OrderBook` that it obeys.
         python_path: the engine's PYTHONPATH without it; the repository must be on it.
         group: of entry points, where the engine looks.
+        module: whose `register` the engine calls.
 
     Returns:
         What to add to the engine's environment.
@@ -37,9 +41,9 @@ def install(folder: Path, orders: Path, python_path: str, group: str = VLLM) -> 
     info = folder / "flexkv_campaign-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(_METADATA)
-    entry_point = f"[{group}]\nflexkv-campaign = {__name__}:register\n"
+    entry_point = f"[{group}]\nflexkv-campaign = {module}:register\n"
     (info / "entry_points.txt").write_text(entry_point)
-    return {"PYTHONPATH": os.pathsep.join((str(folder), python_path)), _FOLDER: str(orders)}
+    return {"PYTHONPATH": os.pathsep.join((str(folder), python_path)), FOLDER: str(orders)}
 
 
 def register() -> None:
@@ -49,7 +53,7 @@ def register() -> None:
 
     if getattr(pages.make_mover, "steered", False):
         return  # an engine loads plugins again where a process makes several engines
-    steering = Steering(Path(os.environ[_FOLDER]))
+    steering = Steering(Path(os.environ[FOLDER]))
     make_mover, open_disk_tier = pages.make_mover, tiers.open_disk_tier
 
     def make_steered_mover(*args: Any, **kwargs: Any) -> Any:
