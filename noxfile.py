@@ -210,6 +210,7 @@ def nightly(session: nox.Session) -> None:
         ("vllm", "fail"),
         ("sglang", "fail", "--stores"),
         ("sglang-windows", "fail"),
+        ("sglang-states", "fail"),
     ):
         options = ["--engine", engine, "--policy", policy, *more]
         out = f"campaign-{engine}-{policy}.json"

@@ -13,14 +13,15 @@ from pathlib import Path
 from integration.campaign.engine import Engine
 from integration.campaign.report import Report
 from integration.campaign.run import Campaign
-from integration.campaign.sglang import Sglang
+from integration.campaign.sglang import STATES, WINDOWS, Sglang
 from integration.campaign.stores import SharedStores
 from integration.campaign.vllm import Vllm
 
 ENGINES: dict[str, Engine] = {
     "vllm": Vllm(),
     "sglang": Sglang(),
-    "sglang-windows": Sglang(windows=True),
+    "sglang-windows": Sglang(family=WINDOWS),
+    "sglang-states": Sglang(family=STATES),
 }
 
 

@@ -73,6 +73,7 @@ class Engine(Protocol):
         prefix: of the names of its metrics.
         taken_out: its counter of requests that left the running batch, without prefix.
         block_bytes: of a FlexKV block.
+        hit_tokens: a hit of a whole prompt ends at a multiple of these.
         blocks_of_hit: FlexKV blocks that a hit loads at most for each block of its tokens: several
             if the model has windows. Such a hit is loaded as a whole or not at all, so a prompt
             with damaged blocks is seldom one.
@@ -84,6 +85,7 @@ class Engine(Protocol):
     prefix: str
     taken_out: str
     block_bytes: int
+    hit_tokens: int
     blocks_of_hit: int
 
     def reference(self, folder: Path, seed: int) -> list[Question]:

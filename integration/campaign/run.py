@@ -28,7 +28,6 @@ from integration.campaign.stores import (
 )
 from integration.campaign.verdict import Check, check_requests
 from integration.harness.answers import EngineError
-from integration.harness.checkpoint import TINY
 
 Say = Callable[[str], None]
 
@@ -221,9 +220,9 @@ class Campaign:
         )
 
     def _comes_from_host_memory(self, server: Server, number: int) -> bool:
-        """Ask a question until host memory brings all whole blocks of its prompt."""
-        block_tokens = self._engine.block_bytes // TINY.kv_bytes_per_token
-        whole = (len(self._questions[number].prompt) - 1) // block_tokens * block_tokens
+        """Ask a question until host memory brings all that a prompt can have."""
+        step = self._engine.hit_tokens
+        whole = (len(self._questions[number].prompt) - 1) // step * step
         late = time.monotonic() + _QUIET_SECONDS
         brought = 0
         before = _from_host_memory(self._settled(server))

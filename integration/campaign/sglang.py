@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,32 @@ from integration.sglang.environment import python
 from integration.sglang.linker import linker_config
 from integration.sglang.server import ServerConfig, SglangServer
 
-_WINDOWED, _PARTS = "mellum", 2
-"""The model with windows, and the slots that a page of them takes."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model of another kind than Llama.
+
+    Attributes:
+        name: see `families`.
+        block_bytes: of a page of full attention; the same is a slot.
+        parts: slots that its other pages take for each page of a hit, at most.
+        least_bytes: of such a slot; 0 if all are alike.
+        hit_tokens: see `Engine`.
+        flags: of the server.
+    """
+
+    name: str
+    block_bytes: int
+    parts: int
+    least_bytes: int = 0
+    hit_tokens: int = BLOCK
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+WINDOWS = Family("mellum", BLOCK_BYTES, 2)
+STATES = Family("qwen3_5", BLOCK * 512, 18, 6144, 64, {"max_mamba_cache_size": 64})
+"""A state has 16 parts of 6,144 bytes and 2 of 6,912. SGLang keeps those behind multiples of 64
+tokens of a chunk."""
 
 _EAGER = 0.2
 """Of SGLang's `schedule_conservativeness`: it admits requests for whose answers it may have no
@@ -50,25 +75,26 @@ class Sglang:
 
     Args:
         forked: forks its servers; see `ServerConfig`.
-        windows: the model has sliding windows in a pool of their own. Its pages, and each part of a
-            page of windows, are as large as those of the other model.
+        family: the model; None for Llama's.
     """
 
     policies: Mapping[str, OnFailedLoad] = {"fail": OnFailedLoad.FAILS_BATCH}
     kinds: Sequence[Kind] = tuple(kind for kind in DRAWN if kind is not Kind.RESET)
     prefix = "sglang:"
     taken_out = "num_retracted_requests_total"
-    block_bytes = BLOCK_BYTES
 
-    def __init__(self, *, forked: bool = False, windows: bool = False) -> None:
+    def __init__(self, *, forked: bool = False, family: Family | None = None) -> None:
         self._forked = forked
-        self._windows = windows
-        self.blocks_of_hit = 1 + _PARTS if windows else 1
+        self._family = family
+        self._flags = dict(family.flags) if family else {}
+        self.block_bytes = family.block_bytes if family else BLOCK_BYTES
+        self.hit_tokens = family.hit_tokens if family else BLOCK
+        self.blocks_of_hit = 1 + family.parts if family else 1
         self.wire = Wire("/generate", _body, _tokens)
 
     def reference(self, folder: Path, seed: int) -> list[Question]:
         model = self._model(folder)
-        flags = {"disable_radix_cache": True}
+        flags = self._flags | {"disable_radix_cache": True}
         config = ServerConfig(
             model, TINY, page_size=BLOCK, kv_tokens=KV_TOKENS, forked=self._forked, flags=flags
         )
@@ -101,15 +127,15 @@ class Sglang:
             kv_tokens=KV_TOKENS,
             tensor_parallel_size=ranks,
             forked=self._forked,
-            flags={"schedule_conservativeness": _EAGER},
+            flags=self._flags | {"schedule_conservativeness": _EAGER},
         )
         return lambda log: Tested(config, log)
 
     def _model(self, folder: Path) -> Path:
-        if not self._windows:
+        if self._family is None:
             return write_checkpoint(TINY, folder)
-        written = folder / _WINDOWED
-        return written if written.is_dir() else write_family(_WINDOWED, folder, python())
+        written = folder / self._family.name
+        return written if written.is_dir() else write_family(self._family.name, folder, python())
 
     def warnings(self, log: str) -> Iterable[str]:
         return re.findall(r"\[FlexKV\] (.*)", log)
@@ -122,8 +148,10 @@ class Sglang:
         policy: str,
         ranks: int,
     ) -> Iterable[Check]:
-        sizes = Sizes(BLOCK_BYTES, BLOCK_BYTES, BLOCK, ranks)
-        yield from check_failures(counts, given, hits, in_parts=True)
+        least = self._family.least_bytes if self._family else 0
+        sizes = Sizes(self.block_bytes, self.block_bytes, BLOCK, ranks, least)
+        in_shares = self._family is not None
+        yield from check_failures(counts, given, hits, in_parts=True, in_shares=in_shares)
         yield from check_queries(counts)
         # A load may be cancelled before it begins, and a part of one may fail.
         yield from check_bytes(

@@ -65,6 +65,7 @@ class Vllm:
     prefix = "vllm:"
     taken_out = "num_preemptions_total"
     block_bytes = BLOCK_BYTES
+    hit_tokens = BLOCK
     blocks_of_hit = 1
 
     def __init__(self, *, forked: bool = False) -> None:

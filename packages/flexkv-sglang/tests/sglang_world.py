@@ -375,7 +375,8 @@ class Rank:
 
     @property
     def _states(self) -> list[torch.Tensor]:
-        return [self.pool.info.temporal, *self.pool.info.conv]
+        has = bool(self.pages.states)
+        return [self.pool.info.temporal, *self.pool.info.conv] if has else []
 
     def _tensors(self, *, windows: bool) -> list[torch.Tensor]:
         named = self.pages.tensors.items()

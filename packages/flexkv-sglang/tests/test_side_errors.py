@@ -23,6 +23,7 @@ from sglang_world import (
     Rank,
     hashes_of,
     make_windowed,
+    make_with_states,
     same,
 )
 
@@ -54,12 +55,17 @@ class Engine:
         errors: of its calls.
         rng: chooses the prompts.
         windows: pages of a window; 0 if the model has none.
+        states: whether the model has recurrent states.
     """
 
-    def __init__(self, rank: Rank, errors: LineErrors, rng: random.Random, windows: int) -> None:
+    def __init__(
+        self, rank: Rank, errors: LineErrors, rng: random.Random, windows: int, *, states: bool
+    ) -> None:
         self.rank = rank
         self._windows = windows
+        self._states = int(states)
         self._in_windows: list[list[torch.Tensor]] = []
+        self._in_states: list[list[torch.Tensor]] = []
         self.side: RankSide = rank.side
         self._errors = errors
         self._rng = rng
@@ -107,11 +113,13 @@ class Engine:
         self._prompts.append(self.rank.fill([1, 2, 3], seed=number))
         windows = [6, 5][: self._windows]
         self._in_windows.append(self.rank.fill(windows, seed=1 << 20 | number, windows=True))
-        blocks = self.rank.blocks([1, 2, 3], windows)
+        states = [1][: self._states]
+        self._in_states.append(self.rank.fill_states(states, seed=number))
+        blocks, last = self.rank.blocks([1, 2, 3], windows, states), self.rank.last(windows, states)
         hashes = self._hashes(number)
         self._call(
             hooks.offload,
-            lambda *_: self.side.offload(hashes, lambda: blocks, last=self.rank.last(windows)),
+            lambda *_: self.side.offload(hashes, lambda: blocks, last=last),
             SimpleNamespace(cache=self._tree),
             object(),
             None,
@@ -159,18 +167,23 @@ class Engine:
             return
         pages, hashes = [7, 8, 9][:found], hashes[:found]
         windows = [2, 3][: min(found, self._windows)]
-        blocks = self.rank.blocks(pages, windows)
-        if cancels and self._call(self.side.load, rid, hashes, blocks, self.rank.last(windows)):
+        states = [2][: self._states]
+        blocks, last = self.rank.blocks(pages, windows, states), self.rank.last(windows, states)
+        if cancels and self._call(self.side.load, rid, hashes, blocks, last):
             self._call(self.side.cancel, rid)
         self.rank.fill(pages, seed=-1 - len(self._prompts))
         self.rank.fill(windows, seed=-1 - len(self._prompts), windows=True)
-        if self._call(self.rank.load, rid, hashes, pages, windows):
+        self.rank.fill_states(states, seed=-1 - len(self._prompts))
+        if self._call(self.rank.load, rid, hashes, pages, windows, states):
             wanted = self._prompts[number]
             assert same(self.rank.read(pages), [tensor[:found] for tensor in wanted])
             if windows:
                 # The window before the end of all pages; there is none before an earlier end.
                 assert found == PAGES
                 assert same(self.rank.read(windows, windows=True), self._in_windows[number])
+            if states:
+                assert found == PAGES
+                assert same(self.rank.read_states(states), self._in_states[number])
 
     def _report(self) -> None:
         with self.side.boundary.guard("counting", "the counts are lost"):  # as `Metrics` does
@@ -187,17 +200,18 @@ class Engine:
 
 
 @pytest.mark.parametrize(
-    ("policy", "windows"),
-    [("lru", 0), ("auto", 0), ("lru", 2)],
-    ids=["lru", "auto", "with windows"],
+    "kind",
+    [("lru", 0, False), ("auto", 0, False), ("lru", 2, False), ("lru", 0, True)],
+    ids=["lru", "auto", "with windows", "with states"],
 )
 def test_an_error_before_any_line_loses_nothing(
     make_rank: Callable[..., Rank],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    windows: int,
+    kind: tuple[str, int, bool],
 ) -> None:
+    """`kind`: the eviction policy, the pages of a window, and whether there are states."""
+    policy, windows, states = kind
     rng = random.Random(1)
     errors = line_errors(rng, monkeypatch.setattr)
     monkeypatch.setattr(hooks, "missing_pages", lambda tree, request: HashedPrompt(request.hashes))
@@ -206,8 +220,9 @@ def test_an_error_before_any_line_loses_nothing(
     new = 1
     while new and next(made) < ENGINES:
         before = len(errors.hit)
+        pool = make_windowed(layers=2 * LAYERS) if windows else None
         rank = make_rank(
-            pool=make_windowed(layers=2 * LAYERS) if windows else None,
+            pool=make_with_states(layers=1) if states else pool,
             window=4 * windows,
             settings={
                 "always_load": True,
@@ -221,7 +236,7 @@ def test_an_error_before_any_line_loses_nothing(
         )
         rank.side.watch()
         monkeypatch.setattr(hooks, "_sides", [rank.side])
-        engine = Engine(rank, errors, rng, windows)
+        engine = Engine(rank, errors, rng, windows, states=states)
         try:
             hits = -1
             while hits < len(errors.hit):

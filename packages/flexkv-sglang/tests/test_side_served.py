@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_world import LAYERS, PATIENCE_SECONDS, Rank, hashes_of, make_windowed, same
+from sglang_world import (
+    LAYERS,
+    PATIENCE_SECONDS,
+    Rank,
+    hashes_of,
+    make_windowed,
+    make_with_states,
+    same,
+)
 
 from flexkv import CacheConfig
 from flexkv.service.server import NodeServer
@@ -107,6 +115,20 @@ def test_engines_share_the_windows_of_a_model(
     assert other.load("r", HASHES, [7, 8, 9], [2, 3])
     assert same(other.read([7, 8, 9]), stored)
     assert same(other.read([2, 3], windows=True), windows)
+
+
+def test_engines_share_the_states_of_a_model(
+    serve: Callable[..., str], make_rank: Callable[..., Rank]
+) -> None:
+    settings = {"service": serve()}
+    one, other = (make_rank(pool=make_with_states(), settings=settings) for _ in range(2))
+    stored = one.fill([1, 2, 3], seed=1)
+    state = one.fill_states([3], seed=2)
+    until(one, lambda: one.store(HASHES, [1, 2, 3], states=[3]))
+    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    assert other.load("r", HASHES, [7, 8, 9], states=[1])
+    assert same(other.read([7, 8, 9]), stored)
+    assert same(other.read_states([1]), state)
 
 
 @pytest.mark.parametrize("change", ["weights", "clear"])
