@@ -48,7 +48,7 @@ def pool(layers: int, heads: int = HEADS) -> Any:
 
 def params(**drafts: Any) -> Any:
     none = {"mtp_draft_device_pools": (), "sidecar_draft_device_pools": ()}
-    return SimpleNamespace(page_size=PAGE, **none | drafts)
+    return SimpleNamespace(page_size=PAGE, req_to_token_pool=None, **none | drafts)
 
 
 def resolve(folder: Path, algorithm: str, heads: int = HEADS) -> Any:

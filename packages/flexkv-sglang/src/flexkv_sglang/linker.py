@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -166,8 +166,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         the pool's name; none after an error."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
             full, apart = _by_pool(transfers)
-            hashes: list[str] = full.keys
-            return hashes, {name: len(each.keys) for name, each in apart.items()}
+            return full.keys, {name: len(each.keys) for name, each in apart.items()}
         return [], {}
 
     def _pages(self, transfers: list[PoolTransfer]) -> list[int] | None:
@@ -175,12 +174,12 @@ class FlexKVLinker(UnifiedCacheLinker):
         ranks get the same pages, because their allocators run in step."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
             full, apart = _by_pool(transfers)
-            pages = self._whole_pages(full.device_indices)
+            pages = self._whole_pages(full.slots)
             numbers: dict[str, list[int]] = {}
-            for name, transfer in apart.items():
-                slots = transfer.device_indices
-                its = slots.tolist() if name == PoolName.MAMBA.value else self._whole_pages(slots)
-                if its is None or len(its) != len(transfer.keys):
+            for name, (keys, slots) in apart.items():
+                is_state = name == PoolName.MAMBA.value
+                its = slots.tolist() if is_state else self._whole_pages(slots)
+                if its is None or len(its) != len(keys):
                     return None
                 numbers[name] = its
             return None if pages is None else pages + self.side.trailing.blocks_of(numbers)
@@ -221,14 +220,28 @@ def _metric_labels() -> dict[str, str] | None:
     return labels | {name: str(value) for name, value in others.items()}
 
 
-def _by_pool(transfers: Sequence[PoolTransfer]) -> tuple[PoolTransfer, dict[str, PoolTransfer]]:
-    """The transfer of full attention's pages, and those of what the last of these have in pools
-    apart, by the pool's name.
+class _Named(NamedTuple):
+    """Pages of one of SGLang's pools: their hashes, and their slots, a 1-D integer tensor; empty if
+    SGLang asks what there is."""
+
+    keys: list[str]
+    slots: torch.Tensor
+
+
+def _by_pool(transfers: Sequence[PoolTransfer]) -> tuple[_Named, dict[str, _Named]]:
+    """The pages of full attention, and what the last of these have in pools apart, by the pool's
+    name.
 
     Raises:
         LayoutError: SGLang names other pages.
     """
-    by_name = {str(transfer.name.value): transfer for transfer in transfers}
+    none = torch.arange(0)
+    by_name = {
+        str(each.name.value): _Named(
+            each.keys or [], none if each.device_indices is None else each.device_indices
+        )
+        for each in transfers
+    }
     full = by_name.pop(str(PoolName.KV.value), None)
     names = (str(each.value) for each in (PoolName.SWA, PoolName.MAMBA))
     apart = {name: by_name.pop(name) for name in names if name in by_name}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 
 class MissingPages:
@@ -34,8 +34,7 @@ class MissingPages:
 
         size, first = self._page_size, self._first
         part = self._key[first + start * size : first + stop * size]
-        hashes: list[str] = get_storage_hash_str(part, before or self._before, page_size=size)
-        return hashes
+        return cast("list[str]", get_storage_hash_str(part, before or self._before, page_size=size))
 
 
 def missing_pages(tree: Any, request: Any) -> MissingPages:

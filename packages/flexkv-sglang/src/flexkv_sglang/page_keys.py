@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.key_epoch import KeyEpoch
@@ -134,5 +134,4 @@ class SglangPromptKeys:
 
         size = self.block_tokens
         part = key[start * size : stop * size]
-        hashes: list[str] = get_storage_hash_str(part, before, page_size=size)
-        return hashes
+        return cast("list[str]", get_storage_hash_str(part, before, page_size=size))

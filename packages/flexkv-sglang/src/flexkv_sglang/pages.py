@@ -126,8 +126,8 @@ def describe_pages(
     first = int(getattr(pool, "start_layer", 0) or 0)
     numbers = _numbers_of(pool, states)
     described = [
-        _Described(numbers.get(layer, layer) - first, *rest)
-        for layer, *rest in _tensors(full, _infos(full), pages, page_size)
+        _Described(numbers.get(layer, layer) - first, name, tensor, head_dim)
+        for layer, name, tensor, head_dim in _tensors(full, _infos(full), pages, page_size)
     ]
     last = max(each.layer for each in described)
     for number, draft in enumerate(drafts.pools):
@@ -136,14 +136,18 @@ def describe_pages(
                 f"the draft's KV pool has {draft.size} tokens in pages of {draft.page_size}; "
                 f"allowed: {pool.size} in pages of {page_size}, as in the target's pool"
             )
-        for _, name, *rest in _tensors(draft, _infos(draft), pages, page_size):
-            described.append(_Described(last, f"draft {number} {name}", *rest))
+        for _, name, tensor, head_dim in _tensors(draft, _infos(draft), pages, page_size):
+            described.append(_Described(last, f"draft {number} {name}", tensor, head_dim))
     apart: list[_Described] = []
     window_pages = 0
     if window is not None:
         window_pages = window.size // page_size + 1
-        found = _tensors(window, _infos(window), window_pages, page_size)
-        apart = [_Described(layer - first, f"window {name}", *rest) for layer, name, *rest in found]
+        apart = [
+            _Described(layer - first, f"window {name}", tensor, head_dim)
+            for layer, name, tensor, head_dim in _tensors(
+                window, _infos(window), window_pages, page_size
+            )
+        ]
     even = Sharding.by_head(heads, ranks)
     # Ranks hold other parts of a draft, or of windows, that have another number of heads.
     by_head = even if not drafts.pools or drafts.heads == heads else None

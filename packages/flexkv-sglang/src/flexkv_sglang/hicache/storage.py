@@ -244,4 +244,4 @@ class FlexKVStorage(HiCacheStorage):
 def _before(extra: HiCacheStorageExtraInfo | None) -> Sequence[str]:
     """The keys of the pages before those of a call. SGLang names them if its option
     `hicache_storage_pass_prefix_keys` is set."""
-    return (extra and extra.prefix_keys) or ()
+    return () if extra is None else extra.prefix_keys or ()
