@@ -33,7 +33,7 @@ from docs.tests.deployed import (
     command_of,
     service_of,
 )
-from flexkv import cli
+from flexkv import CacheConfig, cli
 from flexkv.cli import serve
 from flexkv.settings import SETTINGS, load_config
 from integration.harness.connector import CONNECTOR
@@ -150,8 +150,10 @@ def test_the_service_of_a_node_takes_its_arguments(
     begun: list[tuple[str, float | None, str]] = []
 
     class Begun:
-        def __init__(self, root: str, _: object, gb: float | None, figures: socket.socket) -> None:
-            begun.append((root, gb, figures.getsockname()[0]))
+        def __init__(
+            self, root: str, config: CacheConfig, figures: socket.socket, pools: object
+        ) -> None:
+            begun.append((root, config.cpu_cache_gb, figures.getsockname()[0]))
             figures.close()
 
         def run(self) -> None: ...

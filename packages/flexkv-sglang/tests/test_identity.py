@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang_world import make_model, make_settings
 
-from flexkv_sglang.identity import model_identity, outlives_process
+from flexkv_sglang.identity import model_identity, outlives_process, served_model
 
 
 @pytest.fixture
@@ -36,6 +36,11 @@ def identity(model: Path, version: str = "0.5.23", **settings: Any) -> list[str]
 )
 def test_each_setting_that_decides_the_bytes_counts(model: Path, name: str, value: Any) -> None:
     assert identity(model, **{name: value}) != identity(model)
+
+
+def test_the_name_of_a_model_is_that_which_it_is_served_by(model: Path) -> None:
+    assert served_model(make_settings(model, served_model_name="chat")) == "chat"
+    assert served_model(make_settings(model, served_model_name=None)) == str(model)
 
 
 def test_another_version_has_other_pages(model: Path) -> None:

@@ -34,8 +34,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     def begin(**settings: Any) -> str:
         root = str(tmp_path / f"service {len(running)}")
-        config = CacheConfig(runtime_dir=str(tmp_path / "run"), **settings)
-        server = NodeServer(root, config, 1 / 256)
+        folder = str(tmp_path / "run")
+        server = NodeServer(root, CacheConfig(runtime_dir=folder, cpu_cache_gb=1 / 256, **settings))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))

@@ -56,6 +56,13 @@ def test_the_same_files_are_the_same_model(config: VllmConfig) -> None:
     assert identity.model_identity(config) == identity.model_identity(config)
 
 
+def test_the_name_of_a_model_is_the_first_that_it_is_served_by(config: VllmConfig) -> None:
+    model = config.model_config
+    for names, first in ((["chat", "other"], "chat"), ("chat", "chat"), (None, model.model)):
+        model.served_model_name = names
+        assert identity.served_model(config) == first
+
+
 @pytest.mark.parametrize("place", ["relative", "link", "copy", "download", "format"])
 def test_where_a_model_lies_and_since_when_does_not_count(
     config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

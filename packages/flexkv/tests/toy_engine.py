@@ -48,7 +48,9 @@ class ToyEngine:
         self.boundary = boundary = ErrorBoundary()
         self.pages, self.pool = ToyPages(blocks), ToyPool(blocks)
         pages = self.pages.of_rank()
-        self.worker = start_worker(config, "toy", pages, device, identity=[], boundary=boundary)
+        self.worker = start_worker(
+            config, "toy", pages, device, identity=[], model="toy", boundary=boundary
+        )
         session = attach_session(config, "toy")
         cache = make_own_cache(config, session, keeps_blocks=True, follows_requests=True)
         chooser = make_chooser(config, mode, session.arena.spec, cache)

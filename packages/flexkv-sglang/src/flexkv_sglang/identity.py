@@ -79,6 +79,11 @@ def model_identity(settings: Any, model: Any, version: str, draft: Any = None) -
     ]
 
 
+def served_model(settings: Any) -> str:
+    """The name by which SGLang serves the model."""
+    return str(getattr(settings, "served_model_name", None) or settings.model_path)
+
+
 def draft_model(settings: Any) -> tuple[str, str | None]:
     """Path or name of the draft model and its revision. A draft without a path is a part of the
     target's weights (MTP)."""

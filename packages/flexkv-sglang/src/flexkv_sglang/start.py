@@ -20,7 +20,7 @@ from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
 from flexkv.session import Session
 from flexkv_kernels.torch_device import device_of
-from flexkv_sglang.identity import model_identity, outlives_process
+from flexkv_sglang.identity import model_identity, outlives_process, served_model
 from flexkv_sglang.pages import Pages
 from flexkv_sglang.ranks import Ranks, together
 from flexkv_sglang.recording import RequestRecorder
@@ -103,6 +103,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank, apart=pages.apart),
                 device,
                 identity=identity,
+                model=served_model(engine.settings),
                 boundary=boundary,
                 engines=engine.engines,
             )

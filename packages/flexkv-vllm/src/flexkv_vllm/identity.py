@@ -96,6 +96,13 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
     ]
 
 
+def served_model(vllm_config: VllmConfig) -> str:
+    """The name by which vLLM serves the model; the first one of several."""
+    model = vllm_config.model_config
+    names = model.served_model_name or model.model
+    return str(names if isinstance(names, str) else names[0])
+
+
 def outlives_process(vllm_config: VllmConfig) -> bool:
     """Whether blocks on disk are valid for the next process. If not, the reason is logged."""
     model = vllm_config.model_config

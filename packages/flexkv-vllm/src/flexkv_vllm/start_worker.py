@@ -19,7 +19,7 @@ from flexkv.engine.worker.worker import WorkerSide
 from flexkv.layout import choose_engine_blocks
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.groups import groups_of
-from flexkv_vllm.identity import model_identity
+from flexkv_vllm.identity import model_identity, served_model
 from flexkv_vllm.pages import cached_layers, describe_pages
 from flexkv_vllm.settings import engine_id_of
 from flexkv_vllm.stages import Place, Stages
@@ -80,6 +80,7 @@ def make_worker_side(
             f"groups: {groups.describe()}",
             *stages.describe(cached),
         ],
+        model=served_model(vllm_config),
         boundary=boundary,
         fails_by_request=not groups.plain,
         alone=alone,

@@ -91,6 +91,29 @@ def test_stat_prints_json_and_takes_the_service_of_the_settings(
     assert (pool["fingerprint"], pool["figures"]["blocks:host"]) == ("same", 3)
 
 
+def test_a_file_names_the_size_of_each_pool(flexkv: Flexkv, tmp_path: Path) -> None:
+    file, root = tmp_path / "service.yaml", str(tmp_path / "service")
+    file.write_text("pools: [{model: big, cpu_cache_gb: 0.002}]\n")
+    with running(tmp_path, root, "--pools", str(file)):
+        first = contextlib.closing(Scheduler(root, model="big"))
+        second = contextlib.closing(Scheduler(root, about=OTHER, model="other"))
+        with first, second:
+            ended = flexkv("stat", root)
+            shown = flexkv("top", root, "--once")
+    assert re.findall(r"model +(\w+)\n", ended.out) == ["big", "other"]
+    assert re.findall(r"host .* of (\d)\.\d+ MiB", ended.out) == ["2", "1"]
+    assert "service, big, other" in shown.out
+
+
+def test_a_wrong_file_of_pools_is_one_error(flexkv: Flexkv, tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("pools: 4\n")
+    ended = flexkv("serve", str(tmp_path / "service"), "--pools", str(file))
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1
+    assert f"4 from pools in {file} is not allowed; allowed: a list of entries" in ended.err
+
+
 def test_stat_takes_a_service_beside_a_cache(flexkv: Flexkv, node: Node, cache: Cache) -> None:
     cache.fill(5)
     ended = flexkv("stat", node.root, cache.root)
@@ -116,7 +139,10 @@ def test_the_port_serves_metrics_and_health(flexkv: Flexkv, node: Node, engine: 
     ended = flexkv("health", node.root)
     assert (ended.code, ended.out) == (0, f"{node.root}, pool same: ok\n")
     with urllib.request.urlopen(f"{at}/metrics") as answer:
-        assert b'service:flexkv_blocks{pool="same",tier="host"} 3.0\n' in answer.read()
+        assert (
+            b'service:flexkv_blocks{model_name="toy",pool="same",tier="host"} 3.0\n'
+            in answer.read()
+        )
 
 
 @pytest.mark.parametrize("address", ["0", "[::1]:0"])

@@ -85,7 +85,7 @@ def test_a_path_longer_than_a_sockets_address_can_be_used(tmp_path: Path) -> Non
     (found,) = check_runtime_dir(config)
     assert found.level is Level.OK
     assert "does not exist: an engine creates it" in found.text
-    NodeServer(config.session_root, config, 0.001).close(0)
+    NodeServer(config.session_root, config).close(0)
     (found,) = check_runtime_dir(config)
     assert "belongs to this user alone" in found.text
 
@@ -104,7 +104,7 @@ def test_a_service_that_listens_is_found_and_not_disturbed(tmp_path: Path) -> No
         Level.PROBLEM,
         f"start it first: flexkv serve {config.service}",
     )
-    server = NodeServer(str(config.service), CacheConfig(), 0.001)
+    server = NodeServer(str(config.service), CacheConfig())
     try:
         (found,) = check_service(config)
         assert found.level is Level.OK

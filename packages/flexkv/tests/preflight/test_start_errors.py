@@ -46,7 +46,7 @@ LAYOUT = KVLayout.from_tensors([TensorView.of("a", np.zeros((2, 4096), np.int8))
 class Unknown(enum.Enum):
     """Why doctor cannot know an error."""
 
-    COMMAND_LINE = "it depends on the engine's command line"
+    COMMAND_LINE = "it depends on the command line of the engine or the service"
     PROGRAM = "it depends on the arguments of a program's call"
     PEERS = "it depends on what other processes do at that time"
     SYSTEM = "the system refuses a call that doctor does not make, since it changes nothing"
@@ -114,7 +114,7 @@ def open_token(world: World) -> None:
 def join_service() -> None:
     root = load_config().service
     assert root is not None
-    join_pool(ServiceTicket(root, 1, "00" * 16, "engine"), cast(Any, None))
+    join_pool(ServiceTicket(root, 1, "00" * 16, "engine", "toy"), cast(Any, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +244,10 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.service.attach:_unexpected": [Unknown.PEERS],
     "flexkv.service.pool:PoolMemory.__init__": [Unknown.PEERS],
     "flexkv.service.pool:PoolMemory.resume": [Unknown.PEERS],
+    "flexkv.service.pool_sizes:_Reader.check_keys": [Unknown.COMMAND_LINE],
+    "flexkv.service.pool_sizes:_Reader.check_total": [Unknown.COMMAND_LINE] * 2,
+    "flexkv.service.pool_sizes:_Reader.sizes": [Unknown.COMMAND_LINE],
+    "flexkv.service.pool_sizes:_Reader.wrong": [Unknown.COMMAND_LINE],
     "flexkv.control.local_http:_refused": [Case("control", open_token, answer_operators)],
     "flexkv.session.meet:_connect": [Unknown.PEERS],
     "flexkv.session.meet:_enter": [Unknown.PEERS] * 3,

@@ -85,13 +85,15 @@ class Chance:
         protocol = self.rng.choice((wire.PROTOCOL,) * 5 + (0, 2, -1))
         match self.rng.randrange(4):
             case 0:
-                return wire.Open(protocol, self.text(), self.blocks())
+                return wire.Open(protocol, self.text(), self.text(), self.blocks())
             case 1:
                 return wire.Join(protocol, self.ticket())
             case 2:
                 return wire.Schedule(protocol, self.ticket(), self.integer())
         size, step = self.integer(), self.integer()
-        return wire.Resume(protocol, self.ticket(), self.text(), self.blocks(), size, step)
+        return wire.Resume(
+            protocol, self.ticket(), self.text(), self.text(), self.blocks(), size, step
+        )
 
     def message(self) -> wire.ToService:
         choices: Sequence[Callable[[], wire.ToService]] = (
@@ -199,7 +201,9 @@ def attach(root: str, chance: Chance) -> None:
         fmt = ABOUT.spec.format
         blocks = wire.PoolBlocks(ABOUT.fingerprint, 1, fmt.shard_bytes, 1, ABOUT.identity)
         slots = rng.choice((one.arena.spec.num_slots, chance.integer()))
-        greeting = wire.Resume(wire.PROTOCOL, ticket, "again", blocks, slots, chance.integer())
+        greeting = wire.Resume(
+            wire.PROTOCOL, ticket, "again", "toy", blocks, slots, chance.integer()
+        )
         memory = [os.dup(fd) for fd in memory_of(one.cache, one.arena)]
         rng.shuffle(memory)
         say(root, chance, greeting, [wire.own_process(), *memory])

@@ -15,6 +15,7 @@ from flexkv.layout import BlockFormat
 from flexkv.service.attach import Attached, open_pool
 from flexkv.service.attached import AttachedEngine
 from flexkv.service.pool import SharedPool
+from flexkv.service.pool_sizes import PoolFile
 from flexkv.service.served_cache import ServedCache
 from flexkv.service.server import NodeServer
 from flexkv.session.wire import SessionInfo
@@ -36,7 +37,7 @@ from flexkv.session.wire import ServiceTicket
 from packages.flexkv.tests.service.served import FORMAT
 root, client, token, path = sys.argv[1:]
 arena = Arena(os.open(path, os.O_RDWR), ArenaSpec(FORMAT, 32, 64, int(client)))
-membership = join_pool(ServiceTicket(root, int(client), token, "toy"), arena)
+membership = join_pool(ServiceTicket(root, int(client), token, "toy", "toy"), arena)
 print("joined", flush=True)
 sys.stdin.read()
 """
@@ -75,6 +76,8 @@ class Service:
 
     Attributes:
         root: path of its directory.
+        config: settings of each server.
+        pools: the sizes of pools of the next server.
         server: the server.
     """
 
@@ -82,13 +85,14 @@ class Service:
         self, folder: Path, slots: int = 32, slot_bytes: int = FORMAT.slot_bytes, **settings: Any
     ) -> None:
         self.root = str(folder / "service")
-        self._config = CacheConfig(runtime_dir=str(folder / "runtime"), **settings)
-        self._gb = slots * slot_bytes / (1 << 30)
+        settings.setdefault("cpu_cache_gb", slots * slot_bytes / (1 << 30))
+        self.config = CacheConfig(runtime_dir=str(folder / "runtime"), **settings)
+        self.pools: PoolFile | None = None
         self.start()
 
     def start(self) -> None:
         """Begin to serve, or to serve on in another server."""
-        self.server = NodeServer(self.root, self._config, self._gb)
+        self.server = NodeServer(self.root, self.config, pools=self.pools)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
 
@@ -131,8 +135,10 @@ class Scheduler:
         info: the description of the session.
     """
 
-    def __init__(self, root: str, *, step_blocks: int = 16, about: SessionInfo = ABOUT) -> None:
-        self._shared = open_pool(root, "toy", about)
+    def __init__(
+        self, root: str, *, step_blocks: int = 16, about: SessionInfo = ABOUT, model: str = "toy"
+    ) -> None:
+        self._shared = open_pool(root, model, "toy", about)
         self.arena = self._shared.arena
         assert self._shared.info.service is not None
         self.ticket = self._shared.info.service

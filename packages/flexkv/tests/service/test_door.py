@@ -55,7 +55,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     """The port at which the next service shows figures."""
     figures = listen_at("127.0.0.1", 0)
     begin = NodeServer.__init__
-    monkeypatch.setattr(NodeServer, "__init__", lambda self, *args: begin(self, *args, figures))
+    monkeypatch.setattr(
+        NodeServer, "__init__", lambda self, *args, pools: begin(self, *args, figures, pools)
+    )
     return int(figures.getsockname()[1])
 
 
@@ -106,10 +108,10 @@ def test_metrics_are_those_of_each_pool(service: Service, attach: Attach) -> Non
         for each in family.samples
     }
     prefix = "service:flexkv_"
-    assert found[f"{prefix}blocks", "same", "host"] == 3
-    assert found[f"{prefix}blocks", "other", "host"] == 2
-    assert found[f"{prefix}stored_blocks_total", "same", "host"] == 3
-    assert found[f"{prefix}engines", "other"] == 1
+    assert found[f"{prefix}blocks", "toy", "same", "host"] == 3
+    assert found[f"{prefix}blocks", "toy", "other", "host"] == 2
+    assert found[f"{prefix}stored_blocks_total", "toy", "same", "host"] == 3
+    assert found[f"{prefix}engines", "toy", "other"] == 1
     assert [value for name, *_, value in ((*k, v) for k, v in found.items()) if "info" in name] == [
         1
     ]
@@ -122,7 +124,10 @@ def test_the_port_shows_figures_and_clears_nothing(
     one = attach(service)
     one.store(keys_of("a", 3))
     status, text = ask(port, "GET", "/metrics")
-    assert (status, 'service:flexkv_blocks{pool="same",tier="host"} 3.0' in text) == (200, True)
+    assert (
+        status,
+        'service:flexkv_blocks{model_name="toy",pool="same",tier="host"} 3.0' in text,
+    ) == (200, True)
     assert ask(port, "GET", "/health") == (200, "ok\n")
     for method, path in (("POST", "/clear"), ("GET", "/state"), ("GET", "/"), ("GET", "/clear")):
         status, text = ask(port, method, path)
@@ -168,10 +173,8 @@ def test_health_tells_a_pool_that_is_suspended_until_it_is_cleared(
     status, text = ask(port, "GET", "/health")
     assert status == 200
     assert text.startswith("pool same is off: a reset failed")
-    assert (
-        'service:flexkv_health{pool="same",reason="suspended",state="off",tier=""} 1.0'
-        in ask(port, "GET", "/metrics")[1]
-    )
+    labels = 'model_name="toy",pool="same",reason="suspended",state="off",tier=""'
+    assert f"service:flexkv_health{{{labels}}} 1.0" in ask(port, "GET", "/metrics")[1]
     until(lambda: problems() == [Trouble.POOL], one.cache.poll)
     clear_pools(service.root, None)
     until(lambda: problems() == [], one.cache.poll)

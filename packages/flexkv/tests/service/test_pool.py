@@ -22,12 +22,14 @@ SLOTS = 8
 
 @pytest.fixture
 def config(tmp_path: Path) -> CacheConfig:
-    return CacheConfig(runtime_dir=str(tmp_path))
+    return CacheConfig(
+        runtime_dir=str(tmp_path), cpu_cache_gb=SLOTS * FORMAT.slot_bytes / (1 << 30)
+    )
 
 
 @pytest.fixture
 def memory(config: CacheConfig) -> Iterator[PoolMemory]:
-    with closing(PoolMemory.create(config, BLOCKS, SLOTS * FORMAT.slot_bytes / (1 << 30))) as made:
+    with closing(PoolMemory.create(config, BLOCKS)) as made:
         yield made
 
 
@@ -37,7 +39,7 @@ def copies(memory: PoolMemory) -> list[int]:
 
 
 def test_memory_has_one_owner(config: CacheConfig) -> None:
-    memory = PoolMemory.create(config, BLOCKS, SLOTS * FORMAT.slot_bytes / (1 << 30))
+    memory = PoolMemory.create(config, BLOCKS)
     first, second = copies(memory), copies(memory)
     with pytest.raises(ArenaError, match="another service owns the memory"):
         PoolMemory.resume(BLOCKS, SLOTS, first)
@@ -64,4 +66,4 @@ def test_memory_without_an_index_is_refused(config: CacheConfig, memory: PoolMem
     memory.close()
     taken = PoolMemory.resume(BLOCKS, SLOTS, fds)
     with pytest.raises(ValueError, match="no index of layout"):
-        SharedPool(config, BLOCKS, taken, begun=True)
+        SharedPool(config, "toy", BLOCKS, taken, begun=True)

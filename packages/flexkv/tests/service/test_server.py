@@ -71,7 +71,7 @@ def packet(*messages: wire.ToService) -> bytes:
 
 def opening(fingerprint: str, shard_bytes: tuple[int, ...]) -> bytes:
     blocks = wire.PoolBlocks(fingerprint, 1, shard_bytes, 1, ())
-    return packet(wire.Open(wire.PROTOCOL, "toy", blocks))
+    return packet(wire.Open(wire.PROTOCOL, "toy", "toy", blocks))
 
 
 TICKET = wire.Ticket(1, b"guess")
@@ -87,7 +87,7 @@ TICKET = wire.Ticket(1, b"guess")
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 2, "one message with one pidfd"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 1, "the ticket is of no engine"),
         (packet(wire.Schedule(wire.PROTOCOL, TICKET, 1)), 1, "the ticket is of no engine"),
-        (packet(wire.Join(2, TICKET)), 1, "speaks protocol 2; allowed: 1"),
+        (packet(wire.Join(1, TICKET)), 1, "speaks protocol 1; allowed: 2"),
         (opening("../../etc", (4096,)), 1, "the fingerprint '../../etc' and 1 parts of (4096,)"),
         (opening("", (4096,)), 1, "the fingerprint '' and 1 parts"),
         (opening("same", ()), 1, "0 parts of () bytes; allowed: 1 to 64 letters and digits"),
@@ -128,7 +128,7 @@ def test_a_process_whose_end_does_not_show_is_refused(service: Service, kind: st
         wire.Publish(1 << 40, [b"a"], [None], [], True),
         wire.Publish(0, [b"a"], [None], [], True),
         wire.Fetch(1, [b"a" * 4000], False),
-        wire.Open(wire.PROTOCOL, "again", wire.PoolBlocks("x", 1, (4096,), 1, ())),
+        wire.Open(wire.PROTOCOL, "again", "toy", wire.PoolBlocks("x", 1, (4096,), 1, ())),
     ],
 )
 def test_a_message_against_the_rules_ends_that_engine_alone(
@@ -360,8 +360,8 @@ def test_no_service_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("flexkv.service.attach._START_SECONDS", 0.2)
     for root in (tmp_path / "missing", tmp_path):
         with pytest.raises(ArenaError, match="no service of FlexKV answers in"):
-            open_pool(str(root), "engine", ABOUT)
-    info = replace(ABOUT, service=ServiceTicket(str(tmp_path), 1, "00", "toy"))
+            open_pool(str(root), "toy", "engine", ABOUT)
+    info = replace(ABOUT, service=ServiceTicket(str(tmp_path), 1, "00", "toy", "toy"))
     with (
         closing(Arena.create(ArenaSpec(FORMAT, 1))) as arena,
         pytest.raises(ArenaError, match="no service of FlexKV answers in"),
@@ -374,10 +374,10 @@ def filling(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Pools of other models are filled until this is set, or the test ends."""
     filled, create = threading.Event(), pool.PoolMemory.create
 
-    def fill(config: CacheConfig, blocks: wire.PoolBlocks, gb: float | None) -> pool.PoolMemory:
+    def fill(config: CacheConfig, blocks: wire.PoolBlocks) -> pool.PoolMemory:
         if blocks.fingerprint == OTHER.fingerprint:
             assert filled.wait(60)
-        return create(config, blocks, gb)
+        return create(config, blocks)
 
     monkeypatch.setattr(pool.PoolMemory, "create", fill)
     yield filled
@@ -403,7 +403,7 @@ def test_engines_are_served_while_the_pool_of_another_is_filled(
 @pytest.mark.usefixtures("filling")
 def test_a_service_ends_while_a_pool_is_filled(service: Service) -> None:
     with ThreadPoolExecutor() as threads:
-        waiting = threads.submit(open_pool, service.root, "toy", OTHER)
+        waiting = threads.submit(open_pool, service.root, "toy", "toy", OTHER)
         until(lambda: is_making(service.server))
         service.close()
         with pytest.raises(ArenaError, match="closed the connection"):
@@ -412,7 +412,7 @@ def test_a_service_ends_while_a_pool_is_filled(service: Service) -> None:
 
 def test_a_directory_has_one_service(service: Service) -> None:
     with pytest.raises(ArenaError, match="owned by the living process"):
-        NodeServer(service.root, CacheConfig(), 0.001)
+        NodeServer(service.root, CacheConfig())
 
 
 def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:

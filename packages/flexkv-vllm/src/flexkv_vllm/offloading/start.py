@@ -15,6 +15,7 @@ from flexkv.engine.open_rank import open_rank
 from flexkv.session import Shard
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.compat.offloading import worker_config
+from flexkv_vllm.identity import served_model
 from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
 from flexkv_vllm.support import check_launcher, check_pooling
@@ -62,7 +63,15 @@ def make_worker(
     start = functools.partial(start_movers, device, layouts, chunk)
     ranks = config.parallel.world_size
     blocks = max(layout.num_blocks for layout in layouts)
-    session, groups = open_rank(settings, config.engine_id, shard, ranks, start, pool_blocks=blocks)
+    session, groups = open_rank(
+        settings,
+        config.engine_id,
+        shard,
+        ranks,
+        start,
+        model=served_model(vllm_config),
+        pool_blocks=blocks,
+    )
     return FlexKVOffloadingWorker(session, groups, rank, device, boundary)
 
 

@@ -4,7 +4,7 @@
 
 The settings of the cache (`cpu_cache_gb`, `eviction_policy`, `ssd_cache_gb`, ...) come from the
 environment or the file that FLEXKV_CONFIG_PATH names, as in an engine. Each model gets host memory
-of `cpu_cache_gb`.
+of `cpu_cache_gb` and disk space of `ssd_cache_gb`, or what a file with --pools names for it.
 
 Only this user's engines are served. `flexkv stat DIR`, `top DIR` and `clear DIR` ask the service;
 with --http it also serves /metrics and /health. Exit code 2 if another service runs in DIR.
@@ -20,6 +20,7 @@ from dataclasses import replace
 from flexkv.cli.common import read_settings
 from flexkv.control.http_door import listen_at
 from flexkv.preflight.checks import check_start
+from flexkv.service.pool_sizes import read_pools
 from flexkv.service.server import NodeServer
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import engines_settings, report_without_effect
@@ -56,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default host: 127.0.0.1; port 0 for any free port; default: no address",
     )
 
+    parser.add_argument(
+        "--pools",
+        metavar="FILE",
+        help="YAML or JSON file with the memory and the disk space of each model; default: the "
+        "settings' sizes for each. Changes take effect when the service starts again",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
@@ -67,9 +75,10 @@ def run(args: argparse.Namespace) -> int:
     config = replace(config, service=None)
     report_without_effect(config, _IGNORED)
     check_start(config, meets=False)
+    pools = None if args.pools is None else read_pools(args.pools, config)
     figures = None if args.http is None else _listen(args.http)
     address = "" if figures is None else f", and at {_url(figures)} for /metrics and /health"
-    server = NodeServer(root, config, config.cpu_cache_gb, figures)
+    server = NodeServer(root, config, figures, pools)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
     try:

@@ -58,6 +58,7 @@ def print_service(root: str, state: ServiceState) -> None:
 
 def _print_pool(pool: PoolState) -> None:
     print(f"  pool {printable(pool.fingerprint)}")
+    _print_line("model", printable(pool.model))
     for part in pool.identity:
         if part.startswith(_SHOWN):
             _print_line("", printable(part))

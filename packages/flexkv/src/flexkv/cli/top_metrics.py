@@ -69,9 +69,9 @@ def read_metrics(text: str, at: float) -> Reading | None:
             continue
         reading.engines.add(found[1])
         labels, metric = _labels(parts[2] or ""), _METRICS.get(found[2])
+        reading.models.add(labels.get("model_name", ""))
         if found[2] == INFO_NAME:
             reading.versions.add(labels.get("version", ""))
-            reading.models.add(labels.get("model_name", ""))
         elif metric is not None and found[3] != "_created":
             value = float(parts[3])
             if not abs(value) < _MOST:  # nor NaN

@@ -31,6 +31,7 @@ def open_rank(
     ranks: int,
     start: Callable[[Arena, int], Movers],
     *,
+    model: str = "",
     pool_blocks: int = 0,
     engines: int = 1,
 ) -> tuple[Session, Movers]:
@@ -43,6 +44,7 @@ def open_rank(
         shard: the shard of this rank.
         ranks: the number of ranks of the engine.
         start: makes the movers for an arena and a number of threads. May raise ValueError.
+        model: the name by which the engine serves its model.
         pool_blocks, engines: see `plan_arena`.
 
     Returns:
@@ -56,7 +58,14 @@ def open_rank(
     threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
     with running_on(cpus):
         session = meet(
-            config, engine_id, shard, ranks, threads, pool_blocks=pool_blocks, engines=engines
+            config,
+            engine_id,
+            shard,
+            ranks,
+            threads,
+            model=model,
+            pool_blocks=pool_blocks,
+            engines=engines,
         )
         with closed_on_error(session):
             try:
@@ -72,6 +81,7 @@ def meet(
     ranks: int,
     threads: int,
     *,
+    model: str = "",
     pool_blocks: int = 0,
     engines: int = 1,
 ) -> Session:
@@ -92,7 +102,9 @@ def meet(
         if config.service is not None:
             raise not_served(config.service)
         return alone(config.session_root, shard, plan, threads=threads)
-    share = None if config.service is None else functools.partial(open_pool, config.service)
+    share = None
+    if config.service is not None:
+        share = functools.partial(open_pool, config.service, model)
     return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads, share=share)
 
 

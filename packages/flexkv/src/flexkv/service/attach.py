@@ -112,6 +112,7 @@ class Attached:
             wire.PROTOCOL,
             _shown(ticket),
             ticket.engine,
+            ticket.model,
             _blocks_of(self._info),
             self._info.spec.num_slots,
             self._step_blocks,
@@ -145,11 +146,12 @@ class Attached:
             self._fds = []
 
 
-def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
+def open_pool(root: str, model: str, engine: str, about: SessionInfo) -> Shared:
     """Ask the service for an arena, as rank 0 of an engine. Waits for a service that starts.
 
     Args:
         root: runtime directory of the service.
+        model: the name by which the engine serves its model.
         engine: the engine's id, for logs.
         about: the blocks of the engine.
 
@@ -157,7 +159,8 @@ def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
         ArenaError: no service runs there, or it refuses the engine.
     """
     _await_service(root)
-    greeting = wire.Open(wire.PROTOCOL, engine, _blocks_of(about))
+    model = model[: wire.MOST_NAME]
+    greeting = wire.Open(wire.PROTOCOL, engine, model, _blocks_of(about))
     connection, answer, fds = _greet(root, greeting, 1)
     try:
         if not isinstance(answer, wire.Opened):
@@ -170,7 +173,7 @@ def open_pool(root: str, engine: str, about: SessionInfo) -> Shared:
         raise
     finally:
         _close(fds)
-    ticket = ServiceTicket(root, given.client, given.token.hex(), engine)
+    ticket = ServiceTicket(root, given.client, given.token.hex(), engine, model)
     membership = _member(ticket, connection, arena)
     return Shared(dataclasses.replace(about, spec=spec, service=ticket), arena, membership)
 

@@ -203,6 +203,10 @@ def _greeting_of(messages: list[wire.ToService], fds: Sequence[int]) -> Greeting
         )
     if isinstance(greeting, wire.Open | wire.Resume):
         _check_blocks(greeting.blocks)
+        if len(greeting.model) > wire.MOST_NAME:
+            raise RefusalError(
+                f"the model's name has {len(greeting.model)} characters; allowed: {wire.MOST_NAME}"
+            )
     return greeting
 
 

@@ -21,7 +21,7 @@ from flexkv.eviction import RequestContext
 from flexkv.session.wire import peer_of
 from flexkv.types.changes import Medium
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both sides must have the same."""
 
 SOCKET = "flexkv service"
@@ -36,6 +36,9 @@ MAX_PACKET = 1 << 16
 _FULL = MAX_PACKET - (1 << 13)
 """Bytes after which a packet takes no further message. What a message names at most, `MOST_KEYS` of
 96 bytes, fits into the rest of an empty packet."""
+
+MOST_NAME = 256
+"""Characters of the name of a model."""
 
 MOST_KEYS = 512
 """Keys in one message."""
@@ -77,10 +80,16 @@ class Ticket(Message, frozen=True):
 
 
 class Open(Message, frozen=True, tag="open"):
-    """The first rank of an engine asks for a pool. Its packet has a pidfd of the process."""
+    """The first rank of an engine asks for a pool. Its packet has a pidfd of the process.
+
+    Attributes:
+        engine: the engine's id, for logs.
+        model: the name by which the engine serves its model.
+    """
 
     protocol: int
     engine: str
+    model: str
     blocks: PoolBlocks
 
 
@@ -109,8 +118,7 @@ class Resume(Message, frozen=True, tag="resume"):
     index, and that of the holds.
 
     Attributes:
-        engine: the engine's id, for logs.
-        blocks: as in `Open`.
+        engine, model, blocks: as in `Open`.
         slots: slots of the arena.
         step_blocks: as in `Schedule`.
     """
@@ -118,6 +126,7 @@ class Resume(Message, frozen=True, tag="resume"):
     protocol: int
     ticket: Ticket
     engine: str
+    model: str
     blocks: PoolBlocks
     slots: int
     step_blocks: int

@@ -165,6 +165,7 @@ class Operators:
         values |= ok_sample(values)
         return PoolState(
             blocks.fingerprint,
+            pool.model,
             blocks.identity,
             pool.num_slots,
             pool.cache.info.slot_bytes,

@@ -118,12 +118,14 @@ class SharedPool:
     """One pool. Single-threaded.
 
     Args:
-        config: settings of the service.
+        config: settings of the service, with the sizes of this pool.
+        model: the name by which its first engine serves the model.
         blocks: the blocks of its engines.
         memory: the memory; owned, also if this raises.
         begun: whether the memory is that of a service that has ended.
 
     Attributes:
+        model: as above.
         cache: the cache; owned.
         arena: its memory; owned.
         index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
@@ -138,8 +140,15 @@ class SharedPool:
     """
 
     def __init__(
-        self, config: CacheConfig, blocks: PoolBlocks, memory: PoolMemory, *, begun: bool = False
+        self,
+        config: CacheConfig,
+        model: str,
+        blocks: PoolBlocks,
+        memory: PoolMemory,
+        *,
+        begun: bool = False,
     ) -> None:
+        self.model = model
         with ExitStack() as undo:
             undo.callback(memory.close)
             self._memory = memory
@@ -235,20 +244,19 @@ class PoolMemory:
             raise
 
     @classmethod
-    def create(cls, config: CacheConfig, blocks: PoolBlocks, gb: float | None) -> PoolMemory:
+    def create(cls, config: CacheConfig, blocks: PoolBlocks) -> PoolMemory:
         """Take memory for a pool.
 
         Args:
-            config: settings of the service.
+            config: settings of the service, with the sizes of this pool.
             blocks: the blocks of its engines.
-            gb: host memory for it, in GiB; None for the default of `cpu_cache_gb`.
 
         Raises:
             ArenaError: it is missing.
         """
         with ExitStack() as undo, closing(Reservation(config.session_root)) as reservation:
             arena = Arena.create_planned(
-                lambda promised: _plan(_format_of(blocks), gb, promised),
+                lambda promised: _plan(_format_of(blocks), config.cpu_cache_gb, promised),
                 _THREADS,
                 frozenset(),
                 reservation,
@@ -307,6 +315,11 @@ class PoolMemory:
             if fd >= 0:
                 os.close(fd)
         self.index = self.pages = -1
+
+
+def slot_bytes_of(blocks: PoolBlocks) -> int:
+    """Bytes of a block in a pool, padding included."""
+    return _format_of(blocks).slot_bytes
 
 
 def memory_file(size: int) -> int:

@@ -18,7 +18,7 @@ from flexkv.settings import CacheConfig
 PREFIX = "service:flexkv_"
 """Begins the names of the service's metrics, as `vllm:flexkv_` begins those of vLLM's engines."""
 
-_POOL = ("pool",)
+_POOL = ("pool", "model_name")
 
 
 def exposition(state: ServiceState, config: CacheConfig) -> bytes:
@@ -45,6 +45,6 @@ class _Collector:
         about.add_metric(info_labels(self._config), 1)
         yield about
         sources: dict[Labels, Samples] = {
-            (pool.fingerprint,): pool.figures for pool in self._state.pools
+            (pool.fingerprint, pool.model): pool.figures for pool in self._state.pools
         }
         yield from families(PREFIX, _POOL, sources, (*SERVICE_METRICS, *METRICS))

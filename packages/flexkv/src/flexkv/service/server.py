@@ -19,10 +19,11 @@ from flexkv.service.attached import AttachedEngine, Process
 from flexkv.service.engine_page import MOST_ENGINES
 from flexkv.service.lobby import Lobby, Newcomer, RefusalError
 from flexkv.service.operators import Operators
-from flexkv.service.pool import PoolMemory, SharedPool
+from flexkv.service.pool import PoolMemory, SharedPool, slot_bytes_of
 from flexkv.service.pool_maker import PoolMaker
+from flexkv.service.pool_sizes import NoRoomError, PoolFile, PoolSizes, sizes_of_settings
 from flexkv.session.runtime_directory import RuntimeDirectory
-from flexkv.settings import CacheConfig
+from flexkv.settings import GIB, CacheConfig
 from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class NodeServer:
     Args:
         root: path of its runtime directory; created with mode 0700 if missing.
         config: settings: those of lower tiers, of eviction and of pins.
-        memory_gb: host memory of each pool, in GiB; None for the default of `cpu_cache_gb`.
         figures: a listening socket at which its figures are served by HTTP; owned. None for none.
+        pools: the sizes of pools; None for those of the settings.
 
     Raises:
         ArenaError: the directory cannot be used, or a service of this user runs there.
@@ -61,11 +62,11 @@ class NodeServer:
         self,
         root: str,
         config: CacheConfig,
-        memory_gb: float | None,
         figures: socket.socket | None = None,
+        pools: PoolFile | None = None,
     ) -> None:
         self._config = config
-        self._memory_gb = memory_gb
+        self._sizes = PoolSizes(pools or sizes_of_settings(config))
         self._pools: dict[wire.PoolBlocks, SharedPool] = {}
         self._engines: dict[tuple[wire.PoolBlocks, int], AttachedEngine] = {}
         self._selector = selectors.DefaultSelector()
@@ -165,20 +166,56 @@ class NodeServer:
         if self._maker.is_making(blocks):
             return False
         if isinstance(greeting, wire.Resume):
+            config = self._size_resumed(greeting)
             taken = [os.dup(fd) for fd in newcomer.memory]
-            make = partial(_resume_pool, self._config, blocks, greeting.slots, taken)
+            make = partial(_resume_pool, config, greeting, taken)
         elif time.monotonic() < self._awaits_until:
             return False
         else:
-            make = partial(_make_pool, self._config, blocks, self._memory_gb)
+            make = partial(_make_pool, self._size(greeting), greeting)
         self._maker.begin(blocks, newcomer, make)
         return False
+
+    def _size(self, greeting: wire.Open) -> CacheConfig:
+        """The settings of a new pool. Pools without engines and without an entry end for it.
+
+        Raises:
+            NoRoomError: the pools of other models have all memory.
+        """
+        blocks = greeting.blocks
+        while True:
+            try:
+                size = self._sizes.take(blocks, greeting.model, slot_bytes_of(blocks))
+            except NoRoomError:
+                if not self._end_idle_pool(named=False):
+                    raise
+                continue
+            if self._config.ssd_cache_gb is not None and size.disk is None:
+                logger.info("the pool of %r has no room on disk", greeting.model)
+            return size.applied(self._config)
+
+    def _size_resumed(self, greeting: wire.Resume) -> CacheConfig:
+        """The settings of a pool that engines hand back, which keeps its memory."""
+        slot_bytes = slot_bytes_of(greeting.blocks)
+        memory = greeting.slots * slot_bytes / GIB
+        size, planned = self._sizes.resume(greeting.blocks, greeting.model, memory)
+        if planned is not None and abs(planned - memory) * GIB >= slot_bytes:
+            logger.warning(
+                "the pool of %r keeps the %.2f GiB of memory that its engines hand back; a new "
+                "pool has %.2f GiB: end all its engines before the service starts again",
+                greeting.model,
+                memory,
+                planned,
+            )
+        return size.applied(self._config)
 
     def _take_made(self) -> None:
         """Take the pools that have been made meanwhile."""
         for blocks, newcomer, result in self._maker.drain():
             is_resumed = isinstance(newcomer.greeting, wire.Resume)
             try:
+                if not isinstance(result, SharedPool):
+                    self._sizes.give_back(blocks)
                 if isinstance(result, SharedPool):
                     self._begin_pool(blocks, result)
                 elif is_resumed or not isinstance(result, ArenaError) or not self._end_idle_pool():
@@ -197,26 +234,34 @@ class NodeServer:
         except BaseException:
             for key in [key for key in self._engines if key[0] == blocks]:
                 self._engines.pop(key).close()
+            self._sizes.give_back(blocks)
             pool.close(0.0)
             raise
         self._pools[blocks] = pool
         self._share(pool)
         logger.info(
-            "a pool of %d blocks for the models of fingerprint %s, %d of them from before",
+            "a pool of %d blocks for the model %r, fingerprint %s, %d of them from before",
             pool.num_slots,
+            pool.model,
             blocks.fingerprint,
             pool.cache.ready_blocks,
         )
 
-    def _end_idle_pool(self) -> bool:
+    def _end_idle_pool(self, *, named: bool = True) -> bool:
         """End a pool without engines, because memory for another is missing. Returns False if there
-        is none."""
+        is none.
+
+        Args:
+            named: whether it may be one that has an entry of its own.
+        """
         used = {each for each, _ in self._engines}
-        idle = next((each for each in self._pools if each not in used), None)
-        if idle is None:
+        idle = (each for each in self._pools if each not in used)
+        found = next((each for each in idle if named or not self._sizes.is_named(each)), None)
+        if found is None:
             return False
-        logger.info("the pool of fingerprint %s ends for another", idle.fingerprint)
-        self._pools.pop(idle).close(0.0)
+        logger.info("the pool of fingerprint %s ends for another", found.fingerprint)
+        self._pools.pop(found).close(0.0)
+        self._sizes.give_back(found)
         return True
 
     def _admit(self, newcomer: Newcomer) -> None:
@@ -422,12 +467,12 @@ class NodeServer:
             self._selector.unregister(file)
 
 
-def _make_pool(config: CacheConfig, blocks: wire.PoolBlocks, memory_gb: float | None) -> SharedPool:
-    return SharedPool(config, blocks, PoolMemory.create(config, blocks, memory_gb))
+def _make_pool(config: CacheConfig, greeting: wire.Open) -> SharedPool:
+    memory = PoolMemory.create(config, greeting.blocks)
+    return SharedPool(config, greeting.model, greeting.blocks, memory)
 
 
-def _resume_pool(
-    config: CacheConfig, blocks: wire.PoolBlocks, slots: int, memory: list[int]
-) -> SharedPool:
+def _resume_pool(config: CacheConfig, greeting: wire.Resume, fds: list[int]) -> SharedPool:
     """Go on with memory that a service before this one has left, for all its engines."""
-    return SharedPool(config, blocks, PoolMemory.resume(blocks, slots, memory), begun=True)
+    memory = PoolMemory.resume(greeting.blocks, greeting.slots, fds)
+    return SharedPool(config, greeting.model, greeting.blocks, memory, begun=True)

@@ -64,6 +64,7 @@ class PoolState(msgspec.Struct, frozen=True):
 
     Attributes:
         fingerprint: see `flexkv.layout.fingerprint`.
+        model: the name by which its first engine serves the model.
         identity: the parts of the fingerprint, for people to read.
         slots: blocks that host memory has room for.
         slot_bytes: bytes of a block, padding included.
@@ -73,6 +74,7 @@ class PoolState(msgspec.Struct, frozen=True):
     """
 
     fingerprint: str
+    model: str
     identity: tuple[str, ...]
     slots: int
     slot_bytes: int

@@ -86,12 +86,14 @@ class ServiceTicket(NamedTuple):
         client: the service's number of the engine.
         token: secret of the engine, in hex.
         engine: the engine's id, for logs.
+        model: the name by which the engine serves its model.
     """
 
     root: str
     client: int
     token: str
     engine: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,9 @@ class SessionInfo:
         identity = _as_texts(message["identity"])
         service = None
         if message["service"] is not None:
-            root, client, token, engine = _as_list(message["service"])
-            service = ServiceTicket(str(root), _as_int(client), str(token), str(engine))
+            root, client, token, *names = _as_list(message["service"])
+            engine, model = map(str, names)
+            service = ServiceTicket(str(root), _as_int(client), str(token), engine, model)
         durable = message["durable"] is True
         return cls(str(message["fingerprint"]), spec, durable, identity, service)
 

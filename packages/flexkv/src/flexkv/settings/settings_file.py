@@ -33,8 +33,12 @@ _PARSE_ERRORS = (
 )
 
 
-def read_file(path: str) -> Mapping[Any, object]:
-    """The mapping in the file that `FLEXKV_CONFIG_PATH` names; empty if the file sets nothing.
+def read_file(path: str, named_by: str = CONFIG_PATH_VARIABLE) -> Mapping[Any, object]:
+    """The mapping in a file; empty if the file sets nothing.
+
+    Args:
+        path: of the file.
+        named_by: what names the file, for errors.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or holds no mapping.
@@ -43,22 +47,20 @@ def read_file(path: str) -> Mapping[Any, object]:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read {path} from {CONFIG_PATH_VARIABLE}: {error}; allowed: {_ALLOWED_FILE}"
+            f"cannot read {path} from {named_by}: {error}; allowed: {_ALLOWED_FILE}"
         ) from None
     try:
         content = _parse_json(text) if path.endswith(".json") else _parse_yaml(text)
     except _PARSE_ERRORS as error:
         detail = shorten(" ".join(str(error).split()))
         raise ConfigError(
-            f"{path} from {CONFIG_PATH_VARIABLE} cannot be parsed: {detail}; "
-            f"allowed: {_ALLOWED_FILE}"
+            f"{path} from {named_by} cannot be parsed: {detail}; allowed: {_ALLOWED_FILE}"
         ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path} from {CONFIG_PATH_VARIABLE} holds a {type(content).__name__}; "
-            f"allowed: {_ALLOWED_FILE}"
+            f"{path} from {named_by} holds a {type(content).__name__}; allowed: {_ALLOWED_FILE}"
         )
     return content
 

@@ -26,6 +26,7 @@ def start_worker(
     device: Device,
     *,
     identity: Sequence[str],
+    model: str,
     boundary: ErrorBoundary,
     fails_by_request: bool = False,
     alone: bool = True,
@@ -40,6 +41,7 @@ def start_worker(
         device: the device of the pages.
         identity: all that the bytes of a block depend on, except its key; `model` of
             `block_identity`.
+        model: the name by which the engine serves its model.
         boundary: ends, counts and logs run-time errors.
         fails_by_request, alone: see `WorkerSide`.
         engines: see `plan_arena`.
@@ -63,6 +65,7 @@ def start_worker(
         shard,
         pages.ranks,
         start,
+        model=model,
         pool_blocks=pages.num_blocks,
         engines=engines,
     )
