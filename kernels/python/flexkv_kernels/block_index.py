@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from flexkv.eviction import EvictionPolicy
 from flexkv.index.block_index import BlockIndex, BlockState, Buffer, IndexReader
@@ -15,12 +15,15 @@ from flexkv.index.key_set import KeySet
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels._library import LIBRARY
 
+TenantParts: TypeAlias = Sequence[tuple[int, float, EvictionPolicy | None]]
+"""See `flexkv.eviction.TenantPolicies.parts`; a tuple."""
+
 
 class _MakeBlockIndex(Protocol):
     def __call__(
         self,
         num_slots: int,
-        policy: EvictionPolicy | None,
+        policy: EvictionPolicy | TenantParts | None,
         memory: Buffer | None,
         begun: bool,
         /,
@@ -29,7 +32,8 @@ class _MakeBlockIndex(Protocol):
 
         Args:
             num_slots: number of slots of the tier.
-            policy: chooses the blocks to evict; kept alive. None evicts the least recently used.
+            policy: chooses the blocks to evict; kept alive. None evicts the least recently used. A
+                tuple has a policy for each tenant.
             memory: shared memory of `index_bytes(num_slots)` bytes, in which others read the index;
                 kept. None if nobody else reads it.
             begun: whether the memory is that of an index whose owner has ended; if not, it is zero.

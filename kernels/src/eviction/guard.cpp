@@ -37,6 +37,18 @@ Guard::Guard(std::uint32_t capacity)
   lru_.set_near(immune_);
 }
 
+void Guard::set_room(std::uint32_t blocks) noexcept {
+  capacity_ = blocks;
+  if (counts_.hits == 0 && counts_.lru_hits == 0) {
+    credit_ = kTrialCredit * blocks;
+  }
+  least_immune_ = share_of(blocks, kLeastImmune);
+  most_immune_ = share_of(blocks, kMostImmune);
+  immune_ = std::clamp(immune_, least_immune_, most_immune_);
+  lru_.set_most(blocks);
+  lru_.set_near(immune_);
+}
+
 void Guard::count(std::span<const Key> keys, std::size_t hits) noexcept {
   std::size_t lru_hits = 0;
   std::int64_t immune = immune_;

@@ -29,6 +29,10 @@ class Guard {
   // For a tier of `capacity` blocks. Throws std::bad_alloc.
   explicit Guard(std::uint32_t capacity);
 
+  // The tier has room for so many blocks from now on, up to the capacity: an LRU tier of this size
+  // would keep as many.
+  void set_room(std::uint32_t blocks) noexcept;
+
   // A request begins with the prompt `keys`. Of these `hits`, from the first on, were in the tier when
   // it came. `in_tier(i)` says whether the tier has the i-th now. Counts it before LRU's order changes.
   template <typename InTier>

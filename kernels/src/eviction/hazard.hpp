@@ -80,6 +80,9 @@ class Hazard {
   // The object of the next one to leave, or null.
   void* victim();
 
+  // The tier has room for so many blocks from now on, up to the capacity.
+  void set_room(std::uint32_t blocks) noexcept { guard_.set_room(blocks); }
+
   const Guard& guard() const noexcept { return guard_; }
 
   template <typename Drop>

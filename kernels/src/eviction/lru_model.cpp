@@ -3,7 +3,10 @@
 
 namespace flexkv::eviction {
 
-LruModel::LruModel(std::uint32_t capacity) : records_(capacity), numbers_(capacity) { clear(); }
+LruModel::LruModel(std::uint32_t capacity)
+    : records_(capacity), numbers_(capacity), most_(capacity) {
+  clear();
+}
 
 void LruModel::clear() noexcept {
   numbers_.clear([](std::uint32_t) {});
@@ -13,7 +16,14 @@ void LruModel::clear() noexcept {
     free_ = static_cast<std::uint32_t>(i);
   }
   first_ = last_ = edge_ = kNone;
-  near_ = 0;
+  near_ = size_ = 0;
+}
+
+void LruModel::set_most(std::uint32_t most) noexcept {
+  most_ = most;
+  while (size_ > most) {
+    lose(last_);
+  }
 }
 
 void LruModel::set_near(std::uint32_t most) noexcept {
@@ -40,7 +50,10 @@ void LruModel::use(std::uint32_t number) noexcept {
 }
 
 void LruModel::add(const Key& key, std::uint32_t before) noexcept {
-  if (free_ == kNone) {
+  if (size_ >= most_) {
+    if (most_ == 0) {
+      return;
+    }
     if (before == last_ && before != kNone) {
       return;  // it would leave at once
     }
@@ -52,6 +65,7 @@ void LruModel::add(const Key& key, std::uint32_t before) noexcept {
   made.high = key.high();
   made.low = key.low();
   made.near = 0;
+  ++size_;
   numbers_.add(made.low, number);
   enter(before, number, before == kNone ? first_ : number_of(records_[before].older));
 }
@@ -68,6 +82,7 @@ void LruModel::lose(std::uint32_t number) noexcept {
   numbers_.remove(number, [&](std::uint32_t each) { return records_[each].low; });
   records_[number].older = free_ & kEnd;
   free_ = number;
+  --size_;
 }
 
 void LruModel::mark(std::uint32_t number, bool near) noexcept {

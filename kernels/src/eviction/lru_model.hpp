@@ -32,6 +32,9 @@ class LruModel {
   bool is_near(std::uint32_t number) const noexcept { return records_[number].near; }
   void set_near(std::uint32_t most) noexcept;
 
+  // The tier has room for so many blocks from now on, up to the capacity.
+  void set_most(std::uint32_t most) noexcept;
+
   // The block of this number becomes the one used last.
   void use(std::uint32_t number) noexcept;
 
@@ -70,6 +73,8 @@ class LruModel {
 
   std::vector<Record> records_;
   NumberTable numbers_;
+  std::uint32_t most_;
+  std::uint32_t size_ = 0;
   std::uint32_t free_ = kNone;
   std::uint32_t first_ = kNone;  // used last
   std::uint32_t last_ = kNone;

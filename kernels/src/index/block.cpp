@@ -30,7 +30,8 @@ std::string BlockStore::parent_key_of(const Block* block) {
   return lost == lost_parents_.end() ? std::string() : lost->second;
 }
 
-Block* BlockStore::begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent) {
+Block* BlockStore::begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent,
+                              Tenant tenant) {
   Block* const block = &(*this)[slot];
   if (block->handle != nullptr) {
     detach_handle(*this, block);
@@ -46,6 +47,7 @@ Block* BlockStore::begin_life(Slot slot, KeyView key, Py_hash_t hash, const Bloc
   StoredKey& stored = keys_[slot];
   stored.parent = parent == nullptr ? kNoSlot : slot_of(parent);
   stored.parent_hash = parent == nullptr ? 0 : parent->hash;
+  stored.tenant = tenant;
   stored.size = static_cast<std::uint8_t>(key.size());
   std::copy(key.begin(), key.end(), stored.bytes);
   return resume_life(slot, hash, parent);

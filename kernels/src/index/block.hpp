@@ -91,7 +91,7 @@ class BlockStore {
   std::string parent_key_of(const Block* block);
 
   // Begins a life of a slot that is in no table, in state writing. Throws PythonError.
-  Block* begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent);
+  Block* begin_life(Slot slot, KeyView key, Py_hash_t hash, const Block* parent, Tenant tenant);
 
   // The same for a block whose key an owner of the memory before this one has written.
   Block* resume_life(Slot slot, Py_hash_t hash, const Block* parent) noexcept;
@@ -116,6 +116,10 @@ class BlockStore {
   // The writer to whom a slot was given. It has no block then.
   Writer writer_of(Slot slot) const noexcept { return keys_[slot].writer; }
   void set_writer(Slot slot, Writer writer) noexcept { store_word(keys_[slot].writer, writer); }
+
+  // The tenant of the block in a slot, or of the slot's writer.
+  Tenant tenant_of(Slot slot) const noexcept { return keys_[slot].tenant; }
+  void set_tenant(Slot slot, Tenant tenant) noexcept { keys_[slot].tenant = tenant; }
 
   // Whether it entered before the last reset.
   bool is_of_reset(const Block* block) const noexcept { return block->epoch != epoch(); }

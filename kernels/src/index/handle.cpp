@@ -88,6 +88,12 @@ PyObject* get_parent_key(PyObject* self, void*) {
   });
 }
 
+PyObject* get_tenant(PyObject* self, void*) {
+  const Block* const block = handle(self)->block();
+  const Tenant tenant = block == nullptr ? kNoTenant : handle(self)->store->tenant_of(handle(self)->slot);
+  return PyLong_FromUnsignedLong(tenant);
+}
+
 PyObject* get_leases(PyObject* self, void*) {
   const Block* const block = handle(self)->block();
   return PyLong_FromLong(block == nullptr ? 0 : block->leases);
@@ -108,6 +114,7 @@ PyGetSetDef block_properties[] = {
     {"state", get_state, nullptr, nullptr, nullptr},
     {"parent", get_parent, nullptr, nullptr, nullptr},
     {"parent_key", get_parent_key, nullptr, nullptr, nullptr},
+    {"tenant", get_tenant, nullptr, nullptr, nullptr},
     {"leases", get_leases, nullptr, nullptr, nullptr},
     {"used", get_used, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},

@@ -10,7 +10,10 @@ Index::Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer
       memory_(slots, shared_ == nullptr ? nullptr : shared_->start(), begun),
       store_(memory_),
       table_(memory_, store_),
-      policy_(policy == Py_None ? make_lru(store_) : make_policy(policy, store_, table_)) {
+      policy_(PyTuple_Check(policy) != 0 ? make_tenants(policy, store_, table_)
+              : policy == Py_None        ? make_lru(store_)
+                                         : make_policy(policy, store_, table_)),
+      counts_tenants_(policy_->counts_tenants()) {
   free_.reserve(slots);
   if (begun) {
     resume();
@@ -76,7 +79,7 @@ void Index::release_unused(const std::vector<Block*>& blocks) {
 }
 
 Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near, bool fetched,
-                      Slot given) {
+                      Tenant tenant, Slot given) {
   if (key.size() > kMostKeyBytes) {
     PyErr_Format(PyExc_ValueError, "a key has %zu bytes; allowed: up to %zu", key.size(),
                  kMostKeyBytes);
@@ -100,10 +103,14 @@ Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* 
   Slot slot = kNoSlot;
   Block* block = nullptr;
   try {
-    slot = given == kNoSlot ? take_slot() : given;
+    slot = given == kNoSlot ? take_slot(tenant) : given;
     if (slot != kNoSlot) {
-      block = store_.begin_life(slot, key, hash, parent);
+      const Tenant before = store_.tenant_of(slot);
+      block = store_.begin_life(slot, key, hash, parent, tenant);
       store_.set_writer(slot, kNoWriter);
+      if (counts_tenants_ && given != kNoSlot) {
+        policy_->slot_returned(before);
+      }
     }
   } catch (...) {
     PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
@@ -123,9 +130,7 @@ Block* Index::reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* 
   if (parent != nullptr) {
     store_.link(block);
   }
-  table_.add(block);
-  block->tabled = true;
-  ++tabled_;
+  add_to_table(block);
   return block;
 }
 
@@ -203,14 +208,14 @@ void Index::unpin(Block* block) {
 
 bool Index::has_room() {
   sweep_for_room();
-  return !free_.empty() || next_victim() != nullptr;
+  return !free_.empty() || next_victim(kUnknownTenant) != nullptr;
 }
 
 Block* Index::lease_victim() {
   if (stale_ > 0) {
     return nullptr;  // their slots become free first
   }
-  Block* const block = next_victim();
+  Block* const block = next_victim(kUnknownTenant);
   if (block != nullptr) {
     hold(block);
     ++block->leases;
@@ -316,15 +321,15 @@ void Index::end_lease(Block* block) {
   }
 }
 
-// A free slot, or that of a victim, or none.
-Slot Index::take_slot() {
+// A free slot, or that of a victim, or none; for a block of the tenant `asking`.
+Slot Index::take_slot(Tenant asking) {
   while (true) {
     sweep_for_room();
     Slot slot = kNoSlot;
     if (!free_.empty()) {
       slot = free_.back();
       free_.pop_back();
-    } else if (Block* const block = next_victim(); block != nullptr) {
+    } else if (Block* const block = next_victim(asking); block != nullptr) {
       remove(block);
       ++evictions_;
       slot = store_.slot_of(block);
@@ -337,13 +342,13 @@ Slot Index::take_slot() {
 }
 
 // The block to evict next, or null. Those that readers hold have a lease until they let go.
-Block* Index::next_victim() {
-  Block* block = policy_->victim();
+Block* Index::next_victim(Tenant asking) {
+  Block* block = policy_->victim(asking);
   while (block != nullptr && is_held_outside(store_.slot_of(block))) {
     held_.push_back(block);
     hold(block);
     ++block->leases;
-    block = policy_->victim();
+    block = policy_->victim(asking);
   }
   return block;
 }
@@ -378,14 +383,18 @@ std::size_t Index::look_at_holds() {
   return held_.size() + held_slots_.size();
 }
 
-std::vector<Slot> Index::take_slots(std::size_t most, Writer writer) {
+std::vector<Slot> Index::take_slots(std::size_t most, Writer writer, Tenant tenant) {
   std::vector<Slot> slots;
   while (slots.size() < most) {
-    const Slot slot = take_slot();
+    const Slot slot = take_slot(tenant);
     if (slot == kNoSlot) {
       break;
     }
     store_.set_writer(slot, writer);
+    if (counts_tenants_) {
+      store_.set_tenant(slot, tenant);
+      policy_->slot_taken(tenant);
+    }
     slots.push_back(slot);
   }
   return slots;
@@ -403,6 +412,9 @@ std::vector<Slot> Index::taken_by(Writer writer) const {
 
 void Index::give_back(Slot slot) {
   store_.set_writer(slot, kNoWriter);
+  if (counts_tenants_) {
+    policy_->slot_returned(store_.tenant_of(slot));
+  }
   free_.push_back(slot);
 }
 
@@ -513,11 +525,23 @@ void Index::expel(Block* block) {
   }
 }
 
+void Index::add_to_table(Block* block) {
+  table_.add(block);
+  block->tabled = true;
+  ++tabled_;
+  if (counts_tenants_) {
+    policy_->entered(block);
+  }
+}
+
 void Index::untable(Block* block) {
   store_.set_leasable(block, false);
   table_.remove(block);
   --tabled_;
   block->tabled = false;
+  if (counts_tenants_) {
+    policy_->left(block);
+  }
 }
 
 // Ends with a free slot, or without a stale block. Not tuned: a few microseconds a round.

@@ -17,9 +17,9 @@ namespace flexkv::index {
 // All methods may throw PythonError and std::bad_alloc.
 class Index {
  public:
-  // `policy` is None for the least recently used first. The index lies in `shared` if that is not null,
-  // and has the size for it. If `begun`, its owner has ended: see `resume`. Throws PythonError if the
-  // policy has blocks already.
+  // `policy` is None for the least recently used first, or a tuple for `make_tenants`. The index lies in
+  // `shared` if that is not null, and has the size for it. If `begun`, its owner has ended: see `resume`.
+  // Throws PythonError if the policy has blocks already.
   Index(std::size_t slots, PyObject* policy, std::unique_ptr<python::Buffer> shared, bool begun);
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
@@ -50,10 +50,10 @@ class Index {
 
   // A block in state writing for a key, which has this hash, or null: see BlockIndex.reserve. It builds
   // on the block of `after`, or on none if that is null. `near` is a block in the index, which may be
-  // that of `after`, or null. It is `fetched` if a lower tier will give its bytes. It gets the slot
-  // `given`, one of `take_slots`, or any if that is none.
+  // that of `after`, or null. It is `fetched` if a lower tier will give its bytes, and counts for
+  // `tenant`. It gets the slot `given`, one of `take_slots`, or any if that is none.
   Block* reserve(KeyView key, Py_hash_t hash, const KeyView* after, Block* near, bool fetched,
-                 Slot given = kNoSlot);
+                 Tenant tenant = kNoTenant, Slot given = kNoSlot);
   void publish(const std::vector<Block*>& blocks);
   void abandon(const std::vector<Block*>& blocks);
   void discard(const std::vector<Block*>& blocks);
@@ -72,8 +72,8 @@ class Index {
               const std::vector<Block*>& pinned);
 
   // Up to `most` slots for a writer, which have no block until `reserve` gives a block one of them, or
-  // `give_back`. Evicts blocks for them.
-  std::vector<Slot> take_slots(std::size_t most, Writer writer);
+  // `give_back`. Evicts blocks for them. The writer stores for `tenant`.
+  std::vector<Slot> take_slots(std::size_t most, Writer writer, Tenant tenant = kUnknownTenant);
   bool is_taken(Slot slot) const noexcept { return store_.writer_of(slot) != kNoWriter; }
   std::vector<Slot> taken_by(Writer writer) const;
   void give_back(Slot slot);
@@ -101,13 +101,14 @@ class Index {
   void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);
   void end_lease(Block* block);
-  Slot take_slot();
-  Block* next_victim();
+  Slot take_slot(Tenant asking);
+  Block* next_victim(Tenant asking);
   bool is_held_outside(Slot slot) const noexcept;
   void attach(Block* parent);
   void detach(Block* parent, long long used);
   void remove(Block* block);
   void take_out(Block* block);
+  void add_to_table(Block* block);
   void untable(Block* block);
   void end_life(Block* block);
   void expel(Block* block);
@@ -133,6 +134,7 @@ class Index {
   std::vector<Block*> held_;       // have a lease, because readers hold them
   std::vector<Slot> held_slots_;   // free, but for their readers
   std::unique_ptr<Policy> policy_;
+  bool counts_tenants_;
   Reference changes_;
   std::size_t ready_ = 0;
   std::size_t tabled_ = 0;  // blocks in the table

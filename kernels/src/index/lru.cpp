@@ -18,7 +18,8 @@ namespace {
 // the next victim when the block behind it has left: that entry never enters the queue.
 class Lru final : public Policy {
  public:
-  explicit Lru(BlockStore& store) : store_(store), queued_(store.size()) {}
+  Lru(BlockStore& store, const Portion* portion)
+      : store_(store), portion_(portion), queued_(store.size()) {}
 
   void began(PyObject*, PyObject*, PyObject*) override {}
   void ended(PyObject*, PyObject*, PyObject*) override {}
@@ -42,13 +43,13 @@ class Lru final : public Policy {
     }
   }
 
-  Block* victim() override {
+  Block* victim(Tenant) override {
     while (has_beside_ || !entries_.empty()) {
       const bool is_beside =
           has_beside_ && (entries_.empty() || !is_later(beside_, entries_.front()));
       const Entry first = is_beside ? beside_ : entries_.front();
       Block* const block = &store_[first.slot];
-      const bool stays = block->tabled && block->evictable();
+      const bool stays = block->tabled && block->evictable() && has(first.slot);
       if (stays && block->used == first.used) {
         return block;
       }
@@ -79,6 +80,8 @@ class Lru final : public Policy {
     return static_cast<std::size_t>(entry.slot);
   }
 
+  bool has(Slot slot) const noexcept { return portion_ == nullptr || portion_->has(slot); }
+
   static bool is_later(const Entry& one, const Entry& other) noexcept {
     return one.used > other.used;
   }
@@ -99,6 +102,7 @@ class Lru final : public Policy {
   }
 
   BlockStore& store_;
+  const Portion* portion_;
   std::vector<Entry> entries_;
   Entry beside_{};
   bool has_beside_ = false;
@@ -107,8 +111,8 @@ class Lru final : public Policy {
 
 }  // namespace
 
-std::unique_ptr<Policy> make_lru(BlockStore& store) {
-  return std::make_unique<Lru>(store);
+std::unique_ptr<Policy> make_lru(BlockStore& store, const Portion* portion) {
+  return std::make_unique<Lru>(store, portion);
 }
 
 }  // namespace flexkv::index

@@ -52,15 +52,22 @@ struct alignas(16) Entry {
 using Writer = std::uint8_t;
 inline constexpr Writer kNoWriter = 0;
 
+// Whom a block counts for: a digest of the tenant's name, or none if it has no name.
+using Tenant = std::uint32_t;
+inline constexpr Tenant kNoTenant = 0;
+inline constexpr Tenant kUnknownTenant = 0xffffffff;  // of a writer that stores for several
+
 // The key of the block in a slot. Its version is even while that block can be leased. The block that it
-// builds on, or none, and the slot's writer are named for a next owner of the memory.
+// builds on, or none, its tenant, and the slot's writer are named for a next owner of the memory. A slot
+// with a writer has the tenant that the writer stores for.
 struct alignas(64) StoredKey {
   std::uint32_t version;
   Slot parent;
   Py_hash_t parent_hash;
+  Tenant tenant;
   Writer writer;
   std::uint8_t size;
-  char bytes[110];
+  char bytes[106];
 
   KeyView view() const noexcept { return {bytes, size}; }
 };
@@ -71,7 +78,7 @@ inline constexpr std::size_t kMostKeyBytes = 96;
 static_assert(kMostKeyBytes <= sizeof(StoredKey::bytes));
 
 inline constexpr std::uint64_t kMagic = 0x5845444e49564b46;  // FKVINDEX
-inline constexpr std::uint32_t kLayout = 2;
+inline constexpr std::uint32_t kLayout = 3;
 inline constexpr std::size_t kHeaderBytes = 4096;
 
 // The places of the parts for a number of slots. The table is at most half full.

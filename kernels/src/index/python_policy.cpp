@@ -54,7 +54,7 @@ class PythonPolicy : public Policy {
 
   void evicted(Block* block) override { call(evicted_, key_of(block).get()); }
 
-  Block* victim() override {
+  Block* victim(Tenant) override {
     const Reference key = call(victim_);
     if (key.get() == Py_None) {
       return nullptr;
@@ -115,13 +115,17 @@ class PythonPolicy : public Policy {
 // What it keeps of a key is where the store has it, and the policy's number of each block is at hand.
 class HazardPolicy final : public PythonPolicy {
  public:
-  HazardPolicy(PyObject* policy, BlockStore& store, const BlockTable& table)
+  HazardPolicy(PyObject* policy, BlockStore& store, const BlockTable& table, const Portion* portion)
       : PythonPolicy(policy, store, table),
+        portion_(portion),
         hazard_(policy, bytes_at),
         numbers_(store.size(), eviction::kNone) {}
 
   void inserted(Block* block) override {
-    const Block* const parent = store_.parent_of(block);
+    const Block* parent = store_.parent_of(block);
+    if (parent != nullptr && portion_ != nullptr && !portion_->has(store_.slot_of(parent))) {
+      parent = nullptr;  // another policy has it
+    }
     const eviction::Key after = parent == nullptr ? eviction::Key() : key_of(parent);
     const std::uint32_t before = parent == nullptr ? eviction::kNone : number_of(parent);
     const std::uint32_t number = hazard_->inserted(
@@ -136,6 +140,9 @@ class HazardPolicy final : public PythonPolicy {
   bool may_be_torn() const noexcept override { return false; }
   void hit(Block*, PyObject*) override {}
   void touched(Block*) override {}
+  void set_room(std::size_t blocks) noexcept override {
+    hazard_->set_room(static_cast<std::uint32_t>(blocks));
+  }
 
   void held(Block* block) override { hazard_->held(known(block)); }
   void released(Block* block) override { hazard_->released(known(block)); }
@@ -146,7 +153,7 @@ class HazardPolicy final : public PythonPolicy {
     number_of(block) = eviction::kNone;
   }
 
-  Block* victim() override {
+  Block* victim(Tenant) override {
     const auto* const key = static_cast<const StoredKey*>(hazard_->victim());
     if (key == nullptr) {
       return nullptr;
@@ -199,15 +206,17 @@ class HazardPolicy final : public PythonPolicy {
     return number;
   }
 
+  const Portion* portion_;
   eviction::HazardLoan hazard_;         // of the policy, which the base keeps alive
   std::vector<std::uint32_t> numbers_;  // by slot; kNone while the policy does not know the block
 };
 
 }  // namespace
 
-std::unique_ptr<Policy> make_policy(PyObject* policy, BlockStore& store, const BlockTable& table) {
+std::unique_ptr<Policy> make_policy(PyObject* policy, BlockStore& store, const BlockTable& table,
+                                    const Portion* portion) {
   if (eviction::is_hazard(policy)) {
-    return std::make_unique<HazardPolicy>(policy, store, table);
+    return std::make_unique<HazardPolicy>(policy, store, table, portion);
   }
   return std::make_unique<PythonPolicy>(policy, store, table);
 }

@@ -24,8 +24,11 @@ using flexkv::index::Keys;
 using flexkv::index::list_of;
 using flexkv::index::numbers_of;
 using flexkv::index::Reading;
+using flexkv::index::kNoTenant;
+using flexkv::index::kUnknownTenant;
 using flexkv::index::Slot;
 using flexkv::index::State;
+using flexkv::index::Tenant;
 using flexkv::python::Buffer;
 using flexkv::python::erased;
 using flexkv::python::guarded;
@@ -66,6 +69,36 @@ Slot taken(PyObject* self, Py_ssize_t slot) {
   return static_cast<Slot>(slot);
 }
 
+// The number of a tenant.
+Tenant tenant_in(PyObject* object) {
+  const unsigned long tenant = PyLong_AsUnsignedLong(object);
+  if (PyErr_Occurred() == nullptr && tenant >= kUnknownTenant) {
+    PyErr_Format(PyExc_ValueError, "tenant %lu; allowed: below %u", tenant, kUnknownTenant);
+  }
+  if (PyErr_Occurred() != nullptr) {
+    throw PythonError{};
+  }
+  return static_cast<Tenant>(tenant);
+}
+
+// The tenant of each of `count` keys. None for all if the object is None.
+std::vector<Tenant> tenants_in(PyObject* object, Py_ssize_t count) {
+  if (object == Py_None) {
+    return {};
+  }
+  const flexkv::python::Items items(object);
+  if (items.size() != count) {
+    PyErr_Format(PyExc_ValueError, "%zd tenants for %zd keys", items.size(), count);
+    throw PythonError{};
+  }
+  std::vector<Tenant> tenants;
+  tenants.reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    tenants.push_back(tenant_in(items[i]));
+  }
+  return tenants;
+}
+
 PyObject* watch(PyObject* self, PyObject*) {
   return guarded([&] {
     of(self).watch();
@@ -87,19 +120,22 @@ PyObject* lease(PyObject* self, PyObject* keys) {
 
 PyObject* reserve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    need_arguments(count, 2);
+    need_arguments(count, 2, 1);
     const KeyView key = flexkv::index::view_of(args[0]);
     const bool is_first = args[1] == Py_None;
     const KeyView after = is_first ? KeyView() : flexkv::index::view_of(args[1]);
     return block_or_none(self, of(self).reserve(key, of(self).reading().hash(key),
-                                                is_first ? nullptr : &after, nullptr, false));
+                                                is_first ? nullptr : &after, nullptr, false,
+                                                count == 3 ? tenant_in(args[2]) : kNoTenant));
   });
 }
 
 // Reserves slots for the blocks at some positions of `keys`, those of `slots` unless that is empty.
+// `of_tenants` is the tenant of each key, or None.
 Reference reserve_at(PyObject* self, PyObject* const* args, bool is_fetch,
-                     const std::vector<Py_ssize_t>& slots) {
+                     const std::vector<Py_ssize_t>& slots, PyObject* of_tenants) {
   const Keys keys(args[0]);
+  const std::vector<Tenant> tenants = tenants_in(of_tenants, keys.size());
   const std::vector<Py_ssize_t> positions = numbers_of(args[1]);
   std::vector<Py_ssize_t> prefix_starts = numbers_of(args[2]);
   std::sort(prefix_starts.begin(), prefix_starts.end());
@@ -129,7 +165,9 @@ Reference reserve_at(PyObject* self, PyObject* const* args, bool is_fetch,
     const KeyView after = is_first(position) ? KeyView() : keys[position - 1];
     Block* const block = of(self).reserve(
         keys[position], hashes[i], is_first(position) ? nullptr : &after,
-        made.empty() ? nullptr : made.back(), is_fetch, slots.empty() ? kNoSlot : taken(self, slots[i]));
+        made.empty() ? nullptr : made.back(), is_fetch,
+        tenants.empty() ? kNoTenant : tenants[static_cast<std::size_t>(position)],
+        slots.empty() ? kNoSlot : taken(self, slots[i]));
     if (block != nullptr) {
       made.push_back(block);
     }
@@ -139,8 +177,8 @@ Reference reserve_at(PyObject* self, PyObject* const* args, bool is_fetch,
 
 PyObject* reserve_all(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    need_arguments(count, 3, 1);
-    return reserve_at(self, args, count == 4 && args[3] == Py_True, {});
+    need_arguments(count, 3, 2);
+    return reserve_at(self, args, count > 3 && args[3] == Py_True, {}, count == 5 ? args[4] : Py_None);
   });
 }
 
@@ -159,12 +197,14 @@ flexkv::index::Writer writer_in(PyObject* object) {
 
 PyObject* take_slots(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    need_arguments(count, 2);
+    need_arguments(count, 2, 1);
     const std::size_t most = PyLong_AsSize_t(args[0]);
     if (PyErr_Occurred() != nullptr) {
       throw PythonError{};
     }
-    return list_of(of(self).take_slots(most, writer_in(args[1])));
+    const bool is_known = count == 3 && args[2] != Py_None;
+    return list_of(of(self).take_slots(most, writer_in(args[1]),
+                                       is_known ? tenant_in(args[2]) : kUnknownTenant));
   });
 }
 
@@ -188,9 +228,10 @@ PyObject* taken_by(PyObject* self, PyObject* writer) {
 
 PyObject* place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    need_arguments(count, 4);
+    need_arguments(count, 4, 1);
     const std::vector<Py_ssize_t> slots = numbers_of(args[3]);
-    return slots.empty() ? blocks_in(self, {}) : reserve_at(self, args, false, slots);
+    PyObject* const tenants = count == 5 ? args[4] : Py_None;
+    return slots.empty() ? blocks_in(self, {}) : reserve_at(self, args, false, slots, tenants);
   });
 }
 
@@ -336,6 +377,19 @@ PyObject* get_blocks(PyObject* self, void*) {
   });
 }
 
+PyObject* get_tenants(PyObject* self, void*) {
+  return guarded([&] {
+    Reference found = own(PyDict_New());
+    for (const auto& [tenant, slots] : of(self).policy().slots_of_tenants()) {
+      if (PyDict_SetItem(found.get(), own(PyLong_FromUnsignedLong(tenant)).get(),
+                         number(static_cast<Py_ssize_t>(slots)).get()) != 0) {
+        throw PythonError{};
+      }
+    }
+    return found;
+  });
+}
+
 PyObject* get_has_room(PyObject* self, void*) {
   return guarded([&] { return share(of(self).has_room() ? Py_True : Py_False); });
 }
@@ -436,6 +490,7 @@ PyGetSetDef properties[] = {
     {"stale_blocks", get_number<&Index::stale>, nullptr, nullptr, nullptr},
     {"evictions", get_number<&Index::evictions>, nullptr, nullptr, nullptr},
     {"pinned_blocks", get_number<&Index::pinned>, nullptr, nullptr, nullptr},
+    {"tenants", get_tenants, nullptr, nullptr, nullptr},
     {"changes", get_changes, nullptr, nullptr, nullptr},
     {"blocks", get_blocks, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},

@@ -50,6 +50,8 @@ void Index::resume() {
       store_.set_leasable(block, false);
       if (!is_taken(slot)) {
         free_.push_back(slot);
+      } else if (counts_tenants_) {
+        policy_->slot_taken(store_.tenant_of(slot));
       }
     }
   }
@@ -76,9 +78,7 @@ bool Index::enter(Slot slot) {
   if (parent != nullptr) {
     store_.link(block);
   }
-  table_.add(block);
-  block->tabled = true;
-  ++tabled_;
+  add_to_table(block);
   store_.set_writer(slot, kNoWriter);
   policy_->inserted(block);
   block->state = State::ready;

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
-from flexkv.eviction import POLICIES, AnyPolicy, choose_policy
+from flexkv.eviction import POLICIES, OnePolicy, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import Session
 from flexkv.session.state_reports import StateReport
@@ -35,10 +35,10 @@ _QUEUE_SHARE = 2
 new blocks need room. Not tuned."""
 
 
-def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int], AnyPolicy]:
+def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int], OnePolicy]:
     """What makes the eviction policy that the settings name, for a tier of a number of slots."""
 
-    def make(slots: int) -> AnyPolicy:
+    def make(slots: int) -> OnePolicy:
         name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
         return POLICIES[name](slots)
 

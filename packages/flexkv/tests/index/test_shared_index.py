@@ -235,9 +235,9 @@ def test_memory_that_is_no_index_is_refused() -> None:
         block_index(SLOTS, LRUPolicy(), bytearray(size - 1))
     memory, holds = bytearray(size), bytearray(2 * SLOTS)
     for wrong in (memory, bytearray(64)):
-        with pytest.raises(ValueError, match="no index of layout 2"):
+        with pytest.raises(ValueError, match="no index of layout 3"):
             index_reader(wrong, holds)
-    with pytest.raises(ValueError, match="no index of layout 2"):
+    with pytest.raises(ValueError, match="no index of layout 3"):
         block_index(SLOTS, LRUPolicy(), memory, begun=True)
     index = block_index(SLOTS, LRUPolicy(), memory)
     assert index_reader(memory, holds).lookup(KEYS) == 0
@@ -246,12 +246,12 @@ def test_memory_that_is_no_index_is_refused() -> None:
             index_reader(memory, shorter)
         with pytest.raises(ValueError, match="bytes for holds; allowed: 16"):
             index.add_reader(shorter)
-    with pytest.raises(ValueError, match="no index of layout 2"):
+    with pytest.raises(ValueError, match="no index of layout 3"):
         index_reader(memory[:-1], holds)
     memory[8] = 1
-    with pytest.raises(ValueError, match="no index of layout 2"):
+    with pytest.raises(ValueError, match="no index of layout 3"):
         index_reader(memory, holds)
-    with pytest.raises(ValueError, match="no index of layout 2"):
+    with pytest.raises(ValueError, match="no index of layout 3"):
         block_index(SLOTS, LRUPolicy(), memory, begun=True)
 
 

@@ -15,11 +15,15 @@ from flexkv.eviction.policy import (
     GuardState,
     RequestContext,
 )
+from flexkv.eviction.tenant_policies import TenantPolicies
 
-AnyPolicy: TypeAlias = EvictionPolicy | LRUPolicy
+OnePolicy: TypeAlias = EvictionPolicy | LRUPolicy
+"""A policy of all blocks of a tier, or of a tenant's."""
+
+AnyPolicy: TypeAlias = OnePolicy | TenantPolicies
 """The policies that an index accepts."""
 
-POLICIES: dict[str, Callable[[int], AnyPolicy]] = {
+POLICIES: dict[str, Callable[[int], OnePolicy]] = {
     "lru": lambda slots: LRUPolicy(),
     "hazard": hazard_policy,
 }
@@ -37,6 +41,8 @@ __all__ = [
     "EvictionPolicy",
     "GuardState",
     "LRUPolicy",
+    "OnePolicy",
     "RequestContext",
+    "TenantPolicies",
     "choose_policy",
 ]

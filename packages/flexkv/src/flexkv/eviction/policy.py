@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from flexkv.types.tenants import NO_TENANT
+
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
@@ -20,6 +22,7 @@ class RequestContext:
         session: name of its conversation; empty if the client did not name one.
         returns: whether the client expects to send a prompt that begins with this one soon; None
             if the client did not say.
+        tenant: number of its tenant; see `flexkv.types.tenants`.
     """
 
     prompt_tokens: int = 0
@@ -27,6 +30,7 @@ class RequestContext:
     request_id: str = ""
     session: str = ""
     returns: bool | None = None
+    tenant: int = NO_TENANT
 
 
 class GuardState(NamedTuple):

@@ -26,8 +26,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from mmap import mmap
 from typing import Protocol, TypeAlias, overload
 
-from flexkv.eviction import AnyPolicy, LRUPolicy, RequestContext
+from flexkv.eviction import AnyPolicy, LRUPolicy, RequestContext, TenantPolicies
 from flexkv.system.native import kernels
+from flexkv.types.tenants import NO_TENANT
 
 Buffer: TypeAlias = mmap | memoryview | bytearray
 """Memory of another object, in one piece."""
@@ -56,6 +57,7 @@ class Block(Protocol):
             left and its slot was given to another.
         parent_key: the key of the block that it builds on, whether that has left or not; None for
             the first of a prefix. Of a block that has left, it may be empty.
+        tenant: number of the tenant for whom it counts.
         leases: those that have not ended.
         used: number of its last use; each use of any block has a larger number than the one before.
     """
@@ -70,6 +72,8 @@ class Block(Protocol):
     def parent(self) -> Block | None: ...
     @property
     def parent_key(self) -> bytes | None: ...
+    @property
+    def tenant(self) -> int: ...
     @property
     def leases(self) -> int: ...
     @property
@@ -119,6 +123,8 @@ class BlockIndex(Protocol):
         blocks: all blocks that are ready or being written, by slot.
         evictions: blocks evicted so far.
         pinned_blocks: blocks that are pinned.
+        tenants: for each tenant with a share, by its number, how many slots have its blocks, or are
+            taken for it; those of all others under `NO_TENANT`. Empty without shares.
         changes: the keys of blocks that became ready (True) or left (False) since a reader took
             them from this dictionary, the oldest change first. A block that came and left, or left
             and came back, meanwhile is not in it. None when not watched.
@@ -138,6 +144,8 @@ class BlockIndex(Protocol):
     def evictions(self) -> int: ...
     @property
     def pinned_blocks(self) -> int: ...
+    @property
+    def tenants(self) -> dict[int, int]: ...
     @property
     def changes(self) -> dict[bytes, bool] | None: ...
 
@@ -188,12 +196,13 @@ class BlockIndex(Protocol):
         """End one lease of each block, without counting a use."""
         ...
 
-    def reserve(self, key: bytes, after: bytes | None, /) -> Block | None:
+    def reserve(self, key: bytes, after: bytes | None, tenant: int = NO_TENANT, /) -> Block | None:
         """Give `key` a slot to write, and evict a block if no slot is free.
 
         Args:
             key: key of the new block.
             after: key of the block before it in the prefix; None for the first block.
+            tenant: number of the tenant for whom it counts.
 
         Returns:
             The block, in state WRITING. None if the key has a slot already, if no slot can be had,
@@ -207,6 +216,7 @@ class BlockIndex(Protocol):
         positions: Iterable[int],
         prefix_starts: Iterable[int],
         fetched: bool = False,
+        tenants: Sequence[int] | None = None,
         /,
     ) -> BlockRow:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row.
@@ -216,18 +226,20 @@ class BlockIndex(Protocol):
             positions: positions in `keys` of the blocks that need a slot.
             prefix_starts: positions of the first blocks of prefixes.
             fetched: whether a lower tier will give the bytes, for a request that has not begun.
+            tenants: for each of `keys` the tenant for whom its block counts; None for no tenant.
 
         Returns:
             The blocks that got a slot.
         """
         ...
 
-    def take_slots(self, most: int, writer: int, /) -> list[int]:
+    def take_slots(self, most: int, writer: int, tenant: int | None = None, /) -> list[int]:
         """Take up to `most` slots for a writer in another process, and evict blocks for them. They
-        have no block until `place` or `give_back`.
+        have no block until `place` or `give_back`, and count for `tenant` until then; None for a
+        writer that stores for several.
 
         Raises:
-            ValueError: the writer's number is not one of 1 to 255.
+            ValueError: the writer's number is not one of 1 to 255, or the tenant's is none.
         """
         ...
 
@@ -253,6 +265,7 @@ class BlockIndex(Protocol):
         positions: Sequence[int],
         prefix_starts: Iterable[int],
         slots: Sequence[int],
+        tenants: Sequence[int] | None = None,
         /,
     ) -> BlockRow:
         """As `reserve_all`, for blocks whose bytes lie in slots that `take_slots` took.
@@ -262,6 +275,7 @@ class BlockIndex(Protocol):
             positions: positions in `keys` of the blocks.
             prefix_starts: positions of the first blocks of prefixes.
             slots: for each of `positions` its slot.
+            tenants: see `reserve_all`.
 
         Returns:
             The blocks that got their slot, in state WRITING. The slots of the others stay taken.
@@ -460,7 +474,9 @@ def block_index(
         ConfigError: the kernels are not installed.
         ValueError: the memory has another size, or is no index of this layout.
     """
-    asked = None if isinstance(policy, LRUPolicy) else policy
+    asked: object = None if isinstance(policy, LRUPolicy) else policy
+    if isinstance(policy, TenantPolicies):
+        asked = policy.parts
     index: BlockIndex = kernels("block_index").NativeBlockIndex(num_slots, asked, memory, begun)
     return index
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from flexkv.eviction import OTHERWISE, POLICIES, AnyPolicy
+from flexkv.eviction import OTHERWISE, POLICIES, OnePolicy
 from flexkv.tiers.base import States
 from flexkv.tiers.disk.cache_directory import MAX_OWNERS
 from flexkv.tiers.disk.disk_store import DiskStore, slots_within
@@ -33,7 +33,7 @@ __all__ = [
     "open_disk_tier",
 ]
 
-MakePolicy: TypeAlias = Callable[[int], AnyPolicy]
+MakePolicy: TypeAlias = Callable[[int], OnePolicy]
 """Makes the eviction policy for a number of slots."""
 
 OPEN_SECONDS = 5.0

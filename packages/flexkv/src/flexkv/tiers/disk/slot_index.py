@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from flexkv.eviction import AnyPolicy, EvictionPolicy, LRUPolicy, RequestContext
+from flexkv.eviction import EvictionPolicy, LRUPolicy, OnePolicy, RequestContext
 from flexkv.tiers.disk.slot_map import NO_SLOT, SlotMap
 from flexkv.tiers.disk.slot_policy import SlotPolicy, Slots
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
@@ -58,7 +58,7 @@ class SlotIndex:
             the blocks of later slots.
     """
 
-    def __init__(self, num_slots: int, policy: AnyPolicy | None = None) -> None:
+    def __init__(self, num_slots: int, policy: OnePolicy | None = None) -> None:
         self.num_slots = num_slots
         self.stale_blocks = 0
         self.evictions = 0

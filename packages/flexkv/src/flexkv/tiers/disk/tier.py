@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from flexkv.eviction import FOLLOWING, OTHERWISE, AnyPolicy, LRUPolicy, RequestContext
+from flexkv.eviction import FOLLOWING, OTHERWISE, LRUPolicy, OnePolicy, RequestContext
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
@@ -42,7 +42,7 @@ class DiskTier:
     medium = Medium.DISK
 
     def __init__(
-        self, openings: Sequence[Opening], policy: Callable[[int], AnyPolicy], num_slots: int
+        self, openings: Sequence[Opening], policy: Callable[[int], OnePolicy], num_slots: int
     ) -> None:
         self.connecting = list(openings)
         self._drives: list[Drive] = []
