@@ -13,11 +13,18 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
-from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, LRUPolicy, RequestContext
+from flexkv.eviction import (
+    UNKNOWN_REQUEST,
+    AnyPolicy,
+    LRUPolicy,
+    RequestContext,
+    TenantPolicies,
+)
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
@@ -31,6 +38,7 @@ from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence, presence_below
+from flexkv.types.tenants import NO_TENANT
 from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
@@ -88,6 +96,7 @@ class KVCache:
         tiers: lower tiers, the fastest first; owned.
         policy_name: name of the policy, for the metrics; empty for none.
         pin_seconds: how long a pin lasts if `pin` is not given a time.
+        tenant: number of the tenant for whom blocks count of which the caller names none.
         memory, begun: memory in which other processes read the index; see `block_index`.
 
     Attributes:
@@ -102,11 +111,13 @@ class KVCache:
         *,
         policy_name: str = "",
         pin_seconds: float = 3600.0,
+        tenant: int = NO_TENANT,
         memory: Buffer | None = None,
         begun: bool = False,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._policy = policy
+        self._tenant, self._has_shares = tenant, isinstance(policy, TenantPolicies)
         self._index = block_index(arena.spec.num_slots, policy, memory, begun=begun)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
@@ -173,6 +184,16 @@ class KVCache:
         return self._meter.read(host, self._below.figures(info.slot_bytes))
 
     @property
+    def takes_tenants(self) -> bool:
+        """See `CacheClient.takes_tenants`."""
+        return self._has_shares and self._tenant == NO_TENANT
+
+    @property
+    def slots_of_tenants(self) -> Mapping[int, int]:
+        """See `BlockIndex.tenants`."""
+        return self._index.tenants
+
+    @property
     def disabled(self) -> bool:
         """See `CacheClient.disabled`."""
         return self._off
@@ -233,6 +254,8 @@ class KVCache:
     ) -> None:
         """See `CacheClient.record`."""
         whole, now = keys if prompt is None else prompt, time.monotonic()
+        if self._tenant:
+            context = replace(context, tenant=self._tenant)
         self._index.began(whole, context, now)
         self._below.began(whole, context, now)
         self._below.used(keys, hit=context)
@@ -261,11 +284,15 @@ class KVCache:
         return transfer
 
     @_sound
-    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+    def fetch(
+        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+    ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         if self._off or self._recovering or not self._has_tiers:
             return None
-        return self._below.fetcher.begin(keys, Priority.PREFETCH if queued else Priority.LOAD)
+        priority = Priority.PREFETCH if queued else Priority.LOAD
+        own = self._tenant if tenant is None else tenant
+        return self._below.fetcher.begin(keys, priority, own if self._has_shares else NO_TENANT)
 
     @_sound
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
@@ -302,12 +329,17 @@ class KVCache:
         prefix_starts: Collection[int] = (0,),
         *,
         held: bool = False,
+        tenants: Sequence[int] | None = None,
     ) -> Transfer | None:
         """See `CacheClient.store`."""
         if self._off or self._recovering:
             return None
         self._end_pins(time.monotonic())
-        blocks = self._below.reserve(keys, positions, prefix_starts)
+        if not self._has_shares:
+            tenants = None
+        elif tenants is None:
+            tenants = [self._tenant] * len(keys)
+        blocks = self._below.reserve(keys, positions, prefix_starts, tenants)
         if len(blocks) < len(positions):
             absent = set(positions).intersection(self._index.missing(keys))
             self._counters.refused_blocks += len({keys[i] for i in absent})

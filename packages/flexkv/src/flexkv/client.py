@@ -163,6 +163,12 @@ class CacheClient(Protocol):
         ...
 
     @property
+    def takes_tenants(self) -> bool:
+        """Whether `store` and `fetch` want to know the tenants of requests: tenants have shares,
+        and the engine has none of its own."""
+        ...
+
+    @property
     def disabled(self) -> bool:
         """Whether lookups find nothing and no load or store begins: after an error of a rank, or
         between `suspend` and `clear` or `renew`."""
@@ -218,13 +224,16 @@ class CacheClient(Protocol):
         ready or too many transfers are under way."""
         ...
 
-    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+    def fetch(
+        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+    ) -> FetchId | None:
         """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them.
 
         Args:
             keys: keys of the prefix from some block on, first block first.
             queued: whether the request is still queued. The fetch then yields to those of requests
                 that wait, and leaves half of the arena to others.
+            tenant: number of the tenant for whom the blocks count; None for the engine's own.
 
         Returns:
             The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
@@ -268,6 +277,7 @@ class CacheClient(Protocol):
         prefix_starts: Collection[int] = (0,),
         *,
         held: bool = False,
+        tenants: Sequence[int] | None = None,
     ) -> Transfer | None:
         """Reserve slots for blocks of one prefix, or of several prefixes in a row. No block of them
         is evicted to make room. A block whose predecessor is not in the arena is not stored.
@@ -281,6 +291,8 @@ class CacheClient(Protocol):
             prefix_starts: positions of blocks that begin a prefix.
             held: whether `poll` passes over the transfer until `confirm`, because the caller does
                 not know yet whether the bytes to store are right.
+            tenants: for each of `keys` the number of the tenant for whom its block counts; None
+                for the engine's own.
 
         Returns:
             A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
-from flexkv.eviction import POLICIES, OnePolicy, choose_policy
+from flexkv.eviction import POLICIES, AnyPolicy, OnePolicy, TenantPolicies, choose_policy
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import Session
 from flexkv.session.state_reports import StateReport
@@ -43,6 +43,18 @@ def policy_maker(config: CacheConfig, follows_requests: bool) -> Callable[[int],
         return POLICIES[name](slots)
 
     return make
+
+
+def host_policy(
+    config: CacheConfig, slots: int, *, follows_requests: bool
+) -> tuple[str, AnyPolicy]:
+    """The name of the eviction policy of host memory with so many slots, and the policy, or one for
+    each tenant that has a share."""
+    name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
+    if not config.tenant_shares:
+        return name, POLICIES[name](slots)
+    shares = {tenant: percent / 100 for tenant, percent in config.tenant_shares}
+    return name, TenantPolicies(shares, slots, POLICIES[name])
 
 
 def open_tiers(

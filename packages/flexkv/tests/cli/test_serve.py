@@ -93,15 +93,20 @@ def test_stat_prints_json_and_takes_the_service_of_the_settings(
 
 def test_a_file_names_the_size_of_each_pool(flexkv: Flexkv, tmp_path: Path) -> None:
     file, root = tmp_path / "service.yaml", str(tmp_path / "service")
-    file.write_text("pools: [{model: big, cpu_cache_gb: 0.002}]\n")
+    text = "pools: [{model: big, cpu_cache_gb: 0.002, tenant_shares: {team-a: 25}}]\n"
+    file.write_text(text)
     with running(tmp_path, root, "--pools", str(file)):
-        first = contextlib.closing(Scheduler(root, model="big"))
         second = contextlib.closing(Scheduler(root, about=OTHER, model="other"))
-        with first, second:
+        with contextlib.closing(Scheduler(root, model="big")) as first, second:
+            first.store(keys_of("a", 3), "team-a")
+            first.store(keys_of("b", 2), "team-b")
             ended = flexkv("stat", root)
             shown = flexkv("top", root, "--once")
-    assert re.findall(r"model +(\w+)\n", ended.out) == ["big", "other"]
-    assert re.findall(r"host .* of (\d)\.\d+ MiB", ended.out) == ["2", "1"]
+    tenants = re.findall(r"tenant +(.*): (\d) blocks, share (\d+)\n", ended.out)
+    assert tenants == [("team-a", "3", "131"), ("all others", "2", "393")]
+    assert re.search(r"team-a +3 +131", shown.out)
+    assert re.findall(r"model +(\w+)\n", ended.out) == ["other", "big"]
+    assert re.findall(r"host .* of (\d)\.\d+ MiB", ended.out) == ["1", "2"]
     assert "service, big, other" in shown.out
 
 

@@ -17,6 +17,7 @@ from flexkv.service import messages as wire
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.types.errors import ArenaError
 from flexkv.types.mover import Status
+from flexkv.types.tenants import LARGEST_TENANT, tenant_number
 from packages.flexkv.tests.service.served import ABOUT, Scheduler, keys_of
 from packages.inside import line_of, memory_of, page_of, waiting_packets
 
@@ -54,6 +55,9 @@ class Chance:
     def text(self) -> str:
         return self.rng.choice(("", "r", "\x1b[2J", "x" * 3000, "\0", "é"))
 
+    def tenant(self) -> int:
+        return self.rng.choice((0, 1, tenant_number("a"), LARGEST_TENANT))
+
     def seconds(self) -> float:
         return self.rng.choice((0.0, -1.0, 1e-9, 5.0, 1e300, float("inf"), float("nan")))
 
@@ -61,13 +65,17 @@ class Chance:
         if self.rng.random() < 0.3:
             return None
         returns = self.rng.choice((None, True, False))
-        return RequestContext(self.integer(), self.integer(), self.text(), self.text(), returns)
+        return RequestContext(
+            self.integer(), self.integer(), self.text(), self.text(), returns, self.integer()
+        )
 
     def publish(self) -> wire.Publish:
         keys = self.keys()
         before = [self.rng.choice((None, b"", self.key())) for _ in keys]
         slots = self.slots() if self.rng.random() < 0.5 else [self.integer() for _ in keys]
-        return wire.Publish(self.integer(), keys, before, slots, self.rng.random() < 0.5)
+        of_key = self.tenant if self.rng.random() < 0.8 else self.integer
+        tenants = [of_key() for _ in keys[: self.rng.choice((0, 1, len(keys)))]]
+        return wire.Publish(self.integer(), keys, before, slots, tenants, self.rng.random() < 0.5)
 
     def blocks(self) -> wire.PoolBlocks:
         rng = self.rng
@@ -82,18 +90,17 @@ class Chance:
         return wire.Ticket(self.integer(), self.rng.randbytes(self.rng.choice((0, 16, 17))))
 
     def greeting(self) -> wire.ToService:
-        protocol = self.rng.choice((wire.PROTOCOL,) * 5 + (0, 2, -1))
+        protocol = self.rng.choice((wire.PROTOCOL,) * 5 + (0, 1, -1))
         match self.rng.randrange(4):
             case 0:
                 return wire.Open(protocol, self.text(), self.text(), self.blocks())
             case 1:
                 return wire.Join(protocol, self.ticket())
             case 2:
-                return wire.Schedule(protocol, self.ticket(), self.integer())
-        size, step = self.integer(), self.integer()
-        return wire.Resume(
-            protocol, self.ticket(), self.text(), self.text(), self.blocks(), size, step
-        )
+                return wire.Schedule(protocol, self.ticket(), self.integer(), self.integer())
+        size, step, names = self.integer(), self.integer(), (self.text(), self.text())
+        blocks, tenant = self.blocks(), self.integer()
+        return wire.Resume(protocol, self.ticket(), *names, blocks, size, step, tenant)
 
     def message(self) -> wire.ToService:
         choices: Sequence[Callable[[], wire.ToService]] = (
@@ -106,7 +113,7 @@ class Chance:
             lambda: wire.RequestEnded(self.text(), self.integer()),
             lambda: wire.Pin(self.keys(), self.text(), self.seconds(), self.rng.random() < 0.5),
             lambda: wire.Unpin(self.text(), self.rng.choice((None, self.keys()))),
-            lambda: wire.Fetch(self.integer(), self.keys(), self.rng.random() < 0.5),
+            lambda: wire.Fetch(self.integer(), self.keys(), self.rng.random() < 0.5, self.tenant()),
             lambda: wire.ExtendFetch(self.integer(), self.keys()),
             lambda: wire.RaiseFetch(self.integer()),
             lambda: wire.EndFetch(self.integer()),
@@ -202,7 +209,7 @@ def attach(root: str, chance: Chance) -> None:
         blocks = wire.PoolBlocks(ABOUT.fingerprint, 1, fmt.shard_bytes, 1, ABOUT.identity)
         slots = rng.choice((one.arena.spec.num_slots, chance.integer()))
         greeting = wire.Resume(
-            wire.PROTOCOL, ticket, "again", "toy", blocks, slots, chance.integer()
+            wire.PROTOCOL, ticket, "again", "toy", blocks, slots, chance.integer(), chance.tenant()
         )
         memory = [os.dup(fd) for fd in memory_of(one.cache, one.arena)]
         rng.shuffle(memory)

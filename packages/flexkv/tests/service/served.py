@@ -21,6 +21,7 @@ from flexkv.service.server import NodeServer
 from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status
+from flexkv.types.tenants import tenant_number
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import awaits_service, index_of, line_of, stores_of
 
@@ -136,14 +137,22 @@ class Scheduler:
     """
 
     def __init__(
-        self, root: str, *, step_blocks: int = 16, about: SessionInfo = ABOUT, model: str = "toy"
+        self,
+        root: str,
+        *,
+        step_blocks: int = 16,
+        about: SessionInfo = ABOUT,
+        model: str = "toy",
+        tenant: str = "",
     ) -> None:
         self._shared = open_pool(root, model, "toy", about)
         self.arena = self._shared.arena
         assert self._shared.info.service is not None
         self.ticket = self._shared.info.service
         self.info = self._shared.info
-        self.cache = ServedCache(Attached(self.info, step_blocks, self.arena), self.arena)
+        self.cache = ServedCache(
+            Attached(self.info, step_blocks, self.arena, tenant_number(tenant)), self.arena
+        )
         until(lambda: stores_of(self.cache).free, self.cache.poll)
 
     def copy(self, transfer: Transfer, status: Status = Status.DONE) -> None:
@@ -157,9 +166,10 @@ class Scheduler:
             view.release()
         self.arena.board.report(transfer.cell, 0, status)
 
-    def store(self, keys: Sequence[bytes]) -> list[bytes]:
+    def store(self, keys: Sequence[bytes], tenant: str | None = None) -> list[bytes]:
         """Store a prompt, as far as there are slots. Returns the keys of the stored blocks."""
-        transfer = self.cache.store(keys, range(len(keys)))
+        tenants = None if tenant is None else [tenant_number(tenant)] * len(keys)
+        transfer = self.cache.store(keys, range(len(keys)), tenants=tenants)
         if transfer is None:
             return []
         self.copy(transfer)

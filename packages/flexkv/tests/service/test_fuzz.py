@@ -41,6 +41,7 @@ def test_nothing_that_peers_do_harms_others(tmp_path: Path) -> None:
         "FLEXKV_RUNTIME_DIR": str(tmp_path / "runtime"),
         "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "disk"),
         "FLEXKV_SSD_CACHE_GB": "0.01",
+        "FLEXKV_TENANT_SHARES": "a=50",
     }
     log = (tmp_path / "log").open("w+")
     command = [sys.executable, "-m", "flexkv", "serve", root]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def test_entries_take_what_they_lack_from_the_default_and_that_from_the_settings
     assert (file.other, file.total) == (PoolSize(2, 100), PoolSize())
     assert read_pools(write("{}"), disk).other == sizes_of_settings(disk).other == PoolSize(8, 100)
     assert read_pools(write(""), disk).named == {}
+    shares = "pools: [{model: a, tenant_shares: {x: 40}}]\ndefault: {tenant_shares: y=10}"
+    file = read_pools(write(shares), replace(disk, tenant_shares=(("z", 5.0),)))
+    assert file.named["a"].shares == (("x", 40.0),)
+    assert file.other.shares == (("y", 10.0),)
+    assert file.named["a"].applied(disk).tenant_shares == (("x", 40.0),)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,15 @@ def test_entries_take_what_they_lack_from_the_default_and_that_from_the_settings
             "pools: [{model: a, cpu_cache_gb: x}]",
             r"'x' from pools\[0\].cpu_cache_gb in .*yaml is not a valid cpu_cache_gb; allowed: ",
         ),
-        ("default: {gb: 1}", r"unknown key 'gb' of default in .*; allowed: cpu_cache_gb, ssd_"),
+        (
+            "default: {gb: 1}",
+            r"unknown key 'gb' of default in .*; allowed: tenant_shares, cpu_cache_gb, ssd_",
+        ),
+        (
+            "pools: [{model: a, tenant_shares: {x: 140}}]",
+            r"\{'x': 140\} from pools\[0\].tenant_shares in .*yaml is not a valid tenant_shares",
+        ),
+        ("total: {tenant_shares: a=1}", r"unknown key 'tenant_shares' of total in"),
         ("default: 4", r"4 from default in .*; allowed: a mapping with cpu_cache_gb and ssd_"),
         ("total: {ssd_cache_gb: 4}", r"total.ssd_cache_gb is 4 in .*, but ssd_cache_dir is not"),
         ("[]", r"service.yaml from --pools holds a list; allowed: a YAML or JSON file"),

@@ -86,7 +86,7 @@ TICKET = wire.Ticket(1, b"guess")
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 0, "one message with one pidfd"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 2, "one message with one pidfd"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 1, "the ticket is of no engine"),
-        (packet(wire.Schedule(wire.PROTOCOL, TICKET, 1)), 1, "the ticket is of no engine"),
+        (packet(wire.Schedule(wire.PROTOCOL, TICKET, 1, 0)), 1, "the ticket is of no engine"),
         (packet(wire.Join(1, TICKET)), 1, "speaks protocol 1; allowed: 2"),
         (opening("../../etc", (4096,)), 1, "the fingerprint '../../etc' and 1 parts of (4096,)"),
         (opening("", (4096,)), 1, "the fingerprint '' and 1 parts"),
@@ -123,11 +123,11 @@ def test_a_process_whose_end_does_not_show_is_refused(service: Service, kind: st
     [
         wire.Return([0]),
         wire.Return([-1]),
-        wire.Publish(0, [b"a"], [None], [0], True),
-        wire.Publish(-1, [b"a"], [None], [], True),
-        wire.Publish(1 << 40, [b"a"], [None], [], True),
-        wire.Publish(0, [b"a"], [None], [], True),
-        wire.Fetch(1, [b"a" * 4000], False),
+        wire.Publish(0, [b"a"], [None], [0], [], True),
+        wire.Publish(-1, [b"a"], [None], [], [], True),
+        wire.Publish(1 << 40, [b"a"], [None], [], [], True),
+        wire.Publish(0, [b"a"], [None], [], [], True),
+        wire.Fetch(1, [b"a" * 4000], False, None),
         wire.Open(wire.PROTOCOL, "again", "toy", wire.PoolBlocks("x", 1, (4096,), 1, ())),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_store_that_no_rank_has_copied_is_not_published(service: Service, atta
     transfer = one.cache.store(keys_of("a", 2), range(2))
     assert transfer is not None
     line_of(one.cache).put(
-        wire.Publish(transfer.cell, keys_of("a", 2), [None, b""], list(transfer.slots), True)
+        wire.Publish(transfer.cell, keys_of("a", 2), [None, b""], list(transfer.slots), [], True)
     )
     one.cache.poll()
     until(lambda: service.engine.has_ended)
@@ -194,7 +194,7 @@ def test_random_packets_harm_nobody(make_service: Callable[..., Service], attach
     samples = [
         packet(wire.Touch(keys), wire.Unpin("x", None), wire.RequestEnded("r", 1)),
         packet(wire.RecordUse(keys, 2, [], RequestContext(9, 3, "r", "s"))),
-        packet(wire.Pin(keys, "x", 5.0, False), wire.Fetch(1, keys, True), wire.EndFetch(1)),
+        packet(wire.Pin(keys, "x", 5.0, False), wire.Fetch(1, keys, True, None), wire.EndFetch(1)),
     ]
     # Those who send them are this process, which lives: each keeps its board.
     for number in range(50):

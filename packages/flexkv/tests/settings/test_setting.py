@@ -138,3 +138,35 @@ def test_a_setting_without_the_one_that_it_needs_is_an_error(setting: Setting) -
     empty = {setting.needs: SETTINGS[setting.needs].default}
     with pytest.raises(ConfigError, match=f"{setting.needs} is not set; allowed: both set"):
         load_config({setting.name: text} | empty, environ={})
+
+
+def test_shares_are_a_mapping_a_text_or_pairs() -> None:
+    shares = (("team-a", 40.0), ("c2FsdA==", 12.5))
+    text = "team-a=40; c2FsdA===12.5"
+    for form in ({"team-a": 40, "c2FsdA==": "12.5"}, text, list(shares), shares):
+        assert load_config({"tenant_shares": form}).tenant_shares == shares
+    assert SETTINGS["tenant_shares"].written(shares) == "team-a=40;c2FsdA===12.5"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"a": 60, "b": 41},
+        {"a": 0},
+        {"a": -1},
+        {"": 1},
+        {"a b": 1},
+        {1: 1},
+        {"x" * 129: 1},
+        "a=1;a=2",
+        "a",
+        [["a"]],
+        [["a", 1, 2]],
+        {f"t{number}": 1 for number in range(65)},
+        {"a": "nan"},
+        4,
+    ],
+)
+def test_wrong_shares_are_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="is not a valid tenant_shares; allowed: NAME=PERCENT"):
+        load_config({"tenant_shares": wrong})

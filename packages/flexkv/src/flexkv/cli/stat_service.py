@@ -80,6 +80,9 @@ def _print_pool(pool: PoolState) -> None:
     prompts, found = (figures[each.name] for each in (PROMPT_BLOCKS, FOUND_BLOCKS))
     if prompts:
         _print_line("prompts", f"{prompts:,.0f} blocks, {100 * found / prompts:.1f} % found")
+    for tenant in pool.tenants:
+        name = printable(tenant.name) if tenant.name else "all others"
+        _print_line("tenant", f"{name}: {tenant.blocks:,} blocks, share {tenant.share:,.0f}")
     for engine in pool.engines:
         _print_line("engine", _engine(engine))
 

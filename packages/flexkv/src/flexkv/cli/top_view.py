@@ -16,7 +16,7 @@ from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_rows import Rows
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
-from flexkv.figures.definitions import HEALTH, METRICS, STATES, TIERS
+from flexkv.figures.definitions import HEALTH, METRICS, STATES, TIERS, sample
 from flexkv.figures.health_samples import health_text, problems_of, state_of
 from flexkv.service.state import (
     ENGINES,
@@ -24,6 +24,8 @@ from flexkv.service.state import (
     GRANTED_BLOCKS,
     PROMPT_BLOCKS,
     STALLED_BLOCKS,
+    TENANT_BLOCKS,
+    TENANT_SHARE_BLOCKS,
 )
 from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState
@@ -94,6 +96,7 @@ def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableTy
         *_health(new),
         _summary(change),
         _tiers(change),
+        *_tenants(change),
         _links(change),
     ]
     if history.failures:
@@ -176,6 +179,19 @@ def _service_summary(change: Change) -> Text:
         f"{_share(change.total(found), change.total(prompts))} since its start   "
         f"granted {granted:,.0f}, stalled {stalled:,.0f}"
     )
+
+
+def _tenants(change: Change) -> list[Rows]:
+    """What tenants with shares have; none if there are none."""
+    begin = sample(TENANT_BLOCKS.name, "")
+    names = [each.removeprefix(begin) for each in change.new.values if each.startswith(begin)]
+    table = Rows("tenant", "blocks", "share")
+    for name in sorted(names):
+        blocks, share = (
+            change.total(metric.name, name) for metric in (TENANT_BLOCKS, TENANT_SHARE_BLOCKS)
+        )
+        table.add(_plain(name), f"{blocks:,.0f}", f"{share:,.0f}")
+    return [table] if names else []
 
 
 def _eviction(change: Change, tier: str) -> list[str]:

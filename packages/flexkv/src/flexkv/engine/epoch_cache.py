@@ -49,6 +49,11 @@ class EpochCache:
         return self._cache.busy
 
     @property
+    def takes_tenants(self) -> bool:
+        """See `CacheClient.takes_tenants`."""
+        return self._cache.takes_tenants
+
+    @property
     def disabled(self) -> bool:
         """See `CacheClient.disabled`."""
         return self._cache.disabled
@@ -97,9 +102,11 @@ class EpochCache:
         """See `CacheClient.load`."""
         return self._engines(self._cache.load(self._own(keys)))
 
-    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+    def fetch(
+        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+    ) -> FetchId | None:
         """See `CacheClient.fetch`."""
-        return self._cache.fetch(self._own(keys), queued=queued)
+        return self._cache.fetch(self._own(keys), queued=queued, tenant=tenant)
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""
@@ -112,10 +119,12 @@ class EpochCache:
         prefix_starts: Collection[int] = (0,),
         *,
         held: bool = False,
+        tenants: Sequence[int] | None = None,
     ) -> Transfer | None:
         """See `CacheClient.store`."""
+        own = self._own(keys)
         return self._engines(
-            self._cache.store(self._own(keys), positions, prefix_starts, held=held)
+            self._cache.store(own, positions, prefix_starts, held=held, tenants=tenants)
         )
 
     def record(

@@ -11,12 +11,12 @@ from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.open_rank import not_served
 from flexkv.engine.recorder import Recorder, open_recorder
-from flexkv.eviction import POLICIES, choose_policy
 from flexkv.host.arena import ArenaSpec
-from flexkv.open_tiers import open_tiers, policy_maker
+from flexkv.open_tiers import host_policy, open_tiers, policy_maker
 from flexkv.service.served_cache import attach_cache
 from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
+from flexkv.types.tenants import tenant_number
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ def make_own_cache(
     if session.info.service is not None:
         raise not_served(session.info.service.root)
     slots = session.arena.spec.num_slots
-    name = choose_policy(config.eviction_policy, slots, follows_requests=follows_requests)
-    policy = POLICIES[name](slots)
+    name, policy = host_policy(config, slots, follows_requests=follows_requests)
     logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)
     return KVCache(
         session.arena,
@@ -78,6 +77,7 @@ def make_own_cache(
         else [],
         policy_name=name,
         pin_seconds=config.pin_seconds,
+        tenant=tenant_number(config.tenant or ""),
     )
 
 
@@ -110,7 +110,8 @@ def make_cache(
             engines=engines,
         )
     logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
-    return attach_cache(session.info, step_blocks, session.arena)
+    tenant = tenant_number(config.tenant or "")
+    return attach_cache(session.info, step_blocks, session.arena, tenant)
 
 
 def operator_access(config: CacheConfig, keys: PromptKeys) -> OperatorAccess:

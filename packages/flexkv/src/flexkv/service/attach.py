@@ -25,6 +25,7 @@ from flexkv.session.meet import Shared
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.types.errors import ArenaError
+from flexkv.types.tenants import NO_TENANT
 
 _PATIENCE_SECONDS = 120.0
 """Seconds to wait for the answer to a greeting: the service fills the memory of a new pool first,
@@ -44,10 +45,11 @@ class Attached:
 
     Args:
         info: describes the session, with the service's ticket.
-        step_blocks: see `messages.Schedule`.
+        step_blocks, tenant: see `messages.Schedule`.
         arena: the memory; borrowed until `close`.
 
     Attributes:
+        tenant: as above.
         connection: to the service; the caller's. Calls on it do not wait.
         index: memory of the index, which this process cannot write to.
         below: what the disks of the pool have.
@@ -58,13 +60,16 @@ class Attached:
         ArenaError: the service does not answer, or refuses the engine.
     """
 
-    def __init__(self, info: SessionInfo, step_blocks: int, arena: Arena) -> None:
+    def __init__(
+        self, info: SessionInfo, step_blocks: int, arena: Arena, tenant: int = NO_TENANT
+    ) -> None:
         self._info = info
+        self.tenant = tenant
         self._step_blocks = step_blocks
         self._arena = arena
         self._guard = threading.Lock()
         ticket = self._ticket
-        greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks)
+        greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks, tenant)
         self.connection, answer, self._fds = _greet(ticket.root, greeting, 3)
         try:
             if not isinstance(answer, wire.Scheduled):
@@ -116,6 +121,7 @@ class Attached:
             _blocks_of(self._info),
             self._info.spec.num_slots,
             self._step_blocks,
+            self.tenant,
         )
         with self._guard:  # `close` comes in another thread
             if not self._fds:
@@ -135,7 +141,7 @@ class Attached:
             if isinstance(error, ValueError):
                 raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
             raise
-        return Attachment(connection, below)
+        return Attachment(connection, below, answer.has_shares)
 
     def close(self) -> None:
         """Let go of the memory of the index and of the holds. Idempotent."""

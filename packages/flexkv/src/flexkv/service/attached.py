@@ -22,6 +22,7 @@ from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
+from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class AttachedEngine:
 
     Attributes:
         number: as above.
+        tenant: number of the tenant of all its requests; `NO_TENANT` if it has none of its own.
         ticket: what its processes show; of an engine that has begun, what the first one shows.
         processes: those that have the memory and live, by descriptor of their end. Of an engine
             that has begun, some may not have attached again yet.
@@ -107,6 +109,7 @@ class AttachedEngine:
         self.name = name
         self.pool = pool
         self.number = number
+        self.tenant = NO_TENANT
         self.ticket: wire.Ticket | None = None
         if not begun:
             self.ticket = wire.Ticket(number, secrets.token_bytes(16))
@@ -173,13 +176,13 @@ class AttachedEngine:
         """How many granted slots the engine has neither published nor returned."""
         return len(self._granted)
 
-    def schedule(self, process: Process, step_blocks: int, engines: int) -> list[int]:
+    def schedule(self, process: Process, greeting: wire.Schedule, engines: int) -> list[int]:
         """The scheduler begins. Returns the descriptors of the memory of the index and of the
         holds, both borrowed.
 
         Args:
             process: the scheduler's.
-            step_blocks: see `wire.Schedule`.
+            greeting: its greeting.
             engines: the number of engines of the pool.
 
         Raises:
@@ -193,7 +196,7 @@ class AttachedEngine:
         self._page.clear()
         self._bell = self._page.bell
         self._reader = self.pool.cache.add_reader(self._page)
-        self._begin(process, step_blocks, engines)
+        self._begin(process, greeting, engines)
         return [self.pool.index_fd, self.pool.pages_fd, self.pool.below.fd]
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
@@ -224,13 +227,14 @@ class AttachedEngine:
         known = self._reading
         if known is not None:
             del self.processes[known.pidfd]
-        self._begin(process, greeting.step_blocks, engines)
+        self._begin(process, greeting, engines)
         return known
 
-    def _begin(self, process: Process, step_blocks: int, engines: int) -> None:
+    def _begin(self, process: Process, greeting: wire.Schedule | wire.Resume, engines: int) -> None:
         self._scheduler = self._reading = process
+        self.tenant = greeting.tenant
         self._stored_at = time.monotonic()  # the model may have been read for minutes
-        self.share(step_blocks, engines)
+        self.share(greeting.step_blocks, engines)
 
     def share(self, step_blocks: int | None, engines: int) -> None:
         """Set how many slots are granted ahead, for so many engines; those of stores under way are
@@ -282,7 +286,8 @@ class AttachedEngine:
             case wire.Fetch():
                 if message.fetch in self._fetches:
                     raise RefusalError(f"fetch {message.fetch} begins twice")
-                begun = cache.fetch(message.keys, queued=message.queued)
+                tenant = self.tenant if message.tenant is None else message.tenant
+                begun = cache.fetch(message.keys, queued=message.queued, tenant=tenant)
                 self._fetches[message.fetch] = _OpenFetch(begun)
             case wire.ExtendFetch():
                 if (fetch := self._fetch(message.fetch)) is not None:
@@ -332,6 +337,8 @@ class AttachedEngine:
         self._check(message.slots)
         if not len(message.slots) == len(message.keys) == len(message.before):
             raise RefusalError(f"{len(message.slots)} slots for {len(message.keys)} blocks")
+        if len(message.tenants) not in (0, len(message.keys)):
+            raise RefusalError(f"{len(message.tenants)} tenants for {len(message.keys)} blocks")
         if self._board.status(message.cell) is not Status.DONE:
             raise RefusalError(f"not all ranks have reported the store of cell {message.cell}")
         self._stored_at = time.monotonic()
@@ -339,7 +346,11 @@ class AttachedEngine:
         self._granted.difference_update(message.slots)
         try:
             if self._void.isdisjoint(message.slots):
-                self.pool.cache.adopt(*_prefixes(message), message.slots)
+                keys, positions, starts = _prefixes(message)
+                tenants = [self.tenant] * len(keys)
+                for position, tenant in zip(positions, message.tenants, strict=False):
+                    tenants[position] = tenant
+                self.pool.cache.adopt(keys, positions, starts, message.slots, tenants)
             else:
                 self.pool.cache.give_back(message.slots)
         except BaseException:
@@ -368,6 +379,8 @@ class AttachedEngine:
         context = message.context
         if context is None:
             return
+        if not NO_TENANT <= context.tenant <= LARGEST_TENANT:
+            raise RefusalError(f"a request has the tenant {context.tenant}")
         prompt, self._prompt = self._prompt, []
         others, self._others = self._others, []
         self.pool.prompt_blocks += len(prompt)
@@ -377,7 +390,8 @@ class AttachedEngine:
             request = self._own(context.request_id)
             self._requests.add(request)
         # A conversation has its name on whichever engine it goes on.
-        named = replace(context, request_id=request)
+        tenant = self.tenant or context.tenant
+        named = replace(context, request_id=request, tenant=tenant)
         self.pool.cache.record(others or prompt[: message.found], named, prompt)
 
     # What it is told.
@@ -417,7 +431,8 @@ class AttachedEngine:
                 return
         if 4 * len(self._granted) > 3 * self._target:
             return
-        slots = self.pool.cache.grant(self._target - len(self._granted), self.number)
+        wanted = self._target - len(self._granted)
+        slots = self.pool.cache.grant(wanted, self.number, self.tenant)
         if slots:
             self._granted.update(slots)
             for start in range(0, len(slots), wire.MOST_KEYS):

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,7 @@ from flexkv.client import FetchState
 from flexkv.eviction import RequestContext
 from flexkv.session.wire import peer_of
 from flexkv.types.changes import Medium
+from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
 PROTOCOL = 2
 """Both sides must have the same."""
@@ -42,6 +43,10 @@ MOST_NAME = 256
 
 MOST_KEYS = 512
 """Keys in one message."""
+
+
+TenantNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=NO_TENANT, le=LARGEST_TENANT)]
+"""See `flexkv.types.tenants`."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -105,11 +110,13 @@ class Schedule(Message, frozen=True, tag="schedule"):
 
     Attributes:
         step_blocks: how many blocks the engine can fill before its first stores are published.
+        tenant: number of the tenant of all its requests; `NO_TENANT` if it has none of its own.
     """
 
     protocol: int
     ticket: Ticket
     step_blocks: int
+    tenant: TenantNumber
 
 
 class Resume(Message, frozen=True, tag="resume"):
@@ -120,7 +127,7 @@ class Resume(Message, frozen=True, tag="resume"):
     Attributes:
         engine, model, blocks: as in `Open`.
         slots: slots of the arena.
-        step_blocks: as in `Schedule`.
+        step_blocks, tenant: as in `Schedule`.
     """
 
     protocol: int
@@ -130,6 +137,7 @@ class Resume(Message, frozen=True, tag="resume"):
     blocks: PoolBlocks
     slots: int
     step_blocks: int
+    tenant: TenantNumber
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -152,6 +160,7 @@ class Publish(Message, frozen=True, tag="publish"):
         before: for each of them the key of the block before it; empty if that is the one before it
             in `keys`, None for the first of a prefix.
         slots: for each of them its slot.
+        tenants: for each of them the number of its tenant; empty for the engine's own.
         last: whether these are the last blocks of the store.
     """
 
@@ -159,6 +168,7 @@ class Publish(Message, frozen=True, tag="publish"):
     keys: list[bytes]
     before: list[bytes | None]
     slots: list[int]
+    tenants: list[TenantNumber]
     last: bool
 
 
@@ -213,6 +223,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     fetch: int
     keys: list[bytes]
     queued: bool
+    tenant: TenantNumber | None
 
 
 class ExtendFetch(Message, frozen=True, tag="extend"):
@@ -281,15 +292,23 @@ class Scheduled(Message, frozen=True, tag="scheduled"):
         media: the lower tiers, the fastest first.
         asks_stores: whether a tier has to be asked what it has.
         policy: name of the eviction policy.
+        has_shares: whether tenants have shares of the memory.
     """
 
     media: tuple[Medium, ...]
     asks_stores: bool
     policy: str
+    has_shares: bool
 
 
 class Resumed(Message, frozen=True, tag="resumed"):
-    """The answer to `Resume`, with the last of the descriptors of `Scheduled`."""
+    """The answer to `Resume`, with the last of the descriptors of `Scheduled`.
+
+    Attributes:
+        has_shares: as in `Scheduled`.
+    """
+
+    has_shares: bool
 
 
 class Refused(Message, frozen=True, tag="refused"):

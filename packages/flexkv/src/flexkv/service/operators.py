@@ -172,6 +172,7 @@ class Operators:
             pool.policy,
             {name: float(value) for name, value in values.items()},
             engines,
+            pool.tenants,
         )
 
     def _clear(self, fingerprint: str | None) -> Cleared:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from flexkv.cache import KVCache
-from flexkv.eviction import choose_policy
 from flexkv.figures.counters import ResetCause
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.block_index import index_bytes, publish
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import open_tiers, policy_maker
+from flexkv.open_tiers import host_policy, open_tiers, policy_maker
 from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.messages import PoolBlocks
+from flexkv.service.state import TenantState
 from flexkv.service.tier_keys import TierKeys
 from flexkv.session.meet import Session
 from flexkv.session.reservation import Reservation
@@ -28,6 +28,7 @@ from flexkv.settings import GIB, CacheConfig
 from flexkv.system.available import Promise
 from flexkv.types.changes import Changes
 from flexkv.types.errors import ArenaError
+from flexkv.types.tenants import NO_TENANT, tenant_number
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ the byte of the engine's number."""
 class SharedCache(KVCache):
     """The cache of a pool. Engines hold its blocks, and write to slots that it grants."""
 
-    def grant(self, most: int, engine: int) -> list[int]:
-        """Up to `most` slots for stores of the engine of this number."""
-        return self._index.take_slots(most, engine)
+    def grant(self, most: int, engine: int, tenant: int) -> list[int]:
+        """Up to `most` slots for stores of the engine of this number, all of whose blocks count for
+        the tenant, unless that is `NO_TENANT`."""
+        return self._index.take_slots(most, engine, tenant or None)
 
     def granted_to(self, engine: int) -> list[int]:
         """The slots that are granted to the engine of this number."""
@@ -64,6 +66,7 @@ class SharedCache(KVCache):
         positions: Sequence[int],
         prefix_starts: Sequence[int],
         slots: Sequence[int],
+        tenants: Sequence[int],
     ) -> None:
         """Blocks that an engine has written to granted slots are ready. A block that is there
         already, or whose predecessor has left, is not kept; its slot becomes free.
@@ -73,12 +76,13 @@ class SharedCache(KVCache):
             positions: positions in `keys` of the blocks.
             prefix_starts: positions of blocks that begin a prefix.
             slots: for each of `positions` its slot.
+            tenants: for each of `keys` the number of the tenant for whom its block counts.
 
         Raises:
             ValueError, IndexError: the arguments do not fit each other, or a slot was not granted.
         """
         try:
-            placed = self._index.place(keys, positions, prefix_starts, slots)
+            placed = self._index.place(keys, positions, prefix_starts, slots, tenants)
             publish(self._index, placed)
             used = set(placed.slots)
             self._index.give_back([slot for slot in slots if slot not in used])
@@ -131,6 +135,7 @@ class SharedPool:
         index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
         below: what its disks have; owned.
         policy: name of the eviction policy.
+        has_shares: whether tenants have shares of the memory.
         prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
             engines found.
 
@@ -157,10 +162,12 @@ class SharedPool:
             slots = self.arena.spec.num_slots
             info = SessionInfo(blocks.fingerprint, self.arena.spec, True, blocks.identity)
             make_policy = policy_maker(config, follows_requests=True)
-            self.policy = choose_policy(config.eviction_policy, slots, follows_requests=True)
+            self._shares = config.tenant_shares
+            self.has_shares = bool(self._shares)
+            self.policy, policy = host_policy(config, slots, follows_requests=True)
             self.cache = SharedCache(
                 self.arena,
-                make_policy(slots),
+                policy,
                 open_tiers(config, Session(info, self.arena), make_policy),
                 policy_name=self.policy,
                 pin_seconds=config.pin_seconds,
@@ -177,6 +184,19 @@ class SharedPool:
     def num_slots(self) -> int:
         """Slots of the arena."""
         return self.arena.spec.num_slots
+
+    @property
+    def tenants(self) -> tuple[TenantState, ...]:
+        """What tenants have, those with a share of their own and all others."""
+        if not self._shares:
+            return ()
+        slots, parts = self.cache.slots_of_tenants, self.num_slots / 100
+        named = [
+            TenantState(name, slots[tenant_number(name)], percent * parts)
+            for name, percent in self._shares
+        ]
+        rest = max(0.0, self.num_slots - sum(each.share for each in named))
+        return (*named, TenantState("", slots[NO_TENANT], rest))
 
     @property
     def busy(self) -> bool:

@@ -12,7 +12,12 @@ from prometheus_client.metrics_core import Metric as Family
 from flexkv.figures.definitions import METRICS, Labels, Samples
 from flexkv.figures.exposition import INFO_LABELS, INFO_NAME, INFO_TEXT, info_labels
 from flexkv.figures.families import families
-from flexkv.service.state import SERVICE_METRICS, ServiceState
+from flexkv.service.state import (
+    SERVICE_METRICS,
+    TENANT_BLOCKS,
+    TENANT_SHARE_BLOCKS,
+    ServiceState,
+)
 from flexkv.settings import CacheConfig
 
 PREFIX = "service:flexkv_"
@@ -48,3 +53,19 @@ class _Collector:
             (pool.fingerprint, pool.model): pool.figures for pool in self._state.pools
         }
         yield from families(PREFIX, _POOL, sources, (*SERVICE_METRICS, *METRICS))
+        yield from self._tenants()
+
+    def _tenants(self) -> Iterator[Family]:
+        """Of tenants, whose names are not known before."""
+        names = [*_POOL, "tenant"]
+        has, share = (
+            GaugeMetricFamily(PREFIX + metric.name, metric.text, labels=names)
+            for metric in (TENANT_BLOCKS, TENANT_SHARE_BLOCKS)
+        )
+        for pool in self._state.pools:
+            for each in pool.tenants:
+                if each.name:
+                    labels = (pool.fingerprint, pool.model, each.name)
+                    has.add_metric(labels, each.blocks)
+                    share.add_metric(labels, each.share)
+        yield from (family for family in (has, share) if family.samples)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of pools, from the file of `flexkv serve --pools`, and what is left for others."""
+"""The sizes of pools and the shares of their tenants, from the file of `flexkv serve --pools`, and
+what is left for others."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from flexkv.service.messages import MOST_NAME
 from flexkv.settings import GIB, SETTINGS, CacheConfig
@@ -14,8 +15,11 @@ from flexkv.settings.setting import show
 from flexkv.settings.settings_file import read_file
 from flexkv.types.errors import ConfigError
 
-MEMORY, DISK = "cpu_cache_gb", "ssd_cache_gb"
+MEMORY, DISK, SHARES = "cpu_cache_gb", "ssd_cache_gb", "tenant_shares"
 _SIZES = (MEMORY, DISK)
+
+Shares: TypeAlias = tuple[tuple[str, float], ...]
+"""See the setting `tenant_shares`."""
 
 
 class NoRoomError(Exception):
@@ -24,15 +28,17 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Memory and disk, in GiB.
+    """Memory and disk, in GiB, and how tenants share the memory.
 
     Attributes:
         memory: None for the default of `cpu_cache_gb`; of a total, for no limit.
         disk: None for no disk; of a total, for no limit.
+        shares: of tenants.
     """
 
     memory: float | None = None
     disk: float | None = None
+    shares: Shares = ()
 
     def applied(self, config: CacheConfig) -> CacheConfig:
         """The settings of a service with these sizes."""
@@ -42,6 +48,7 @@ class PoolSize:
             cpu_cache_gb=self.memory,
             ssd_cache_gb=self.disk or None,
             ssd_cache_dir=folders,
+            tenant_shares=self.shares,
         )
 
 
@@ -137,7 +144,8 @@ class PoolSizes:
         if model in self._file.named and model not in used:
             return _Taken(self._file.named[model], model)
         other = self._file.other
-        return _Taken(PoolSize(self._least(other, "memory"), self._least(other, "disk")), None)
+        memory, disk = self._least(other, "memory"), self._least(other, "disk")
+        return _Taken(PoolSize(memory, disk, other.shares), None)
 
     def _least(self, wanted: PoolSize, what: str) -> float | None:
         """What a pool without an entry gets: what it wants, or what is left."""
@@ -161,7 +169,8 @@ def _holds(size: float | None, slot_bytes: int) -> bool:
 
 def sizes_of_settings(config: CacheConfig) -> PoolFile:
     """The sizes without a file: those of the settings, for each pool."""
-    return PoolFile("", PoolSize(config.cpu_cache_gb, config.ssd_cache_gb))
+    size = PoolSize(config.cpu_cache_gb, config.ssd_cache_gb, config.tenant_shares)
+    return PoolFile("", size)
 
 
 def read_pools(path: str, config: CacheConfig) -> PoolFile:
@@ -178,7 +187,8 @@ def read_pools(path: str, config: CacheConfig) -> PoolFile:
     reader = _Reader(path, config)
     content = read_file(path, "--pools")
     reader.check_keys(content, ("total", "pools", "default"), "")
-    other = reader.sizes(content.get("default"), "default", sizes_of_settings(config).other)
+    settings = sizes_of_settings(config).other
+    other = reader.sizes(content.get("default"), "default", settings, (SHARES,))
     total = reader.sizes(content.get("total"), "total", PoolSize())
     entries = content.get("pools")
     if not isinstance(entries, list | None):
@@ -189,7 +199,7 @@ def read_pools(path: str, config: CacheConfig) -> PoolFile:
         model = reader.model(entry, where)
         if model in named:
             raise reader.wrong(model, f"{where}.model", "each model once")
-        named[model] = reader.sizes(entry, where, other, ("model",))
+        named[model] = reader.sizes(entry, where, other, ("model", SHARES))
     made = PoolFile(path, other, named, total)
     reader.check_total(made)
     return made
@@ -230,14 +240,14 @@ class _Reader:
     def sizes(
         self, entry: object, where: str, other: PoolSize, more: Collection[str] = ()
     ) -> PoolSize:
-        """The sizes of an entry; those that it lacks are those of `other`."""
+        """The sizes and the shares of an entry; those that it lacks are those of `other`."""
         if entry is None:
             return other
         if not isinstance(entry, dict):
             raise self.wrong(entry, where, f"a mapping with {' and '.join(_SIZES)}")
         self.check_keys(entry, (*more, *_SIZES), where)
-        read: dict[str, float | None] = {}
-        for name in _SIZES:
+        read: dict[str, Any] = {}
+        for name in (*_SIZES, SHARES):
             if entry.get(name) is not None:
                 read[name] = SETTINGS[name].read(entry[name], f"{where}.{name} in {self._path}")
         if read.get(DISK) and not self._config.ssd_cache_dir:
@@ -245,7 +255,11 @@ class _Reader:
                 f"{where}.{DISK} is {entry[DISK]} in {self._path}, but ssd_cache_dir is not set; "
                 f"allowed: both, or neither"
             )
-        return PoolSize(read.get(MEMORY, other.memory), read.get(DISK, other.disk))
+        return PoolSize(
+            read.get(MEMORY, other.memory),
+            read.get(DISK, other.disk),
+            read.get(SHARES, other.shares),
+        )
 
     def check_total(self, made: PoolFile) -> None:
         """Refuse entries that need more than the total, or have no size where it has one."""

@@ -33,10 +33,12 @@ class Attachment(NamedTuple):
     Attributes:
         connection: to the service.
         below: what the disks of the pool have.
+        has_shares: whether tenants have shares of the memory.
     """
 
     connection: socket.socket
     below: KeySet
+    has_shares: bool
 
 
 class Reattachment:

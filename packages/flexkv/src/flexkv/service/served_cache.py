@@ -33,6 +33,7 @@ from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence
+from flexkv.types.tenants import NO_TENANT
 from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class ServedCache:
             attached.below,
             asks_stores=answer.asks_stores,
         )
+        self._has_shares = answer.has_shares
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
         self._watches = False
@@ -113,6 +115,11 @@ class ServedCache:
             return False
         # What the service publishes meanwhile can wait for a step that has something to do.
         return bool(self._stores.untold or self._line.busy or self._tiers.awaits_news)
+
+    @property
+    def takes_tenants(self) -> bool:
+        """See `CacheClient.takes_tenants`."""
+        return self._has_shares and self._attached.tenant == NO_TENANT
 
     @property
     def disabled(self) -> bool:
@@ -192,11 +199,12 @@ class ServedCache:
         prefix_starts: Collection[int] = (0,),
         *,
         held: bool = False,
+        tenants: Sequence[int] | None = None,
     ) -> Transfer | None:
         """See `CacheClient.store`."""
         if self._off or self._recovering or self._line.is_cut:
             return None
-        store = self._stores.plan(keys, positions, prefix_starts)
+        store = self._stores.plan(keys, positions, prefix_starts, tenants)
         self.counters.refused_blocks += store.refused
         if not store.keys:
             return None
@@ -238,11 +246,13 @@ class ServedCache:
 
     # Lower tiers.
 
-    def fetch(self, keys: Sequence[bytes], *, queued: bool = False) -> FetchId | None:
+    def fetch(
+        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+    ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         if self._off or not self._may_fetch:
             return None
-        fetch = self._tiers.fetch(keys, queued)
+        fetch = self._tiers.fetch(keys, queued, tenant)
         if fetch is not None and self._asked_at is None:
             self._asked_at = time.monotonic()
         return fetch
@@ -403,6 +413,7 @@ class ServedCache:
             return
         self._line.resume(attachment.connection)
         self._tiers.below = attachment.below
+        self._has_shares = attachment.has_shares
         self._is_alone, self._asked_at = False, None
         self._stores.claim()
         if self._watches:
@@ -566,15 +577,15 @@ class ServedCache:
         return Figures(read.own, self._node.shared or read.shared, read.counts)
 
 
-def attach_cache(info: SessionInfo, step_blocks: int, arena: Arena) -> ServedCache:
+def attach_cache(info: SessionInfo, step_blocks: int, arena: Arena, tenant: int) -> ServedCache:
     """Attach an engine's scheduler to the service.
 
     Args:
         info: the description of the session.
-        step_blocks: see `Attached`.
+        step_blocks, tenant: see `Attached`.
         arena: of the pool; borrowed until the cache is closed.
 
     Raises:
         ArenaError: the service does not answer, or refuses the engine.
     """
-    return ServedCache(Attached(info, step_blocks, arena), arena)
+    return ServedCache(Attached(info, step_blocks, arena, tenant), arena)

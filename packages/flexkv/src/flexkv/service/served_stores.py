@@ -35,6 +35,7 @@ class PlannedStore:
         builds_on: the stores that have blocks before these.
         refused: how many further blocks have no place.
         slots: for each block its granted slot.
+        tenants: for each block the number of its tenant; empty for the engine's own.
         cell: its cell of the board.
         dropped: positions of blocks that must not be published.
         has_ended: whether all ranks have copied it.
@@ -47,6 +48,7 @@ class PlannedStore:
     builds_on: set[int] = field(default_factory=set)
     refused: int = 0
     slots: list[int] = field(default_factory=list)
+    tenants: list[int] = field(default_factory=list)
     cell: int = -1
     dropped: set[int] = field(default_factory=set)
     has_ended: bool = False
@@ -56,7 +58,7 @@ class PlannedStore:
     def parts(self) -> list[wire.Publish]:
         """The messages that publish its blocks."""
         if not self.dropped and len(self.keys) <= _PART:
-            return [wire.Publish(self.cell, self.keys, self.before, self.slots, True)]
+            return [wire.Publish(self.cell, self.keys, self.before, self.slots, self.tenants, True)]
         places = self._kept() if self.dropped else range(len(self.keys))
         made = []
         for start in range(0, len(places), _PART):
@@ -70,6 +72,7 @@ class PlannedStore:
                     [self.keys[place] for place in part],
                     before,
                     [self.slots[place] for place in part],
+                    [self.tenants[place] for place in part if self.tenants],
                     start + _PART >= len(places),
                 )
             )
@@ -142,7 +145,11 @@ class ServedStores:
             self._line.put(wire.Return(list(slots[start : start + wire.MOST_KEYS])))
 
     def plan(
-        self, keys: Sequence[bytes], positions: Sequence[int], prefix_starts: Collection[int]
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Collection[int],
+        tenants: Sequence[int] | None = None,
     ) -> PlannedStore:
         """A store of the blocks at `positions` that have no slot and can be found by a prefix, as
         far as there are slots, which it has taken. `begin` or `undo` follows."""
@@ -171,6 +178,8 @@ class ServedStores:
         made.refused += max(0, len(new) - len(self.free))
         del new[len(self.free) :]
         made.keys = [keys[place] for place in new]
+        if tenants is not None:
+            made.tenants = [tenants[place] for place in new]
         made.before = [
             None if place in starts else b"" if place - 1 == last else keys[place - 1]
             for place, last in zip(new, [-2, *new], strict=False)

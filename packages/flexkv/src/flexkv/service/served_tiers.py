@@ -91,7 +91,7 @@ class ServedTiers:
             medium: disks if medium is Medium.DISK else [None] * len(keys) for medium in self._media
         }
 
-    def fetch(self, keys: Sequence[bytes], queued: bool) -> FetchId | None:
+    def fetch(self, keys: Sequence[bytes], queued: bool, tenant: int | None) -> FetchId | None:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
         there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False
         if there == len(keys):
@@ -119,7 +119,7 @@ class ServedTiers:
         )
         self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
         most = wire.MOST_KEYS
-        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued))
+        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant))
         for start in range(most, len(keys), most):
             self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
         return fetch

@@ -279,14 +279,15 @@ class NodeServer:
                 lent = [engine.pool.arena.fd]
             elif isinstance(greeting, wire.Resume):
                 engine = self._resume(greeting, process, newcomer.memory[0])
-                answer, lent = wire.Resumed(), [engine.pool.below.fd]
+                answer, lent = wire.Resumed(engine.pool.has_shares), [engine.pool.below.fd]
             else:
                 engine = self._named(greeting.ticket)
                 answer = wire.Joined()
                 if isinstance(greeting, wire.Schedule):
-                    lent = engine.schedule(process, greeting.step_blocks, self._mates(engine))
+                    lent = engine.schedule(process, greeting, self._mates(engine))
                     info = engine.pool.cache.info
-                    answer = wire.Scheduled(info.media, info.must_query, engine.pool.policy)
+                    shares, policy = engine.pool.has_shares, engine.pool.policy
+                    answer = wire.Scheduled(info.media, info.must_query, policy, shares)
             (packet,) = wire.packets([answer])
             try:
                 socket.send_fds(process.connection, [packet], lent)

@@ -33,8 +33,28 @@ FOUND_BLOCKS = Metric(
     "FlexKV blocks of these prompts that their engines found, in their own caches or in FlexKV.",
     counted=((),),
 )
-SERVICE_METRICS = (ENGINES, GRANTED_BLOCKS, STALLED_BLOCKS, PROMPT_BLOCKS, FOUND_BLOCKS)
-"""Metrics that only the service has, for each pool."""
+TENANT_BLOCKS = Metric(
+    Kind.GAUGE,
+    "tenant_blocks",
+    "FlexKV blocks of host memory that count for a tenant with a share.",
+    ("tenant",),
+)
+TENANT_SHARE_BLOCKS = Metric(
+    Kind.GAUGE,
+    "tenant_share_blocks",
+    "FlexKV blocks of host memory that the tenant has a right to.",
+    ("tenant",),
+)
+SERVICE_METRICS = (
+    ENGINES,
+    GRANTED_BLOCKS,
+    STALLED_BLOCKS,
+    PROMPT_BLOCKS,
+    FOUND_BLOCKS,
+    TENANT_BLOCKS,
+    TENANT_SHARE_BLOCKS,
+)
+"""Metrics that only the service has, for each pool. Those of tenants are in `PoolState.tenants`."""
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -59,6 +79,20 @@ class EngineState(msgspec.Struct, frozen=True):
     fetches: int
 
 
+class TenantState(msgspec.Struct, frozen=True):
+    """One tenant of a pool.
+
+    Attributes:
+        name: as the shares name it; empty for all tenants together that have no share.
+        blocks: slots that have its blocks, or are granted to engines of its own.
+        share: blocks that it has a right to.
+    """
+
+    name: str
+    blocks: int
+    share: float
+
+
 class PoolState(msgspec.Struct, frozen=True):
     """One pool.
 
@@ -71,6 +105,7 @@ class PoolState(msgspec.Struct, frozen=True):
         policy: name of the eviction policy.
         figures: totals and gauges, by `sample` name.
         engines: its engines.
+        tenants: those that have shares, and all others; empty without shares.
     """
 
     fingerprint: str
@@ -81,6 +116,7 @@ class PoolState(msgspec.Struct, frozen=True):
     policy: str
     figures: Samples
     engines: tuple[EngineState, ...]
+    tenants: tuple[TenantState, ...] = ()
 
 
 class ServiceState(msgspec.Struct, frozen=True):

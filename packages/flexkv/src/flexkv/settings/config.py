@@ -24,6 +24,8 @@ from flexkv.settings.kinds import (
     paths,
     seconds,
     server_or_etcd,
+    shares,
+    tenant,
 )
 from flexkv.settings.setting import ReadBy, declared, setting
 from flexkv.types.admission import ADMISSIONS
@@ -118,6 +120,15 @@ class CacheConfig:
         "keeping them. It learns that from the requests: the turn of a conversation, its length, "
         "its age. While `lru` would have found more, and where FlexKV sees no whole requests, it "
         "is `lru`. `lru`: those used longest ago. The log and the metrics name the choice.",
+    )
+    tenant_shares: tuple[tuple[str, float], ...] = setting(
+        shares(),
+        (),
+        "Parts of host memory, in percent, that tenants have a right to: `team-a=40;team-b=20`, or "
+        "a mapping in a file. A tenant below its share loses no block to one above it; what a "
+        "tenant does not use is lent to the others. Tenants that are not named have the rest "
+        "together. A tenant is what `tenant` or the `cache_salt` of a request names. Default: all "
+        "requests share one memory.",
     )
     ssd_cache_gb: float | None = setting(
         gib_or_none("at most the free space of the file systems"),
@@ -307,6 +318,13 @@ class CacheConfig:
         "`none` stand for themselves. FlexKV ignores other parameters and logs them. Any client "
         "of the engine can send them. With `pin`, clients may keep up to half of the host memory "
         "for themselves, with `pin_seconds` for a time of their choice.",
+        read_by=ReadBy.ENGINE,
+    )
+    tenant: str | None = setting(
+        tenant(),
+        None,
+        "The tenant of all requests of this engine; see `tenant_shares`. Default: the `cache_salt` "
+        "of each request names its tenant.",
         read_by=ReadBy.ENGINE,
     )
     always_load: bool = setting(

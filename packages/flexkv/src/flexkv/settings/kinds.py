@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from flexkv.settings.setting import ValueKind
+from flexkv.types.tenants import MOST_TENANTS, NAME_CHARACTERS, tenant_number
 
 _LEAST_GIB = 1e-6
 """The least size, about 1 KiB. Tests use caches of some KiB."""
@@ -153,6 +154,60 @@ def choices(names: Collection[str]) -> ValueKind[tuple[str, ...]]:
         return ",".join(value) or "none"
 
     return ValueKind("names", f"all, none, or names of {', '.join(names)}", parse, written)
+
+
+def tenant() -> ValueKind[str]:
+    """The name of a tenant."""
+    return ValueKind("name", _TENANTS, _parse_tenant, shows_place=True)
+
+
+def shares() -> ValueKind[tuple[tuple[str, float], ...]]:
+    """Percentages by names of tenants: a mapping, or a text with `=` and `;`. No two names have the
+    same number."""
+
+    def parse(value: object) -> tuple[tuple[str, float], ...]:
+        if isinstance(value, Mapping):
+            pairs: list[object] = list(value.items())
+        else:
+            pairs = [
+                part.strip().rpartition("=")[::2] if isinstance(part, str) else part
+                for part in _parts(value, ";")
+            ]
+        percent = number(1e-3, 100, "percent").parse
+        read = []
+        for pair in pairs:
+            if not isinstance(pair, tuple | list) or len(pair) != _PAIR:
+                raise ValueError
+            read.append((_parse_tenant(pair[0]), percent(pair[1])))
+        numbers = {tenant_number(name) for name, _ in read}
+        if len(numbers) < len(read) or len(read) > MOST_TENANTS:
+            raise ValueError
+        if sum(share for _, share in read) > _WHOLE:
+            raise ValueError
+        return tuple(read)
+
+    def written(value: tuple[tuple[str, float], ...]) -> str:
+        return ";".join(f"{name}={share:g}" for name, share in value)
+
+    allowed = (
+        f"NAME=PERCENT;NAME=PERCENT or a mapping, of up to {MOST_TENANTS} tenants, each once, 100 "
+        f"together at most; a name is {_TENANTS}"
+    )
+    return ValueKind("percent by name", allowed, parse, written, shows_place=True)
+
+
+_WHOLE = 100 + 1e-9
+"""All of the memory, rounded up."""
+_PAIR = 2
+_TENANTS = f"1 to {NAME_CHARACTERS} printable characters without space and `;`"
+
+
+def _parse_tenant(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= NAME_CHARACTERS:
+        raise ValueError
+    if not value.isprintable() or " " in value or ";" in value:
+        raise ValueError
+    return value
 
 
 def path(of: str) -> ValueKind[str]:

@@ -16,6 +16,7 @@ from flexkv.tiers.job import Priority
 from flexkv.transfer.reads import Read, Reads
 from flexkv.transfer.sources import Source
 from flexkv.types.changes import Medium
+from flexkv.types.tenants import NO_TENANT
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +27,7 @@ class _Fetch:
         id: the caller's name for it.
         keys: keys of the prefix, first block first. The list grows if the fetch is extended.
         priority: priority of the reads.
+        tenant: number of the tenant for whom the blocks count.
         begun: when the fetch began.
         progressed: when `arrived` last grew or another tier was tried; `begun` before that.
         blocks: the blocks by position; None for one that the arena lacks. The fetch leases the
@@ -39,6 +41,7 @@ class _Fetch:
     id: FetchId
     keys: list[bytes]
     priority: Priority
+    tenant: int
     begun: float
     progressed: float
     blocks: list[Block | None]
@@ -206,7 +209,9 @@ class Fetcher:
                 return True
         return False
 
-    def begin(self, keys: Sequence[bytes], priority: Priority) -> FetchId | None:
+    def begin(
+        self, keys: Sequence[bytes], priority: Priority, tenant: int = NO_TENANT
+    ) -> FetchId | None:
         """Begin to bring the blocks of a prefix into the arena, as many as tiers have and the arena
         has room for. Does not wait.
 
@@ -216,6 +221,7 @@ class Fetcher:
         Args:
             keys: keys of the prefix from some block on, first block first.
             priority: LOAD if a request waits, PREFETCH if it is still queued.
+            tenant: number of the tenant for whom the blocks count.
 
         Returns:
             None if no lower tier has a block to add.
@@ -228,7 +234,8 @@ class Fetcher:
             return None
         leased = self._index.lease(keys[:first]) or ()
         now, fetch_id = time.monotonic(), FetchId(next(self._ids))
-        fetch = _Fetch(fetch_id, list(keys), priority, now, now, [*leased], [None] * len(leased))
+        media: list[Medium | None] = [None] * len(leased)
+        fetch = _Fetch(fetch_id, list(keys), priority, tenant, now, now, [*leased], media)
         self._fetches[fetch_id] = fetch
         with contextlib.ExitStack() as undo:
             undo.callback(self.end, fetch_id)  # nobody else could
@@ -478,7 +485,7 @@ class Fetcher:
         positions = {wanted[i]: i for i in reversed(range(len(plan))) if plan[i] is not None}
         absent = sorted(positions.values())  # a key that is wanted twice is read once
         before = fetch.keys[first - 1 : first] if first else []
-        blocks = self._reserve(before, wanted, absent, fetch.priority)
+        blocks = self._reserve(before, wanted, absent, fetch)
         stop = len(wanted) if len(blocks) == len(absent) else absent[len(blocks)]
         index.release([block for block in there[stop:] if block is not None])
         reserved, joined = {block.key: block for block in blocks}, []
@@ -513,7 +520,7 @@ class Fetcher:
         before: Sequence[bytes],
         keys: Sequence[bytes],
         absent: Sequence[int],
-        priority: Priority,
+        fetch: _Fetch,
     ) -> list[Block]:
         """Reserve slots for blocks without one, up to the first for which there is none.
 
@@ -521,22 +528,25 @@ class Fetcher:
             before: the key of the block before them; empty if they begin a prefix.
             keys: keys of blocks, each of which builds on the one before.
             absent: positions in `keys` of the blocks without a slot, ascending.
-            priority: of the fetch. For a request that waits, blocks give up their slots.
+            fetch: the fetch. For a request that waits, blocks give up their slots.
         """
         index, shift = self._index, len(before)
         chain = [*before, *keys]
         prefix_starts = () if before else (0,)
+        tenants = [fetch.tenant] * len(chain) if fetch.tenant else None
         blocks: list[Block] = []
         while len(blocks) < len(absent):
             left = absent[len(blocks) :]
-            more = index.reserve_all(chain, [shift + i for i in left], prefix_starts, True)
+            places = [shift + i for i in left]
+            more = index.reserve_all(chain, places, prefix_starts, True, tenants)
             # Behind a block without a slot, another one that has its own may have been followed.
             fit = 0
             while fit < len(more) and more[fit].key == keys[left[fit]]:
                 fit += 1
             index.abandon(more[fit:])
             blocks += more[:fit]
-            if len(blocks) == len(absent) or priority is not Priority.LOAD or not self._make_room():
+            may_wait = fetch.priority is not Priority.LOAD
+            if len(blocks) == len(absent) or may_wait or not self._make_room():
                 break
         return blocks
 

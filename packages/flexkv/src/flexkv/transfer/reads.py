@@ -291,10 +291,10 @@ class Reads:
 
     def _replace(self, block: Block, read: Read) -> None:
         """Reserve another slot for a block, because a read that hangs borrows the block's own."""
-        key = block.key
+        key, tenant = block.key, block.tenant
         self._index.discard([block])
         del self.by_key[key]
-        other = self._index.reserve(key, block.parent_key)
+        other = self._index.reserve(key, block.parent_key, tenant)
         if other is None:
             self._completed([key], None)
         else:

@@ -138,7 +138,11 @@ class TierStack:
         ]
 
     def reserve(
-        self, keys: Sequence[bytes], positions: Sequence[int], prefix_starts: Collection[int]
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Collection[int],
+        tenants: Sequence[int] | None = None,
     ) -> BlockRow:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
         blocks give theirs up that wait to be written to a shared store.
@@ -147,12 +151,13 @@ class TierStack:
             keys: keys of blocks; see `BlockIndex.reserve_all`.
             positions: positions in `keys` of the blocks to store, ascending.
             prefix_starts: positions of blocks that begin a prefix.
+            tenants: see `BlockIndex.reserve_all`.
 
         Returns:
             The blocks that got a slot, in the order of `positions`.
         """
         index = self._index
-        first = index.reserve_all(keys, positions, prefix_starts)
+        first = index.reserve_all(keys, positions, prefix_starts, False, tenants)
         if len(first) == len(positions):
             return first
         blocks = list(first)
@@ -161,7 +166,7 @@ class TierStack:
             absent = set(index.missing(keys))
             refused = [i for i in positions if i in absent]
             while refused and self._reclaimer.make_for_store():
-                blocks += index.reserve_all(keys, refused, prefix_starts)
+                blocks += index.reserve_all(keys, refused, prefix_starts, False, tenants)
                 refused = [i for i in refused if keys[i] not in index]
             undo.pop_all()
         if len(blocks) == len(first):

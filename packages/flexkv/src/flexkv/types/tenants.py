@@ -14,11 +14,12 @@ MOST_TENANTS = 64
 NAME_CHARACTERS = 128
 """The longest name of a tenant in settings."""
 
-_LARGEST = 0xFFFFFFFE
+LARGEST_TENANT = 0xFFFFFFFE
+"""The largest number of a tenant."""
 
 
 def tenant_number(name: str) -> int:
     """The number that stands for a tenant in an index, the same in every process."""
     if not name:
         return NO_TENANT
-    return min(max(1, zlib.crc32(name.encode("utf-8", "surrogatepass"))), _LARGEST)
+    return min(max(1, zlib.crc32(name.encode("utf-8", "surrogatepass"))), LARGEST_TENANT)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
+from flexkv.engine.scheduler.request_options import tenant_number_of
 from flexkv.types.changes import Medium
 
 LOOKAHEAD_SECONDS = 0.05
@@ -37,7 +38,7 @@ class Fetches:
 
     def begin_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> None:
         """Fetch the blocks `keys` of a queued request before its turn comes."""
-        fetch = self._cache.fetch(keys, queued=True)
+        fetch = self._cache.fetch(keys, queued=True, tenant=self._tenant_of(tracked))
         if fetch is not None:
             tracked.early = WantedFetch(fetch, keys)
             tracked.awaited = {}
@@ -99,6 +100,9 @@ class Fetches:
             self._replace(tracked, None)
             tracked.awaited = {}
 
+    def _tenant_of(self, tracked: TrackedRequest) -> int | None:
+        return tenant_number_of(tracked.request) if self._cache.takes_tenants else None
+
     def _came_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
         """Whether the fetch that began in the queue has brought all of these blocks."""
         early = tracked.early
@@ -111,7 +115,7 @@ class Fetches:
     ) -> WantedFetch | None:
         if tracked.early is not None:
             self._cache.raise_priority(tracked.early.id)
-        begun = self._cache.fetch(keys)
+        begun = self._cache.fetch(keys, tenant=self._tenant_of(tracked))
         fetch = None if begun is None else WantedFetch(begun, keys, start)
         self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
         if fetch is not None:

@@ -30,6 +30,7 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import HINTS, IGNORED_PARAMETERS
 from flexkv.figures.meter import Meter
 from flexkv.settings import MOST_PIN_SECONDS
+from flexkv.types.tenants import tenant_number
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,11 @@ def tenant_of(request: EngineRequest) -> tuple[str, str]:
     return "retained", _salt_of(request)
 
 
+def tenant_number_of(request: EngineRequest) -> int:
+    """The number of the tenant that a request's cache salt names."""
+    return tenant_number(_salt_of(request))
+
+
 def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int) -> RequestContext:
     """Make the context of a request for an eviction policy.
 
@@ -198,7 +204,12 @@ def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int)
     """
     session = tenant_session(_salt_of(request), options.session)
     return RequestContext(
-        request.num_prompt_tokens, hit_tokens, request.request_id, session, options.returns
+        request.num_prompt_tokens,
+        hit_tokens,
+        request.request_id,
+        session,
+        options.returns,
+        tenant_number_of(request),
     )
 
 

@@ -17,7 +17,13 @@ from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.full_blocks import Filled
 from flexkv.engine.scheduler.groups import Group, Reach
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions, pin_owner, tenant_of
+from flexkv.engine.scheduler.request_options import (
+    RequestOptions,
+    pin_owner,
+    tenant_number_of,
+    tenant_of,
+)
+from flexkv.types.tenants import NO_TENANT
 
 
 class _Run(NamedTuple):
@@ -61,12 +67,25 @@ class _Chains:
         runs: the blocks to store, each run with the place of its first key in `keys`, ascending.
             Its keys are in `keys` already: an error while a request is added leaves none without.
         pins: pins to make once the blocks have slots.
+        tenants: for each request the end of its keys in `keys`, and its tenant; empty if nobody
+            wants to know.
     """
 
     keys: list[bytes] = field(default_factory=list)
     prefix_starts: set[int] = field(default_factory=set)
     runs: list[tuple[_Run, int]] = field(default_factory=list)
     pins: list[_Pin] = field(default_factory=list)
+    tenants: list[tuple[int, int]] = field(default_factory=list)
+
+    def tenants_of_keys(self) -> list[int] | None:
+        """The tenant of each key."""
+        if not self.tenants:
+            return None
+        found: list[int] = []
+        for end, tenant in self.tenants:
+            found += [tenant] * (end - len(found))
+        # An error may have left keys of a request that no run is of.
+        return found + [NO_TENANT] * (len(self.keys) - len(found))
 
 
 StoreBatch = dict[int, _Chains]
@@ -372,6 +391,7 @@ class Stores:
                 chains.runs.append((run, at))
             if _keeps(options):
                 chains.pins.append(_Pin(own[first > 0 :], tracked.request, options))
+            self._name_tenant(tracked, chains)
 
     def _add(self, tracked: TrackedRequest, found: Sequence[_Run], batch: StoreBatch) -> None:
         """Add blocks of a request, in each group ascending by position, each behind the one that it
@@ -404,10 +424,22 @@ class Stores:
                     stored += own[at : at + run.blocks]
         if stored:
             chains.pins.append(_Pin(stored, request, options))
+        self._name_tenant(tracked, chains)
+
+    def _name_tenant(self, tracked: TrackedRequest, chains: _Chains) -> None:
+        """The keys that were added last are of a request."""
+        if self._cache.takes_tenants:
+            chains.tenants.append((len(chains.keys), tenant_number_of(tracked.request)))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
         places = list(chain.from_iterable(range(at, at + run.blocks) for run, at in chains.runs))
-        transfer = self._cache.store(chains.keys, places, chains.prefix_starts, held=True)
+        transfer = self._cache.store(
+            chains.keys,
+            places,
+            chains.prefix_starts,
+            held=True,
+            tenants=chains.tenants_of_keys(),
+        )
         if transfer is not None:
             try:
                 if len(transfer.slots) == len(places):
