@@ -10,6 +10,7 @@ import pytest
 
 from flexkv.figures.definitions import METRICS, Kind
 from flexkv.figures.exposition import INFO_NAME
+from flexkv.figures.tenant_samples import TENANT_METRICS
 from flexkv.service.state import SERVICE_METRICS
 
 PAGES = Path(__file__).parents[1] / "pages"
@@ -19,7 +20,9 @@ ENDINGS = {
     Kind.HISTOGRAM: ("", "_bucket", "_count", "_sum"),
 }
 NAMES = {
-    metric.name + end for metric in (*METRICS, *SERVICE_METRICS) for end in ENDINGS[metric.kind]
+    metric.name + end
+    for metric in (*METRICS, *SERVICE_METRICS, *TENANT_METRICS)
+    for end in ENDINGS[metric.kind]
 } | {INFO_NAME}
 NAME = re.compile(r"\b(?:vllm|sglang|service):flexkv_([a-z_]+)\b(?!\.\.\.)")
 WITH_NAMES = [page for page in sorted(PAGES.rglob("*.md")) if NAME.search(page.read_text())]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexkv.figures.definitions import METRICS, Kind
 from flexkv.figures.exposition import INFO_NAME
+from flexkv.figures.tenant_samples import TENANT_METRICS
 
 PAGE = (Path(__file__).parents[1] / "pages" / "reference" / "metrics.md").read_text(
     encoding="utf-8"
@@ -30,6 +31,6 @@ def test_every_metric_is_on_the_page_with_its_labels() -> None:
         ending = "_total" if kind is Kind.COUNTER else ""
         assert listed == {
             metric.name + ending: list(metric.label_names)
-            for metric in METRICS
+            for metric in (*METRICS, *TENANT_METRICS)
             if metric.kind is kind
         }

@@ -28,6 +28,7 @@ from flexkv.eviction import (
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
+from flexkv.figures.tenant_samples import tenant_samples
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
 from flexkv.index.pins import Pins
@@ -38,7 +39,7 @@ from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence, presence_below
-from flexkv.types.tenants import NO_TENANT
+from flexkv.types.tenants import NO_TENANT, tenant_number
 from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,16 @@ class KVCache:
             info.policy_name,
             None if isinstance(self._policy, LRUPolicy) else self._policy.guard_state(),
         )
-        return self._meter.read(host, self._below.figures(info.slot_bytes))
+        read = self._meter.read(host, self._below.figures(info.slot_bytes))
+        if isinstance(self._policy, TenantPolicies):
+            slots = self._index.tenants
+            read.shared.update(
+                tenant_samples(
+                    (name, slots[tenant_number(name)], part * info.num_slots)
+                    for name, part in self._policy.shares.items()
+                )
+            )
+        return read
 
     @property
     def takes_tenants(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from flexkv.figures.definitions import METRICS, Kind, Metric, sample
 from flexkv.figures.exposition import INFO_NAME
+from flexkv.figures.tenant_samples import TENANT_METRICS
 from flexkv.service.state import SERVICE_METRICS
 
 _LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*"'
@@ -17,7 +18,7 @@ _LABELS = rf"[ \t]*\{{((?:{_LABEL},?)*)\}}"
 _SAMPLE = re.compile(rf"([a-zA-Z_:][\w:]*)(?:{_LABELS})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t\r]*")
 """A line of Prometheus's text format that is neither empty nor a comment."""
 _NAME = re.compile(r"(vllm|sglang|service):flexkv_(\w+?)(_total|_bucket|_sum|_count|_created)?")
-_METRICS = {metric.name: metric for metric in (*METRICS, *SERVICE_METRICS)}
+_METRICS = {metric.name: metric for metric in (*METRICS, *SERVICE_METRICS, *TENANT_METRICS)}
 _MOST = 2.0**63
 """No engine counts as far."""
 

@@ -16,16 +16,15 @@ from flexkv.cli.top_metrics import Change, Reading
 from flexkv.cli.top_rows import Rows
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
-from flexkv.figures.definitions import HEALTH, METRICS, STATES, TIERS, sample
+from flexkv.figures.definitions import HEALTH, METRICS, STATES, TIERS
 from flexkv.figures.health_samples import health_text, problems_of, state_of
+from flexkv.figures.tenant_samples import TENANT_METRICS, tenants_in
 from flexkv.service.state import (
     ENGINES,
     FOUND_BLOCKS,
     GRANTED_BLOCKS,
     PROMPT_BLOCKS,
     STALLED_BLOCKS,
-    TENANT_BLOCKS,
-    TENANT_SHARE_BLOCKS,
 )
 from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState
@@ -183,13 +182,10 @@ def _service_summary(change: Change) -> Text:
 
 def _tenants(change: Change) -> list[Rows]:
     """What tenants with shares have; none if there are none."""
-    begin = sample(TENANT_BLOCKS.name, "")
-    names = [each.removeprefix(begin) for each in change.new.values if each.startswith(begin)]
+    names = tenants_in(change.new.values)
     table = Rows("tenant", "blocks", "share")
-    for name in sorted(names):
-        blocks, share = (
-            change.total(metric.name, name) for metric in (TENANT_BLOCKS, TENANT_SHARE_BLOCKS)
-        )
+    for name in names:
+        blocks, share = (change.total(metric.name, name) for metric in TENANT_METRICS)
         table.add(_plain(name), f"{blocks:,.0f}", f"{share:,.0f}")
     return [table] if names else []
 

@@ -25,6 +25,7 @@ class TenantPolicies:
         make: makes a policy for so many blocks.
 
     Attributes:
+        shares: as above.
         parts: for each tenant its number, the slots of its share, and its policy; None evicts the
             least recently used. The first is that of all others.
     """
@@ -39,6 +40,7 @@ class TenantPolicies:
             made = make(slots)
             return None if isinstance(made, LRUPolicy) else made
 
+        self.shares = shares
         rest = max(0.0, 1.0 - sum(shares.values()))
         parts = {NO_TENANT: rest} | {tenant_number(name): part for name, part in shares.items()}
         self.parts: Sequence[tuple[int, float, EvictionPolicy | None]] = tuple(

@@ -27,6 +27,7 @@ from flexkv.figures.definitions import (
     sample,
 )
 from flexkv.figures.health_samples import problems_of, trouble_samples
+from flexkv.figures.tenant_samples import TENANT_METRICS, is_of_tenant
 from flexkv.settings import SETTINGS, CacheConfig
 from flexkv.types.changes import BELOW
 from flexkv.types.troubles import Trouble
@@ -139,6 +140,11 @@ class Exposition:
             labelled = [*own, *metric.label_names]
             made = makers[metric.kind](prefix + metric.name, metric.text, labelled, **more)
             self._families[metric.name] = made
+        names = [name for name, _ in config.tenant_shares]
+        self._tenants: dict[str, tuple[Any, str]] = {}
+        for metric in TENANT_METRICS if names else ():
+            made = gauge(prefix + metric.name, metric.text, [*own, *metric.label_names])
+            self._tenants |= {sample(metric.name, name): (made, name) for name in names}
         for engine in engines:
             self._make(engine, "")
             if not config.enable:
@@ -151,6 +157,10 @@ class Exposition:
         """Add the samples that an engine has counted since the last call."""
         if engine not in self._engines:
             return
+        for name in filter(is_of_tenant, samples):
+            if name in self._tenants:
+                made, tenant = self._tenants[name]
+                made.labels(*self._engines[engine], tenant).set(samples[name])
         for metric, labels, value, times in values_of(samples):
             tier = _lower_tier(labels)
             if (engine, tier) not in self._tiers:

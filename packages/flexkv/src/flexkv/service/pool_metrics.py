@@ -12,12 +12,8 @@ from prometheus_client.metrics_core import Metric as Family
 from flexkv.figures.definitions import METRICS, Labels, Samples
 from flexkv.figures.exposition import INFO_LABELS, INFO_NAME, INFO_TEXT, info_labels
 from flexkv.figures.families import families
-from flexkv.service.state import (
-    SERVICE_METRICS,
-    TENANT_BLOCKS,
-    TENANT_SHARE_BLOCKS,
-    ServiceState,
-)
+from flexkv.figures.tenant_samples import TENANT_METRICS
+from flexkv.service.state import SERVICE_METRICS, ServiceState
 from flexkv.settings import CacheConfig
 
 PREFIX = "service:flexkv_"
@@ -60,7 +56,7 @@ class _Collector:
         names = [*_POOL, "tenant"]
         has, share = (
             GaugeMetricFamily(PREFIX + metric.name, metric.text, labels=names)
-            for metric in (TENANT_BLOCKS, TENANT_SHARE_BLOCKS)
+            for metric in TENANT_METRICS
         )
         for pool in self._state.pools:
             for each in pool.tenants:

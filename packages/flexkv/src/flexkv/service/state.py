@@ -33,28 +33,8 @@ FOUND_BLOCKS = Metric(
     "FlexKV blocks of these prompts that their engines found, in their own caches or in FlexKV.",
     counted=((),),
 )
-TENANT_BLOCKS = Metric(
-    Kind.GAUGE,
-    "tenant_blocks",
-    "FlexKV blocks of host memory that count for a tenant with a share.",
-    ("tenant",),
-)
-TENANT_SHARE_BLOCKS = Metric(
-    Kind.GAUGE,
-    "tenant_share_blocks",
-    "FlexKV blocks of host memory that the tenant has a right to.",
-    ("tenant",),
-)
-SERVICE_METRICS = (
-    ENGINES,
-    GRANTED_BLOCKS,
-    STALLED_BLOCKS,
-    PROMPT_BLOCKS,
-    FOUND_BLOCKS,
-    TENANT_BLOCKS,
-    TENANT_SHARE_BLOCKS,
-)
-"""Metrics that only the service has, for each pool. Those of tenants are in `PoolState.tenants`."""
+SERVICE_METRICS = (ENGINES, GRANTED_BLOCKS, STALLED_BLOCKS, PROMPT_BLOCKS, FOUND_BLOCKS)
+"""Metrics that only the service has, for each pool."""
 
 
 class EngineState(msgspec.Struct, frozen=True):
