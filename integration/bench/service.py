@@ -157,12 +157,18 @@ def _fetched(cache: CacheClient, keys: Sequence[bytes]) -> float:
     fetch = cache.fetch(keys)
     cache.poll()
     assert fetch is not None
-    while cache.fetch_state(fetch).arrived < len(keys):
+    spent = time.thread_time() - begun
+    is_there = False
+    while not is_there:
         time.sleep(_STEP_SECONDS)
+        begun = time.thread_time()
         cache.poll()
+        is_there = cache.fetch_state(fetch).arrived == len(keys)
+        spent += time.thread_time() - begun
+    begun = time.thread_time()
     cache.end_fetch(fetch)
     cache.poll()
-    return time.thread_time() - begun
+    return spent + time.thread_time() - begun
 
 
 def _compare(own: _Side, served: _Side, say: Say) -> list[Row]:

@@ -170,7 +170,7 @@ def say(root: str, chance: Chance, greeting: wire.ToService, files: Sequence[int
             if chance.rng.random() < 0.7:
                 with contextlib.suppress(OSError):
                     connection.settimeout(1.0)
-                    _, came = wire.receive(connection)
+                    _, came = wire.receive_greeting(connection)
                     for fd in came:
                         os.close(fd)
         finally:

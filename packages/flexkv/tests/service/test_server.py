@@ -58,7 +58,7 @@ def greet(service: Service, packet: bytes, fds: Sequence[int]) -> wire.ToEngine 
         socket.send_fds(connection, [packet], fds)
         for fd in fds:
             os.close(fd)
-        answer, came = wire.receive(connection)
+        answer, came = wire.receive_greeting(connection)
         for fd in came:
             os.close(fd)
         return wire.read_engine(answer)[0] if answer else None

@@ -273,7 +273,7 @@ def _greet(
             socket.send_fds(connection, wire.packets([greeting]), [own, *fds_sent])
         finally:
             os.close(own)
-        packet, fds = wire.receive(connection)
+        packet, fds = wire.receive_greeting(connection)
         messages = wire.read_engine(packet) if packet else []
         if messages and isinstance(messages[0], wire.Refused):
             raise ArenaError(f"the service in {root!r} refuses the engine: {messages[0].reason}")

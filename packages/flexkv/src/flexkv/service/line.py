@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections import deque
 
@@ -40,6 +39,7 @@ class Line:
         self._heard = 0
         self._messages: deque[wire.ToService] = deque()
         self._packets: deque[bytes] = deque()
+        self._room = bytearray(wire.MAX_PACKET)
 
     @property
     def has_news(self) -> bool:
@@ -72,9 +72,7 @@ class Line:
             return
         try:
             while self._heard != self._bell[SENT]:
-                packet, fds = wire.receive(self._connection)
-                for fd in fds:
-                    os.close(fd)
+                packet = wire.receive(self._connection, self._room)
                 if not packet:
                     self.cut("it has ended or closed the connection")
                     return

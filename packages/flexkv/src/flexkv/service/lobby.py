@@ -135,7 +135,7 @@ class Lobby:
     def _greet(self, connection: socket.socket) -> None:
         fds: list[int] = []
         try:
-            packet, fds = wire.receive(connection)
+            packet, fds = wire.receive_greeting(connection)
             if not packet:
                 self._dismiss(connection)  # another service asks whether this one lives
                 return

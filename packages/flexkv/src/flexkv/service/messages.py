@@ -407,7 +407,7 @@ def _array(parts: Sequence[bytes]) -> bytes:
     return b"\xdd" + len(parts).to_bytes(4, "big") + b"".join(parts)
 
 
-def read_service(packet: bytes) -> list[ToService]:
+def read_service(packet: bytes | memoryview) -> list[ToService]:
     """The messages of an engine's packet.
 
     Raises:
@@ -419,7 +419,7 @@ def read_service(packet: bytes) -> list[ToService]:
         raise WireError(f"{len(packet)} bytes are no messages of an engine: {error}") from None
 
 
-def read_engine(packet: bytes) -> list[ToEngine]:
+def read_engine(packet: bytes | memoryview) -> list[ToEngine]:
     """The messages of the service's packet.
 
     Raises:
@@ -431,7 +431,25 @@ def read_engine(packet: bytes) -> list[ToEngine]:
         raise WireError(f"{len(packet)} bytes are no messages of the service: {error}") from None
 
 
-def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+def receive(connection: socket.socket, room: bytearray) -> memoryview:
+    """One packet of a peer that has greeted, without its descriptors, which the kernel drops. The
+    packet is empty at the end of the connection.
+
+    Args:
+        connection: the connection.
+        room: `MAX_PACKET` bytes, in which the packet lies until they are used again.
+
+    Raises:
+        OSError: the connection broke, or has no packet now.
+        WireError: the packet is too large.
+    """
+    size = connection.recv_into(room, 0, socket.MSG_TRUNC)
+    if size > len(room):
+        raise WireError(f"a packet has {size} bytes; allowed: {len(room)}")
+    return memoryview(room)[:size]
+
+
+def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
     """One packet, and the descriptors in it, which the caller closes. The packet is empty at the
     end of the connection.
 

@@ -97,7 +97,7 @@ class ServedTiers:
         if there == len(keys):
             return None
         if is_sure:
-            reach = there + self.below.lookup(keys[there:])
+            reach = there + self.below.lookup(keys[there:] if there else keys)
             if reach == there:
                 return None  # as for most new prompts
             if reach < len(keys):

@@ -90,6 +90,7 @@ class NodeServer:
                 wake=self._awake,
             )
             undo.pop_all()
+        self._room = bytearray(wire.MAX_PACKET)
         self._maker = PoolMaker(self._awake)
         self._lobby = Lobby(listener, self._watch, self._unwatch, self._is_ready, self._admit)
         self._awaits_until = 0.0
@@ -353,9 +354,7 @@ class NodeServer:
 
     def _serve(self, engine: AttachedEngine, process: Process) -> None:
         try:
-            packet, fds = wire.receive(process.connection)
-            for fd in fds:
-                os.close(fd)
+            packet = wire.receive(process.connection, self._room)
             if not packet:
                 self._leave(engine, process)
                 return
