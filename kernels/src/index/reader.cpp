@@ -93,12 +93,17 @@ class Reader {
       }
       ++wanted[static_cast<std::size_t>(slot)];
     }
+    held_slots_ = 0;
     for (std::size_t slot = 0; slot < wanted.size(); ++slot) {
+      held_slots_ += wanted[slot] != 0;
       if (holds_[slot] != wanted[slot]) {
         store_word(holds_[slot], wanted[slot]);
       }
     }
   }
+
+  // The number of slots that are held, however often.
+  std::size_t held_slots() const noexcept { return held_slots_; }
 
   std::size_t held() const noexcept {
     std::size_t sum = 0;
@@ -161,6 +166,8 @@ class Reader {
       return false;
     }
     store_word(holds_[slot], static_cast<Hold>(holds + change));
+    held_slots_ += holds == 0;
+    held_slots_ -= holds + change == 0;
     return true;
   }
 
@@ -168,6 +175,7 @@ class Reader {
   std::unique_ptr<Buffer> holds_memory_;
   Reading reading_;
   Hold* holds_;
+  std::size_t held_slots_ = 0;
 };
 
 using Self = Holder<Reader>;
@@ -197,6 +205,10 @@ PyObject* with_slots(PyObject* self, PyObject* slots) {
 
 PyObject* get_held(PyObject* self, void*) {
   return guarded([&] { return number(static_cast<Py_ssize_t>(of(self).held())); });
+}
+
+PyObject* get_held_slots(PyObject* self, void*) {
+  return guarded([&] { return number(static_cast<Py_ssize_t>(of(self).held_slots())); });
 }
 
 // IndexReader(memory, holds)
@@ -234,6 +246,7 @@ PyMethodDef methods[] = {
 
 PyGetSetDef properties[] = {
     {"held", get_held, nullptr, nullptr, nullptr},
+    {"held_slots", get_held_slots, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

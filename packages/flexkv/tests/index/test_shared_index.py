@@ -76,8 +76,9 @@ def test_a_reader_finds_what_the_owner_publishes(shared: Shared) -> None:
     assert reader.lease(KEYS[:3]) == list(blocks.slots)
     assert reader.lease(KEYS[:4]) is None
     assert reader.held == 3, "a lease that failed holds something"
+    assert reader.held_slots == 3
     reader.release(blocks.slots)
-    assert reader.held == 0
+    assert reader.held == reader.held_slots == 0
 
 
 def test_what_is_held_is_not_evicted(shared: Shared) -> None:
@@ -170,7 +171,7 @@ def test_a_recovery_holds_what_is_known(shared: Shared) -> None:
     put(index, *KEYS[:3])
     kept, lost, twice = reader.lease(KEYS[:3]) or []
     reader.settle([kept, twice, twice])
-    assert reader.held == 3
+    assert (reader.held, reader.held_slots) == (3, 2)
     index.clear()
     assert set(index.take_slots(SLOTS, 1)) == set(range(SLOTS)) - {kept, twice}
     assert lost not in {kept, twice}

@@ -70,3 +70,15 @@ def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
     for each in started:
         each.kill()
         each.communicate()
+
+
+@pytest.fixture
+def with_disk(make_service: Callable[..., Service], tmp_path: Path) -> Service:
+    """A service with memory for 16 blocks, and a disk."""
+    return make_service(
+        16,
+        eviction_policy="lru",
+        ssd_cache_gb=0.01,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=60.0,
+    )

@@ -26,18 +26,6 @@ Attach = Callable[..., Scheduler]
 HOST, BELOW, ABSENT = Presence.HOST, Presence.BELOW, Presence.ABSENT
 
 
-@pytest.fixture
-def with_disk(make_service: Callable[..., Service], tmp_path: Path) -> Service:
-    """A service with memory for 16 blocks, and a disk."""
-    return make_service(
-        16,
-        eviction_policy="lru",
-        ssd_cache_gb=0.01,
-        ssd_cache_dir=(str(tmp_path / "disk"),),
-        ssd_timeout_seconds=60.0,
-    )
-
-
 def leave_memory(service: Service, one: Scheduler, keys: list[bytes]) -> None:
     """Store blocks, and others until they are on the disk alone."""
     assert one.store(keys) == keys

@@ -94,9 +94,10 @@ _SHOWN = ("engine: ", "dtype: ", "cache dtype: ", "geometry: ")
 def _engine(engine: EngineState) -> str:
     name = printable(engine.name)
     state = "attached" if engine.attached else "not attached"
+    stalled = f", {engine.stalled_blocks:,} stalled" if engine.stalled_blocks else ""
     return (
         f"{name}: {state}, {blocks(engine.granted_blocks)} granted, {engine.held_blocks:,} held, "
-        f"{engine.fetches} fetches"
+        f"{engine.fetches} fetches{stalled}"
     )
 
 

@@ -412,10 +412,13 @@ class IndexReader(Protocol):
 
     Attributes:
         held: holds that have not ended; takes O(slots).
+        held_slots: slots that are held, however often.
     """
 
     @property
     def held(self) -> int: ...
+    @property
+    def held_slots(self) -> int: ...
 
     def lookup(self, keys: Iterable[bytes], /) -> int:
         """See `BlockIndex.lookup`."""

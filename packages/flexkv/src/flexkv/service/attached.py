@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
-from flexkv.service.engine_page import PUBLISHED, READ, SENT, EnginePage
+from flexkv.service.engine_holds import EngineHolds
+from flexkv.service.engine_page import PUBLISHED, READ, SENT
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import EngineState
@@ -52,6 +51,10 @@ _LAST_WRITES_SECONDS = 10.0
 """The kernel ends a process's lock on the memory shortly before the last copies of its GPU end.
 Slots of a process of which the service has no more than this lock wait so long. Not tuned."""
 
+_UNREAD_SECONDS = 60.0
+"""Fetches of an engine that has read nothing for so long end: it hangs, and what they have brought
+stays in memory meanwhile. Not tuned."""
+
 _MOST_PROMPT = 1 << 20
 """Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
 
@@ -79,6 +82,7 @@ class Process:
 @dataclass(slots=True, eq=False)
 class _OpenFetch:
     id: FetchId | None
+    blocks: int = 0
     told: FetchState | None = None
     is_told: bool = False
 
@@ -118,7 +122,7 @@ class AttachedEngine:
         self._board: CompletionBoard = pool.arena.board_of(number)
         self._scheduler: Process | None = None
         self._reading: Process | None = None  # who holds slots, connected or not
-        self._page: EnginePage | None = None
+        self._holds: EngineHolds | None = None
         self._bell = memoryview(bytearray(12)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
@@ -126,11 +130,10 @@ class AttachedEngine:
         self._void: set[int] = set()
         self._all_known = not begun
         self._unused_since: float | None = None
+        self._unread_since: float | None = None
         if begun:
             self._granted.update(pool.cache.granted_to(number))
-            self._page = pool.page_of(number)
-            self._bell = self._page.bell
-            self._reader = pool.cache.add_reader(self._page)
+            self._take_page(clear=False)
         self._target = self._idle_slots = 0
         self._stored_at = time.monotonic()
         self._is_recalled = False
@@ -158,17 +161,22 @@ class AttachedEngine:
 
     @property
     def state(self) -> EngineState:
-        """What operators see."""
-        holds = b"" if self._page is None else self._page.holds
-        held = int(np.count_nonzero(np.frombuffer(holds, np.uint16)))  # takes O(slots)
+        """What operators see. Takes O(slots)."""
+        held, granted = 0 if self._holds is None else self._holds.slots, len(self._granted)
+        is_attached, stalled = self._scheduler is not None, 0
+        if not is_attached:
+            stalled = held + granted
+        elif self._holds is not None and self._holds.is_stalled(time.monotonic()):
+            stalled = held
         return EngineState(
             self.name,
             self.number,
-            self._scheduler is not None,
+            is_attached,
             len(self.processes),
-            len(self._granted),
+            granted,
             held,
             len(self._fetches),
+            stalled,
         )
 
     @property
@@ -192,12 +200,17 @@ class AttachedEngine:
             raise RefusalError(
                 f"engine {self.name!r} has had a scheduler; allowed: one in its life"
             )
-        self._page = self.pool.page_of(self.number)
-        self._page.clear()
-        self._bell = self._page.bell
-        self._reader = self.pool.cache.add_reader(self._page)
+        self._take_page(clear=True)
         self._begin(process, greeting, engines)
         return [self.pool.index_fd, self.pool.pages_fd, self.pool.below.fd]
+
+    def _take_page(self, *, clear: bool) -> None:
+        page = self.pool.page_of(self.number)
+        if clear:
+            page.clear()
+        self._bell = page.bell
+        self._holds = EngineHolds(page, self.pool.num_slots, self.name)
+        self._reader = self.pool.cache.add_reader(page)
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
         """The scheduler goes on. It says next what slots it has.
@@ -216,7 +229,7 @@ class AttachedEngine:
         is_it = self.ticket is None or secrets.compare_digest(
             self.ticket.token, greeting.ticket.token
         )
-        if not is_it or self._page is None:
+        if not is_it or self._holds is None:
             raise RefusalError(f"engine {self.name!r} is not the one of the ticket")
         if self._scheduler is not None:
             raise RefusalError(f"engine {self.name!r} has a scheduler; allowed: one")
@@ -244,6 +257,19 @@ class AttachedEngine:
             self._step_blocks = max(1, step_blocks)
         self._target = min(self._step_blocks, most)
         self._idle_slots = max(_IDLE_SLOTS, self.pool.num_slots // (_IDLE_SHARE * max(1, engines)))
+        if self._holds is not None:
+            self._holds.limit(engines)
+
+    def look(self, now: float) -> None:
+        """Look at what it holds, and whether it reads."""
+        if self._holds is not None:
+            self._holds.look(now, is_short=self.pool.is_short)
+        if self._has_read or not self._fetches:
+            self._unread_since = None
+        elif self._unread_since is None:
+            self._unread_since = now
+        elif now - self._unread_since > _UNREAD_SECONDS:
+            self._end_fetches()
 
     # Messages.
 
@@ -286,19 +312,22 @@ class AttachedEngine:
             case wire.Fetch():
                 if message.fetch in self._fetches:
                     raise RefusalError(f"fetch {message.fetch} begins twice")
-                tenant = self.tenant if message.tenant is None else message.tenant
-                begun = cache.fetch(message.keys, queued=message.queued, tenant=tenant)
-                self._fetches[message.fetch] = _OpenFetch(begun)
+                fetch = self._fetches[message.fetch] = _OpenFetch(None)
+                if self._may_fetch(fetch, len(message.keys)):
+                    tenant = self.tenant if message.tenant is None else message.tenant
+                    fetch.id = cache.fetch(message.keys, queued=message.queued, tenant=tenant)
             case wire.ExtendFetch():
-                if (fetch := self._fetch(message.fetch)) is not None:
-                    cache.extend_fetch(fetch, message.keys)
+                fetch = self._fetches.get(message.fetch, _OpenFetch(None))
+                if fetch.id is not None and self._may_fetch(fetch, len(message.keys)):
+                    cache.extend_fetch(fetch.id, message.keys)
             case wire.RaiseFetch():
-                if (fetch := self._fetch(message.fetch)) is not None:
-                    cache.raise_priority(fetch)
+                fetch = self._fetches.get(message.fetch, _OpenFetch(None))
+                if fetch.id is not None:
+                    cache.raise_priority(fetch.id)
             case wire.EndFetch():
-                if (fetch := self._fetch(message.fetch)) is not None:
-                    cache.end_fetch(fetch)
-                self._fetches.pop(message.fetch, None)
+                fetch = self._fetches.pop(message.fetch, _OpenFetch(None))
+                if fetch.id is not None:
+                    cache.end_fetch(fetch.id)
             case wire.Watch():
                 self.watches = True
             case wire.Claim():
@@ -327,9 +356,21 @@ class AttachedEngine:
         """Names of engines do not meet."""
         return f"{self.number} {name}"
 
-    def _fetch(self, number: int) -> FetchId | None:
-        fetch = self._fetches.get(number)
-        return None if fetch is None else fetch.id
+    def _may_fetch(self, fetch: _OpenFetch, blocks: int) -> bool:
+        """Whether a fetch may bring so many blocks more. They stay in memory until it ends, so the
+        limit of loads holds for them, too. Counts them."""
+        others = sum(each.blocks for each in self._fetches.values()) - fetch.blocks
+        may = self._holds is not None and self._holds.allows(others, fetch.blocks + blocks)
+        if may:
+            fetch.blocks += blocks
+        return may
+
+    def _end_fetches(self) -> None:
+        """What its fetches have brought may leave. For the engine they have ended."""
+        for fetch in self._fetches.values():
+            if fetch.id is not None:
+                self.pool.cache.end_fetch(fetch.id)
+                fetch.id = None
 
     def _publish(self, message: wire.Publish) -> None:
         if not 0 <= message.cell < CELLS:
@@ -422,6 +463,8 @@ class AttachedEngine:
             self.tell(wire.NodeFigures(shared, cache.disabled))
 
     def _grant(self, now: float) -> None:
+        if self._holds is not None and self._holds.is_over:
+            return
         if now - self._stored_at > _IDLE_SECONDS:
             spare = len(self._granted) - min(self._idle_slots, self._target)
             if spare > 0 and not self._is_recalled:
@@ -476,9 +519,7 @@ class AttachedEngine:
         self._waiting.clear()
         self._messages.clear()
         cache = self.pool.cache
-        for fetch in self._fetches.values():
-            if fetch.id is not None:
-                cache.end_fetch(fetch.id)
+        self._end_fetches()
         self._fetches.clear()
         for owner in self._pins:
             cache.unpin(owner)

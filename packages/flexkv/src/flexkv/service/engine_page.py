@@ -16,6 +16,10 @@ SENT, READ, PUBLISHED = 0, 1, 2
 has read, and of stores that the service has published. So a step in which nothing has come makes no
 system call, and the service sends nothing new to an engine that is behind."""
 
+MOST_HELD, LOADS = 3, 4
+"""Further words: the slots that loads of the engine may hold together, 0 for any number, from the
+service; and the beginnings and ends of loads, modulo 2^32, from the engine."""
+
 _HOLD_BYTES = 2
 _BELL_BYTES = 64
 
@@ -42,7 +46,7 @@ class EnginePage:
 
     Attributes:
         holds: 16-bit counters, one for each slot, that the engine alone writes.
-        bell: words of 32 bits; see `SENT`, `READ` and `PUBLISHED`.
+        bell: words of 32 bits; see `SENT` and `MOST_HELD`.
 
     Raises:
         OSError, ValueError: the file cannot be mapped, or has another size.

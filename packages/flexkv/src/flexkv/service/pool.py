@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 _THREADS = 4
 """Threads that fill an arena. Not tuned."""
 
+_SHORT = 8
+"""A pool is short of room if evictions have met one in so many of its slots that engines hold. Not
+tuned."""
+
 _OWNER = 0
 """The byte of the arena's file that the service has a lock on. Each process of an engine has one on
 the byte of the engine's number."""
@@ -157,7 +161,7 @@ class SharedPool:
         with ExitStack() as undo:
             undo.callback(memory.close)
             self._memory = memory
-            self.prompt_blocks = self.found_blocks = 0
+            self.prompt_blocks = self.found_blocks = self._met_holds = 0
             self.arena, self.index_fd, self.pages_fd = memory.arena, memory.index, memory.pages
             slots = self.arena.spec.num_slots
             info = SessionInfo(blocks.fingerprint, self.arena.spec, True, blocks.identity)
@@ -208,10 +212,15 @@ class SharedPool:
         cache = self.cache
         if cache.busy:
             cache.poll()
-        cache.look_at_holds()
+        self._met_holds = cache.look_at_holds()
         changes = cache.drain_changes() if cache.has_changes else ()
         self.below.note(changes, are_all=not cache.has_changes)
         return changes
+
+    @property
+    def is_short(self) -> bool:
+        """Whether many blocks could not be evicted, since engines hold them."""
+        return self._met_holds > self.num_slots // _SHORT
 
     def has(self, fd: int) -> bool:
         """Whether a descriptor is that of the pool's arena."""

@@ -25,6 +25,7 @@ from flexkv.index.block_index import index_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
 from flexkv.service.line import Line
+from flexkv.service.load_holds import LoadHolds
 from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
@@ -37,6 +38,8 @@ from flexkv.types.tenants import NO_TENANT
 from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
+
+_ABSENT = Presence.ABSENT
 
 _SILENT_SECONDS = 1.0
 """A service that owes an answer for so long counts as one that hangs. Not tuned."""
@@ -78,6 +81,7 @@ class ServedCache:
         self._block_bytes = sum(spec.format.shard_bytes)
         self._attached = attached
         self._reader = index_reader(attached.index, attached.page.holds)
+        self._holds = LoadHolds(self._reader, attached.page.bell[:])
         self._line = Line(attached.connection, attached.page.bell)
         self._tiers = ServedTiers(
             self._reader,
@@ -153,16 +157,17 @@ class ServedCache:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
-        return 0 if self._off else self._reader.lookup(keys)
+        return 0 if self._off else self._holds.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """See `CacheClient.presence`. What shared stores have shows when it is fetched."""
-        if self._off:
-            return [Presence.ABSENT] * len(keys)
+        """See `CacheClient.presence`. What shared stores have shows when it is fetched. Blocks that
+        cannot be loaded, since loads hold many others, are absent."""
+        room = 0 if self._off else self._holds.room
+        if room is not None and room < len(keys):
+            return [*(self.presence(keys[:room]) if room else ()), *[_ABSENT] * (len(keys) - room)]
         if self._may_fetch:
             return self._tiers.presence(keys)
-        there = self._reader.present(keys)
-        return [Presence.HOST if each else Presence.ABSENT for each in there]
+        return [Presence.HOST if each else _ABSENT for each in self._reader.present(keys)]
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
         """See `CacheClient.where`."""
@@ -182,12 +187,12 @@ class ServedCache:
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """See `CacheClient.load`."""
-        slots = None if self._off else self._reader.lease(keys)
+        slots = None if self._off else self._holds.lease(keys)
         if not slots:
             return None
         transfer = self._device.begin(Direction.LOAD, keys, _Slots(slots, keys), held=False)
         if transfer is None:
-            self._reader.release(slots)
+            self._holds.release(slots)
             return None
         self.counters.loads += 1
         return transfer
@@ -234,7 +239,7 @@ class ServedCache:
             return
         if copy.transfer.direction is Direction.LOAD:
             self.counters.loads -= 1
-            self._reader.release(copy.blocks.slots)
+            self._holds.release(copy.blocks.slots)
         else:
             self._stores.undo(self._stores.end(transfer_id))
 
@@ -250,7 +255,7 @@ class ServedCache:
         self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
-        if self._off or not self._may_fetch:
+        if self._off or not self._may_fetch or self._holds.room == 0:
             return None
         fetch = self._tiers.fetch(keys, queued, tenant)
         if fetch is not None and self._asked_at is None:
@@ -449,7 +454,7 @@ class ServedCache:
             self.counters.failed_loads += 1
             if self.counters.failed_loads == 1:
                 logger.warning("a load of %d blocks failed (logged once)", count)
-        self._reader.release(copy.blocks.slots)
+        self._holds.release(copy.blocks.slots)
 
     def _finish_store(self, copy: DeviceCopy[_Slots], count: int) -> None:
         number = copy.transfer.id
@@ -516,7 +521,7 @@ class ServedCache:
     def _recover(self) -> None:
         """Hold what the loads under way hold, and have the slots that no store has."""
         loads = self._device.rows_in_use(Direction.LOAD)
-        self._reader.settle([slot for row in loads for slot in row.slots])
+        self._holds.settle([slot for row in loads for slot in row.slots])
         self._stores.recover(self._device.under_way)
         self._recovering = False
 

@@ -388,6 +388,7 @@ class NodeServer:
         if now - self._looked_at > _GONE_SECONDS:
             self._looked_at = now
             for engine in self.engines:
+                engine.look(now)
                 self._forget_if_gone(engine)
         self._take_made()
         self._lobby.serve(now)

@@ -21,7 +21,8 @@ GRANTED_BLOCKS = Metric(
 STALLED_BLOCKS = Metric(
     Kind.GAUGE,
     "stalled_blocks",
-    "FlexKV blocks of host memory that engines keep whose schedulers are not attached.",
+    "FlexKV blocks of host memory that engines keep whose schedulers are not attached, or whose "
+    "loads do not end.",
     counted=((),),
 )
 PROMPT_BLOCKS = Metric(
@@ -48,6 +49,7 @@ class EngineState(msgspec.Struct, frozen=True):
         granted_blocks: slots that it has for its next stores, or stores to now.
         held_blocks: blocks that it loads now.
         fetches: its fetches from lower tiers that are under way.
+        stalled_blocks: of granted and held ones, those that it keeps because it has ended or hangs.
     """
 
     name: str
@@ -57,6 +59,7 @@ class EngineState(msgspec.Struct, frozen=True):
     granted_blocks: int
     held_blocks: int
     fetches: int
+    stalled_blocks: int
 
 
 class TenantState(msgspec.Struct, frozen=True):
@@ -141,11 +144,10 @@ def own_figures(engines: tuple[EngineState, ...], prompt: int, found: int) -> Sa
         engines: its engines.
         prompt, found: the totals of `PROMPT_BLOCKS` and `FOUND_BLOCKS`.
     """
-    away = [each for each in engines if not each.attached]
     return {
         ENGINES.name: sum(each.attached for each in engines),
         GRANTED_BLOCKS.name: sum(each.granted_blocks for each in engines),
-        STALLED_BLOCKS.name: sum(each.granted_blocks + each.held_blocks for each in away),
+        STALLED_BLOCKS.name: sum(each.stalled_blocks for each in engines),
         PROMPT_BLOCKS.name: prompt,
         FOUND_BLOCKS.name: found,
     }
