@@ -101,8 +101,8 @@ class BlockStore {
   void unlink(Block* block) noexcept;
 
   // All blocks are of a reset from now on. No block is left of seven epochs ago.
-  void begin_epoch() noexcept { store_word(header_.epoch, static_cast<Epoch>((epoch() + 1) % kEpochs)); }
-  Epoch epoch() const noexcept { return header_.epoch; }
+  void begin_epoch() noexcept { store_word(header_.resets, header_.resets + 1); }
+  Epoch epoch() const noexcept { return epoch_after(header_.resets); }
 
   // Whether readers of the memory may lease the block in a slot. Once they may not, the slot waits for
   // those that have.
@@ -115,7 +115,13 @@ class BlockStore {
 
   // The writer to whom a slot was given. It has no block then.
   Writer writer_of(Slot slot) const noexcept { return keys_[slot].writer; }
-  void set_writer(Slot slot, Writer writer) noexcept { store_word(keys_[slot].writer, writer); }
+  void set_writer(Slot slot, Writer writer) noexcept {
+    store_word(keys_[slot].resets, header_.resets);
+    store_word(keys_[slot].writer, writer);
+  }
+
+  // Whether there was no reset since the slot was given to its writer.
+  bool has_current_writer(Slot slot) const noexcept { return keys_[slot].resets == header_.resets; }
 
   // The tenant of the block in a slot, or of the slot's writer.
   Tenant tenant_of(Slot slot) const noexcept { return keys_[slot].tenant; }

@@ -76,6 +76,11 @@ class Index {
   std::vector<Slot> take_slots(std::size_t most, Writer writer, Tenant tenant = kUnknownTenant);
   bool is_taken(Slot slot) const noexcept { return store_.writer_of(slot) != kNoWriter; }
   std::vector<Slot> taken_by(Writer writer) const;
+
+  // Whether the slot was taken since the last `clear`.
+  bool is_taken_since_clear(Slot slot) const noexcept {
+    return is_taken(slot) && store_.has_current_writer(slot);
+  }
   void give_back(Slot slot);
 
   // Readers of the shared memory, which hold slots.

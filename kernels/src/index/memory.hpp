@@ -17,9 +17,14 @@ namespace flexkv::index {
 using Slot = std::int32_t;
 inline constexpr Slot kNoSlot = -1;
 
-// The time between two resets of an index. Its number begins again after eight of them.
+// The number of resets of an index.
+using Resets = std::uint32_t;
+
+// The time between two resets. Its number begins again after eight of them.
 using Epoch = std::uint8_t;
 inline constexpr Epoch kEpochs = 8;
+
+inline constexpr Epoch epoch_after(Resets resets) noexcept { return static_cast<Epoch>(resets % kEpochs); }
 
 template <typename T>
 T load_word(const T& place) noexcept {
@@ -39,7 +44,7 @@ struct alignas(64) Header {
   std::uint32_t layout;
   std::uint32_t slots;
   HashSeed seed;
-  Epoch epoch;
+  Resets resets;
 };
 
 // A place of the table: the hash of a key, and in `word` all else. A lookup reads this alone.
@@ -58,16 +63,17 @@ inline constexpr Tenant kNoTenant = 0;
 inline constexpr Tenant kUnknownTenant = 0xffffffff;  // of a writer that stores for several
 
 // The key of the block in a slot. Its version is even while that block can be leased. The block that it
-// builds on, or none, its tenant, and the slot's writer are named for a next owner of the memory. A slot
-// with a writer has the tenant that the writer stores for.
+// builds on, or none, its tenant, the slot's writer, and the resets before the slot was given to it are
+// named for a next owner of the memory. A slot with a writer has the tenant that the writer stores for.
 struct alignas(64) StoredKey {
   std::uint32_t version;
   Slot parent;
   Py_hash_t parent_hash;
   Tenant tenant;
+  Resets resets;
   Writer writer;
   std::uint8_t size;
-  char bytes[106];
+  char bytes[102];
 
   KeyView view() const noexcept { return {bytes, size}; }
 };
@@ -150,7 +156,7 @@ class Reading {
 
   std::size_t slots() const noexcept { return slots_; }
   std::size_t places() const noexcept { return mask_ + 1; }
-  Epoch epoch() const noexcept { return load_word(header_->epoch); }
+  Epoch epoch() const noexcept { return epoch_after(load_word(header_->resets)); }
   Py_hash_t hash(KeyView key) const noexcept { return hash_of(key, header_->seed); }
   const StoredKey& key(Slot slot) const noexcept { return keys_[slot]; }
   std::size_t home(Py_hash_t hash) const noexcept { return static_cast<std::size_t>(hash) & mask_; }

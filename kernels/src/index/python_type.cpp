@@ -208,7 +208,8 @@ PyObject* take_slots(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-PyObject* is_taken(PyObject* self, PyObject* object) {
+template <bool (Index::*method)(Slot) const noexcept>
+PyObject* says(PyObject* self, PyObject* object) {
   return guarded([&] {
     const long slot = PyLong_AsLong(object);
     if (PyErr_Occurred() != nullptr) {
@@ -218,7 +219,7 @@ PyObject* is_taken(PyObject* self, PyObject* object) {
       PyErr_Format(PyExc_ValueError, "slot %ld is none of %zu", slot, of(self).slots());
       throw PythonError{};
     }
-    return share(of(self).is_taken(static_cast<Slot>(slot)) ? Py_True : Py_False);
+    return share((of(self).*method)(static_cast<Slot>(slot)) ? Py_True : Py_False);
   });
 }
 
@@ -457,7 +458,8 @@ PyMethodDef methods[] = {
     {"reserve", erased(reserve), METH_FASTCALL, nullptr},
     {"reserve_all", erased(reserve_all), METH_FASTCALL, nullptr},
     {"take_slots", erased(take_slots), METH_FASTCALL, nullptr},
-    {"is_taken", is_taken, METH_O, nullptr},
+    {"is_taken", says<&Index::is_taken>, METH_O, nullptr},
+    {"is_taken_since_clear", says<&Index::is_taken_since_clear>, METH_O, nullptr},
     {"taken_by", taken_by, METH_O, nullptr},
     {"place", erased(place), METH_FASTCALL, nullptr},
     {"give_back", give_back, METH_O, nullptr},

@@ -181,6 +181,22 @@ def test_a_recovery_holds_what_is_known(shared: Shared) -> None:
     assert reader.held == 3
 
 
+def test_a_slot_is_known_to_be_taken_before_a_clear(shared: Shared) -> None:
+    index = shared.index
+    (before,) = index.take_slots(1, 1)
+    assert index.is_taken_since_clear(before)
+    for _ in range(8):
+        index.clear()
+        assert index.is_taken(before)
+        assert not index.is_taken_since_clear(before)
+    (after,) = index.take_slots(1, 1)
+    assert index.is_taken_since_clear(after)
+    index.give_back([before, after])
+    assert not index.is_taken_since_clear(after)
+    with pytest.raises(ValueError, match="none of 8"):
+        index.is_taken_since_clear(SLOTS)
+
+
 def test_writers_of_other_processes_fill_slots(shared: Shared) -> None:
     index, reader = shared.index, shared.reader
     put(index, KEYS[0])

@@ -15,6 +15,7 @@ import pytest
 
 from flexkv.service import attached, membership, reattachment, server
 from flexkv.service import messages as wire
+from flexkv.service.ask import clear_pools
 from flexkv.service.attach import Attached
 from packages.flexkv.tests.service.served import (
     ENGINE,
@@ -67,6 +68,27 @@ def test_blocks_in_memory_outlive_the_service(service: Service, attach: Attach) 
     other.copy(held)
     other.settle()
     until(service.accounted)
+
+
+@pytest.mark.parametrize("clears", [1, 8])
+def test_a_store_that_began_before_a_clear_is_not_published_by_the_next_service(
+    service: Service, attach: Attach, clears: int
+) -> None:
+    """Nor is one to a slot that was granted before. After eight resets, their numbers repeat."""
+    one = attach(service)
+    keys, later = keys_of("a", 3), keys_of("b", 3)
+    under_way = one.cache.store(keys, range(3))
+    assert under_way is not None
+    for _ in range(clears):
+        clear_pools(service.root, None)
+    restart(service)
+    until(lambda: attached_again(service, one))
+    one.copy(under_way)
+    one.settle()
+    assert one.cache.lookup(keys) == 0
+    until(service.accounted)
+    until(lambda: one.store(later) and one.load(later), one.cache.poll)
+    assert one.cache.lookup(keys) == 0
 
 
 def test_stores_under_way_are_published_by_the_next_service(

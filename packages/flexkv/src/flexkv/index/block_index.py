@@ -251,6 +251,15 @@ class BlockIndex(Protocol):
         """
         ...
 
+    def is_taken_since_clear(self, slot: int, /) -> bool:
+        """Whether `is_taken`, and there was no `clear` since the slot was taken, under an owner of
+        the memory before this one either.
+
+        Raises:
+            ValueError: it is no slot of the index.
+        """
+        ...
+
     def taken_by(self, writer: int, /) -> list[int]:
         """The slots that are taken for a writer, in order. Takes O(all slots).
 

@@ -127,7 +127,6 @@ class AttachedEngine:
         self._reader: int | None = None
         self._granted: set[int] = set()
         self._claims: set[int] | None = None
-        self._void: set[int] = set()
         self._all_known = not begun
         self._unused_since: float | None = None
         self._unread_since: float | None = None
@@ -344,12 +343,13 @@ class AttachedEngine:
         if message.last:
             self._claims = None
             self._take_back(sorted(self._granted - claims))
+            if not self.pool.cache.are_current(sorted(claims)):
+                self.cleared()
 
     def cleared(self) -> None:
-        """The pool was cleared: stores that may have begun before are not published. The engine
-        returns the slots that it does not store to, and gets others."""
+        """The pool was cleared: stores to slots that were granted before are not published. The
+        engine returns those that it does not store to, and gets others."""
         self._has_news = True
-        self._void = set(self._granted)
         self.tell(wire.Recall(len(self._granted)))
 
     def _own(self, name: str) -> str:
@@ -386,7 +386,7 @@ class AttachedEngine:
         self._is_recalled = False
         self._granted.difference_update(message.slots)
         try:
-            if self._void.isdisjoint(message.slots):
+            if self.pool.cache.are_current(message.slots):
                 keys, positions, starts = _prefixes(message)
                 tenants = [self.tenant] * len(keys)
                 for position, tenant in zip(positions, message.tenants, strict=False):
@@ -398,14 +398,12 @@ class AttachedEngine:
             # Others have blocks, or are free: they may be granted to another engine at once.
             self._granted.update(filter(self.pool.cache.is_granted, message.slots))
             raise
-        self._void.difference_update(message.slots)
         if message.last:
             self._bell[PUBLISHED] = (self._bell[PUBLISHED] + 1) % (1 << 32)
 
     def _take_back(self, slots: Sequence[int]) -> None:
         self._check(slots)
         self._granted.difference_update(slots)
-        self._void.difference_update(slots)
         self.pool.cache.give_back(slots)
 
     def _check(self, slots: Sequence[int]) -> None:

@@ -60,6 +60,11 @@ class SharedCache(KVCache):
         """Whether a slot is granted, and has no block."""
         return self._index.is_taken(slot)
 
+    def are_current(self, slots: Sequence[int]) -> bool:
+        """Whether all these slots were granted after the pool was cleared, so that no store that
+        began before writes to them."""
+        return all(map(self._index.is_taken_since_clear, slots))
+
     def give_back(self, slots: Sequence[int]) -> None:
         """Nobody writes any more to slots that were granted."""
         self._index.give_back(slots)
