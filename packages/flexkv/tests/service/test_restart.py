@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
-from flexkv.service import attached, membership, reattachment, server
+from flexkv.service import attached, membership, pool_changes, reattachment, server
 from flexkv.service import messages as wire
 from flexkv.service.ask import clear_pools
 from flexkv.service.attach import Attached
+from flexkv.service.attached import AttachedEngine
+from flexkv.service.lobby import RefusalError
+from flexkv.types.changes import Medium
 from packages.flexkv.tests.service.served import (
     ENGINE,
     OTHER,
@@ -322,6 +325,89 @@ def test_events_and_fetches_go_on(
             seen.extend(key for each in other.cache.drain_changes() for key in each.added),
         ),
     )
+
+
+class Follower:
+    """Who applies all changes of an engine."""
+
+    def __init__(self, one: Scheduler) -> None:
+        self.one = one
+        self.known: dict[Medium, set[bytes]] = {Medium.HOST: set(), Medium.DISK: set()}
+        one.cache.watch()
+        one.settle()
+
+    def follow(self) -> None:
+        self.one.cache.poll()
+        for each in self.one.cache.drain_changes():
+            there = self.known[each.medium]
+            assert there.issuperset(each.removed), "a block leaves that was not there"
+            assert there.isdisjoint(each.added), "a block comes twice"
+            there.difference_update(each.removed)
+            there.update(each.added)
+
+
+@pytest.mark.parametrize("is_the_same", [True, False])
+def test_changes_while_an_engine_is_not_attached_are_told(
+    with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, is_the_same: bool
+) -> None:
+    """In memory and on the disk, by the same service and by the next one."""
+    monkeypatch.setattr(pool_changes, "_AT_ONCE", 2)
+    monkeypatch.setattr(reattachment, "_MOST_SECONDS", 0.02)
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    follower = Follower(one)
+    for number in range(8):
+        one.store(keys_of(f"mine {number}", 2))
+    until(lambda: not with_disk.pool.busy and len(follower.known[Medium.DISK]) > 8, follower.follow)
+    on_disk, in_memory = follower.known[Medium.DISK].copy(), follower.known[Medium.HOST].copy()
+    one.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(AttachedEngine, "resume", refuse)
+        number = one.ticket.client
+        engine = next(each for each in with_disk.server.engines if each.number == number)
+        assert engine.scheduler is not None
+        engine.scheduler.connection.shutdown(socket.SHUT_RDWR)
+        until(lambda: engine.scheduler is None)
+        clear_pools(with_disk.root, None)
+        for number in range(4):
+            other.store(keys_of(f"theirs {number}", 2))
+        until(lambda: not with_disk.pool.busy)
+        if not is_the_same:
+            restart(with_disk)
+    until(lambda: attached_again(with_disk, one, other))
+    until(lambda: not one.cache.busy, follower.follow)
+    follower.follow()
+    assert not on_disk & follower.known[Medium.DISK]
+    assert not in_memory & follower.known[Medium.HOST]
+
+
+def refuse(*_: object) -> None:
+    raise RefusalError("for the test")
+
+
+@pytest.mark.parametrize("is_the_same", [True, False])
+def test_a_store_of_which_the_last_word_was_lost_is_told(
+    service: Service, attach: Attach, is_the_same: bool
+) -> None:
+    """And blocks that stay are not told again."""
+    one = attach(service)
+    follower = Follower(one)
+    known, keys = keys_of("known", 3), keys_of("a", 3)
+    one.store(known)
+    until(lambda: follower.known[Medium.HOST] == set(known), follower.follow)
+    transfer = one.cache.store(keys, range(3))
+    assert transfer is not None
+    one.copy(transfer)
+    one.cache.poll()
+    until(lambda: len(index_of(service.pool.cache)) == 6)
+    if is_the_same:
+        scheduler = service.engine.scheduler
+        assert scheduler is not None
+        scheduler.connection.shutdown(socket.SHUT_RDWR)
+    else:
+        restart(service)
+    until(lambda: new_connection(one.cache))
+    until(lambda: attached_again(service, one))
+    until(lambda: follower.known[Medium.HOST] == {*known, *keys}, follower.follow)
 
 
 def test_an_engine_that_starts_waits_for_those_that_live(service: Service, attach: Attach) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
 from flexkv.service.line import Line
 from flexkv.service.load_holds import LoadHolds
+from flexkv.service.pool_changes import PoolChanges
 from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
@@ -93,13 +93,12 @@ class ServedCache:
         self._has_shares = answer.has_shares
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
-        self._watches = False
         self._meter = Meter()
         self.counters = Counters()
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
         self._stores = ServedStores(self._reader, self._line)
         self._asked_at: float | None = None
-        self._changes: deque[Changes] = deque()
+        self._changes = PoolChanges(self._reader)
         self._node = wire.NodeFigures({}, is_suspended=False)
         self._pins: set[str] = set()
         self._off = self._stopped = self._recovering = False
@@ -118,7 +117,8 @@ class ServedCache:
         if self._hangs:
             return False
         # What the service publishes meanwhile can wait for a step that has something to do.
-        return bool(self._stores.untold or self._line.busy or self._tiers.awaits_news)
+        compares = self._changes.compares(self._tiers.below)
+        return bool(self._stores.untold or self._line.busy or compares or self._tiers.awaits_news)
 
     @property
     def takes_tenants(self) -> bool:
@@ -376,6 +376,8 @@ class ServedCache:
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
             self._publish()
+        if not self._line.is_cut and self._changes.compares(self._tiers.below):
+            self._changes.compare(self._tiers.below)
         if self._asked_at is None and (self._stores.awaits_answer or self._tiers.awaits_news):
             self._asked_at = time.monotonic()
         self._line.send()
@@ -411,7 +413,9 @@ class ServedCache:
             self._line.come.clear()
             self._tiers.lose()
             self._pins.clear()
-            for store in self._stores.lose_told():
+            told = self._stores.lose_told()
+            self._changes.lose([store.keys for store in told])
+            for store in told:
                 self._device.free_cell(store.cell)
         attachment = self._reattachment.take()
         if attachment is None:
@@ -421,7 +425,7 @@ class ServedCache:
         self._has_shares = attachment.has_shares
         self._is_alone, self._asked_at = False, None
         self._stores.claim()
-        if self._watches:
+        if self._changes.watches:
             self._line.put(wire.Watch())
         self._line.send()
         logger.info("attached to the service of FlexKV again")
@@ -438,7 +442,7 @@ class ServedCache:
             case wire.Fetched():
                 self._tiers.hear(message)
             case wire.Changed():
-                self._changes.append(Changes(message.medium, message.removed, message.added))
+                self._changes.hear(message)
             case wire.NodeFigures():
                 self._node = message
 
@@ -540,19 +544,17 @@ class ServedCache:
 
     def watch(self) -> None:
         """See `CacheClient.watch`."""
-        self._watches = True
+        self._changes.watches = True
         self._line.put(wire.Watch())
 
     @property
     def has_changes(self) -> bool:
         """See `CacheClient.has_changes`."""
-        return bool(self._changes)
+        return not self._changes.is_empty
 
     def drain_changes(self) -> list[Changes]:
         """See `CacheClient.drain_changes`."""
-        changes = list(self._changes)
-        self._changes.clear()
-        return changes
+        return self._changes.drain()
 
     def watch_lower_again(self) -> bool:
         """See `CacheClient.watch_lower_again`. The service keeps no descriptions."""
