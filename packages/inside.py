@@ -77,6 +77,11 @@ def copies_of(cache: KVCache) -> Sequence[DeviceCopy[Any]]:
     return list(cache._device._pending.values())
 
 
+def cache_of(side: Any) -> Any:
+    """The cache of a rank of SGLang that decides."""
+    return side._cache
+
+
 def free_cells(board: CompletionBoard) -> Sequence[int]:
     """Cells that no transfer has."""
     return board._free

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("packages/*/src/**/*.py", "kernels/python/**/*.py")
 TESTS = ("packages/*/tests/**/*.py", "packages/conftest.py", "kernels/tests/**/*.py")
 
-CEILING = 354
+CEILING = 353
 """Reaches that are left. It may only fall: name what tests need in
 `packages/inside.py`, or give the class a public part."""
 

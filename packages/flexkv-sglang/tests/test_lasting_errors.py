@@ -14,6 +14,7 @@ from test_side_ranks import Engine, engine  # noqa: F401, a fixture
 
 from flexkv.figures.definitions import sample
 from flexkv_sglang.side import _FAILED_POLLS
+from packages.inside import cache_of
 
 
 class InjectedError(Exception):
@@ -123,7 +124,7 @@ def test_blocks_whose_pages_sglang_has_back_are_never_found(
 ) -> None:
     """Another rank may still copy out of pages that SGLang gives to others."""
     rank = make_rank()
-    cache: Any = rank.side._cache
+    cache = cache_of(rank.side)
     offload(rank, "a")
     with monkeypatch.context() as patch:
         break_polls(rank, patch, "poll")

@@ -15,6 +15,7 @@ from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
 from packages.inside import index_of
+from packages.tier_blocks import ready_blocks
 
 
 def host(world: World, prompt: list[int]) -> int:
@@ -98,10 +99,49 @@ def test_a_pin_that_is_not_allowed_is_refused(
         call_engine(world, "/pin", tokens=[1], **question)
 
 
-def test_an_engine_of_several_groups_answers_lookups_only(make_world: MakeWorld) -> None:
-    world = make_world(windows=(2 * BLOCK_TOKENS,))
-    with pytest.raises(AskError, match="nothing is here; allowed: POST /lookup"):
-        call_engine(world, "/warm", tokens=[1])
+WINDOWS = (2 * BLOCK_TOKENS + 3,)
+"""A model with these has blocks of two groups."""
+
+
+def test_a_prompt_of_several_groups_is_warmed_with_the_blocks_of_all(
+    make_world: MakeWorld,
+) -> None:
+    first = make_world(slots=60, disk_slots=200, windows=WINDOWS)
+    (prompt,) = prompts(5, 1)
+    fill(first, [prompt])
+    first.close()
+    world = make_world(slots=60, disk_slots=200, windows=WINDOWS)
+    warmed = call_engine(world, "/warm", tokens=prompt)
+    assert (warmed["done"], warmed["reason"]) == (PROMPT_BLOCKS, "")
+    fetched = world.cache.counters.fetched_blocks
+    assert PROMPT_BLOCKS < fetched < 2 * PROMPT_BLOCKS
+    assert hits(world, prompt) == PROMPT_BLOCKS
+    assert world.cache.counters.fetched_blocks == fetched
+    world.assert_at_rest()
+
+
+def test_pinned_blocks_of_several_groups_are_a_hit_after_a_flood(make_world: MakeWorld) -> None:
+    world = make_world(slots=60, windows=WINDOWS)
+    (prompt,) = prompts(5, 1)
+    fill(world, [prompt])
+    assert call_engine(world, "/pin", tokens=prompt)["done"] == PROMPT_BLOCKS
+    flood(world, 6)
+    world.forget()
+    assert hits(world, prompt) == PROMPT_BLOCKS
+    world.check_outputs()
+
+
+def test_no_group_keeps_a_block_of_a_removed_prompt(make_world: MakeWorld) -> None:
+    world = make_world(slots=60, disk_slots=200, windows=WINDOWS)
+    (prompt,) = prompts(5, 1)
+    fill(world, [prompt])
+    keys = list(ready_blocks(index_of(world.cache)))
+    assert len(keys) > PROMPT_BLOCKS
+    assert call_engine(world, "/remove", tokens=prompt)["done"] == PROMPT_BLOCKS
+    assert not any(map(any, world.cache.where(keys).values()))
+    world.forget()
+    assert hits(world, prompt) == 0
+    world.assert_at_rest()
 
 
 def test_between_a_lookup_and_its_load_no_call_begins(

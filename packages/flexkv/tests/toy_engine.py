@@ -38,6 +38,9 @@ class ToyKeys:
         for start in range(0, len(keys), 2):
             yield keys[start : start + 2]
 
+    def others(self, question: PromptQuestion, blocks: int | None = None) -> Iterator[list[bytes]]:
+        return iter(())
+
 
 class ToyEngine:
     """Requests go in with `add`; `step` runs a step."""

@@ -290,7 +290,7 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
     """Hook of SGLang's publication of its tree's events. Appends FlexKV's events."""
     events = original(tree)
     for side in _sides:
-        with side.boundary.guard("emitting KV events", "they are lost"):
+        with side.boundary.turn, side.boundary.guard("emitting KV events", "they are lost"):
             if side.events is not None:
                 return follow(events, side.events, tree.page_size)
     return events

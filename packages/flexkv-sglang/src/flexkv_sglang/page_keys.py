@@ -11,6 +11,7 @@ from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
+from flexkv_sglang.windows import NO_WINDOWS, Windows
 
 _KEPT = 1 << 17
 """The most keys that are kept, about 6 MB: those of some long prompts. Not tuned."""
@@ -81,9 +82,11 @@ class PageKeys:
         self._kept_keys = 0
         self.mixed = mixed
 
-    def of_prompts(self, page_size: int, *, is_bigram: bool) -> SglangPromptKeys:
+    def of_prompts(
+        self, page_size: int, *, is_bigram: bool, windows: Windows = NO_WINDOWS
+    ) -> SglangPromptKeys:
         """Make the keys of prompts that are no requests; see `SglangPromptKeys`."""
-        return SglangPromptKeys(self, page_size, is_bigram=is_bigram)
+        return SglangPromptKeys(self, page_size, is_bigram=is_bigram, windows=windows)
 
 
 class SglangPromptKeys:
@@ -93,14 +96,18 @@ class SglangPromptKeys:
         page_keys: those of the engine; only its epoch is read.
         page_size: tokens of a page, which is a block.
         is_bigram: whether SGLang hashes pairs of tokens.
+        windows: the model's sliding windows.
 
     Attributes:
         block_tokens: tokens of a block.
     """
 
-    def __init__(self, page_keys: PageKeys, page_size: int, *, is_bigram: bool) -> None:
+    def __init__(
+        self, page_keys: PageKeys, page_size: int, *, is_bigram: bool, windows: Windows
+    ) -> None:
         self._page_keys = page_keys
         self._is_bigram = is_bigram
+        self._windows = windows
         self.block_tokens = page_size
 
     def count(self, question: PromptQuestion) -> int:
@@ -120,6 +127,21 @@ class SglangPromptKeys:
             part = self._hash(key, start, stop, before) if hashes is None else hashes[start:stop]
             before = part[-1]
             yield pack_keys(part, self._page_keys.epoch.end)
+
+    def others(
+        self, question: PromptQuestion, blocks: int | None = None
+    ) -> Iterator[Sequence[bytes]]:
+        """See `PromptKeys.others`. The hit of a request that is just the prompt may be a page
+        shorter, since SGLang computes the last token."""
+        start = 0
+        for part in self.parts(question) if self._windows.parts else ():
+            keys = part
+            if blocks is not None:
+                first = max(0, blocks - 1 - self._windows.reach - start)
+                keys = part[first : max(0, blocks - start)]
+            if len(keys):
+                yield self._windows.keys_of(keys)
+            start += len(part)
 
     def _key(self, question: PromptQuestion) -> Any:
         """SGLang's key of a prompt."""

@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from flexkv.client import CacheClient
-from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import CopyOrder, StepOrders
@@ -51,8 +51,9 @@ Behind = Callable[[], AbstractContextManager[object]]
 """Makes a context in which copies follow the work that SGLang has queued on the device."""
 
 
+@in_turns
 class RankSide:
-    """All that SGLang calls on one rank. Single-threaded.
+    """All that SGLang calls on one rank. Single-threaded, but for operators; see `in_turns`.
 
     Args:
         worker: copies this rank's shard.
@@ -93,8 +94,7 @@ class RankSide:
         options: Collection[str] | None = None,
     ) -> None:
         self.may_wait = may_wait
-        self.weights_return = False
-        self.delays = False
+        self.weights_return = self.delays = False
         self.events: TierEvents | None = None
         self.page_keys = PageKeys()
         self.keys_of = self.page_keys.of
@@ -107,14 +107,12 @@ class RankSide:
         self._chooser = chooser
         self.boundary = boundary
         self._before: str | None = None
-        self._closed = False
-        self._failed_polls = 0
-        self._batch_failed = False
+        self._closed = self._batch_failed = False
+        self._step = self._failed_polls = 0
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
         self._free_to_go: set[str] = set()
         self._batch = self._ended_batch = _NO_BATCH
-        self._step = 0
         self._ordered: OrderedTransfers | None = None
         self._waiting: WaitingRequests | None = None
         self._followed: FollowedRequests | None = None
@@ -150,6 +148,12 @@ class RankSide:
     def is_loading(self) -> bool:
         """Whether a load is queued or under way; the same on all ranks."""
         return bool(self._queued) or self._batch != self._ended_batch
+
+    @property
+    def may_change(self) -> bool:
+        """Whether an operator may change the cache now, with the turn held. SGLang computes what a
+        load no longer finds."""
+        return not (self._closed or self._failed_polls >= _FAILED_POLLS)
 
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""
@@ -446,7 +450,7 @@ class RankSide:
         with self.boundary.guard("ending copies", "copies end, now and for good"):
             self._worker.drain()
             self._worker.take_bad_blocks()
-            self._poll()
+            self.poll()
             return
         # Not guarded: if the copies do not end, they write to pages that SGLang gives to others.
         self._worker.stop_copying()
@@ -552,7 +556,7 @@ class RankSide:
 
     def _note_loads(self, orders: StepOrders) -> None:
         with self.boundary.guard("noting ended loads", "the next step notes them"):
-            self._poll()
+            self.poll()
             report = self._worker.report(orders)
             self._chooser.loaded(0.0 if report is None else report.load_rate)
 
@@ -560,7 +564,7 @@ class RankSide:
         """Look for copies that have ended. Returns False after an error."""
         with self.boundary.guard("polling copies", "they are polled in the next step"):
             self._worker.finished(StepOrders(has_forward=True))
-            self._poll()
+            self.poll()
             return True
         return False
 
@@ -593,6 +597,7 @@ class RankSide:
         if self._waiting is not None:
             self._waiting.awaited.end_all()
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Note the transfers that have ended, as the ranks' boards say."""
         if self._ordered is not None and self._ordered.poll() and self.figures is not None:
             self.figures.note_activity()

@@ -15,10 +15,10 @@ from typing import Any
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.start import make_cache, make_chooser, make_recorder, operator_access
 from flexkv.engine.worker.pages import RankPages
 from flexkv.engine.worker.start_worker import start_worker
-from flexkv.session import Session
 from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process, served_model
 from flexkv_sglang.pages import Pages
@@ -124,7 +124,8 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     engines=engine.engines,
                 )
                 undo.callback(cache.close)
-                _log_start(worker.session, engine.page_size)
+                name = worker.session.info.fingerprint
+                _log_start(cache.info.num_slots, cache.info.slot_bytes, name, engine.page_size)
         (waits,) = ranks.agree([int(cache is not None and bool(cache.info.media))], 1)
         with together(ranks):
             chooser = make_chooser(
@@ -151,11 +152,14 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             if is_served and not shares:
                 # Equal keys of another engine may mean other blocks.
                 side.page_keys.renew(mixed=False)
-            if side.figures is not None:
-                name = worker.session.info.fingerprint
-                keys = side.page_keys.of_prompts(engine.page_size, is_bigram=engine.is_bigram)
-                access = operator_access(config, keys)
-                side.figures.report_health(config.session_root, "sglang", name, access)
+            if cache is not None and side.figures is not None:
+                where = config.session_root, "sglang", worker.session.info.fingerprint
+                keys = side.page_keys.of_prompts(
+                    engine.page_size, is_bigram=engine.is_bigram, windows=side.windows
+                )
+                calls = OperatorCalls(cache, boundary, lambda: side.may_change, side.poll)
+                side.figures.answer(*where, operator_access(config, keys).changing(calls))
+                side.figures.report_health(*where)
         undo.pop_all()
         return side
 
@@ -184,20 +188,19 @@ def _engine_id(ranks: Ranks) -> str:
     return "sglang-" + "".join(f"{number:016x}" for number in drawn)
 
 
-def _log_start(session: Session, page_size: int) -> None:
-    spec = session.arena.spec
+def _log_start(slots: int, slot_bytes: int, fingerprint: str, page_size: int) -> None:
     logger.info(
         "FlexKV caches prefixes in host memory: %d blocks of %d tokens, %.2f GiB, fingerprint %s",
-        spec.num_slots,
+        slots,
         page_size,
-        spec.total_bytes / (1 << 30),
-        session.info.fingerprint,
+        slots * slot_bytes / (1 << 30),
+        fingerprint,
     )
-    if page_size < _LARGE_PAGE and spec.format.slot_bytes < _SMALL_BLOCK:
+    if page_size < _LARGE_PAGE and slot_bytes < _SMALL_BLOCK:
         logger.warning(
             "SGLang's pages of %d tokens make blocks of %d bytes; FlexKV looks up and copies each "
             "block separately; --page-size %d makes this cheaper",
             page_size,
-            spec.format.slot_bytes,
+            slot_bytes,
             _LARGE_PAGE,
         )

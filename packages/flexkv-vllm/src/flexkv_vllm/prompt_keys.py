@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -12,13 +13,26 @@ from vllm.v1.request import Request
 
 from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.engine_door import PART_BLOCKS
-from flexkv.engine.scheduler.groups import Groups
-from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.groups import Group, Groups
+
+
+class KeysOfHashes(Protocol):
+    """Makes keys of vLLM's block hashes.
+
+    Attributes:
+        hash_tokens: tokens of one of these hashes.
+    """
+
+    @property
+    def hash_tokens(self) -> int: ...
+    def of_hashes(self, hashes: Sequence[bytes], group: Group) -> Sequence[bytes]:
+        """See `flexkv.engine.scheduler.keys.BlockKeys.of_hashes`."""
+        ...
 
 
 class VllmPromptKeys:
-    """See `flexkv.engine.engine_door.PromptKeys`. The keys are those of the group that reaches
-    furthest back; of others, a hit needs the last blocks only.
+    """See `flexkv.engine.engine_door.PromptKeys`. The blocks of a prompt are those of the group
+    that reaches furthest back; of others, a hit needs the last blocks only.
 
     Args:
         algorithm: name of vLLM's hash function.
@@ -29,11 +43,11 @@ class VllmPromptKeys:
         block_tokens: tokens of a block.
     """
 
-    def __init__(self, algorithm: str, groups: Groups, keys: BlockKeys) -> None:
-        self._group = groups.furthest
+    def __init__(self, algorithm: str, groups: Groups, keys: KeysOfHashes) -> None:
+        self._groups = groups
         self._keys = keys
         self._hash = get_hash_fn_by_name(algorithm)
-        self.block_tokens = self._group.block_tokens
+        self.block_tokens = groups.furthest.block_tokens
 
     def count(self, question: PromptQuestion) -> int:
         """See `PromptKeys.count`."""
@@ -42,21 +56,49 @@ class VllmPromptKeys:
 
     def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
         """See `PromptKeys.parts`."""
-        step = self.block_tokens // self._keys.hash_tokens
+        for hashes in self._hashes(question):
+            yield self._keys.of_hashes(hashes, self._groups.furthest)
+
+    def others(
+        self, question: PromptQuestion, blocks: int | None = None
+    ) -> Iterator[Sequence[bytes]]:
+        """See `PromptKeys.others`. A request whose prompt ends with the hit computes its last
+        token, so its own hit may be shorter by what all groups have in common."""
+        others = [each for each in self._groups.members if each is not self._groups.furthest]
+        if not others:
+            return
+        unit = self._groups.alignment
+        hit = None if blocks is None else blocks * self.block_tokens // unit * unit
+        start = 0  # tokens before the part
+        for hashes in self._hashes(question):
+            if hit is not None and start >= hit:
+                return
+            for group in others:
+                keys = self._keys.of_hashes(hashes, group)
+                if hit is not None:
+                    before = start // group.block_tokens
+                    first = group.first_needed(max(0, hit - unit)) - before
+                    keys = keys[max(0, first) : max(0, hit // group.block_tokens - before)]
+                if keys:
+                    yield keys
+            start += len(hashes) * self._keys.hash_tokens
+
+    def _hashes(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        """vLLM's hashes of a prompt, about `PART_BLOCKS` at a time. Each part begins with a block
+        of every group."""
+        unit = self._groups.alignment
+        size = max(1, PART_BLOCKS * self._keys.hash_tokens // unit) * unit
         if question.hashes:
-            size = PART_BLOCKS * step
-            for start in range(0, len(question.hashes), size):
-                part = question.hashes[start : start + size]
-                yield self._keys.of_hashes([bytes.fromhex(each) for each in part], self._group)
+            count = size // self._keys.hash_tokens
+            for start in range(0, len(question.hashes), count):
+                yield [bytes.fromhex(each) for each in question.hashes[start : start + count]]
             return
         # vLLM hashes the tokens of a request as they come.
-        size = max(1, PART_BLOCKS // step) * self.block_tokens
         request, done = self._request(question, size), 0
         for start in range(size, len(question.tokens) + size, size):
-            hashes = request.block_hashes
-            whole = len(hashes) // step * step
-            yield self._keys.of_hashes(hashes[done:whole], self._group)
-            done = whole
+            hashes: Sequence[bytes] = request.block_hashes
+            yield hashes[done:]
+            done = len(hashes)
             request.append_output_token_ids(list(question.tokens[start : start + size]))
 
     def _request(self, question: PromptQuestion, tokens: int) -> Request:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asked_door import call_door
 from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
-from flexkv.control.ask_door import AskError, ask
+from flexkv.control.ask_door import AskError
 from flexkv.session.state_reports import Subject, read_states
 from integration.harness.ports import hold_port
 
@@ -38,10 +39,7 @@ def show(world: ToyWorld, folder: Path) -> None:
 
 
 def lookup(folder: Path, **question: Any) -> Any:
-    (report,) = read_states(str(folder / "run"), Subject.HEALTH)
-    body = json.dumps(question).encode()
-    door = str(report["door"])
-    (answer,) = json.loads(ask(str(folder / "run"), door, "toy", ("POST", "/lookup"), body))
+    (answer,) = call_door(str(folder / "run"), "/lookup", **question)
     return answer
 
 
@@ -70,6 +68,14 @@ def test_blocks_that_host_memory_has_evicted_are_on_disk(world: ToyWorld, tmp_pa
     found = lookup(tmp_path, tokens=PROMPT)
     assert found["found"] == 3
     assert [each["blocks"] for each in found["tiers"]] == [0, 3]
+
+
+@pytest.mark.parametrize("path", ["/warm", "/pin", "/remove"])
+def test_a_prompt_below_one_block_has_nothing_to_change(
+    world: ToyWorld, tmp_path: Path, path: str
+) -> None:
+    answer = call_door(str(tmp_path / "run"), path, tokens=[1])
+    assert (answer["done"], answer["places"]["blocks"]) == (0, 0)
 
 
 def test_what_is_no_question_is_refused(world: ToyWorld, tmp_path: Path) -> None:

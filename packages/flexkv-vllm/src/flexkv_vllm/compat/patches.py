@@ -231,6 +231,19 @@ class ConnectorCalls(Protocol):
         """A request has ended. vLLM tells its manager with the next step; 0.26 has done so."""
         ...
 
+    def bound(
+        self, algorithm: str, hash_tokens: int, groups: Sequence[tuple[int, int, int | None]]
+    ) -> None:
+        """vLLM's scheduler is about to begin.
+
+        Args:
+            algorithm: name of the hash function of blocks.
+            hash_tokens: tokens of a hash.
+            groups: number, tokens of a block, and window in blocks of each KV cache group; None for
+                all blocks. Empty if this release has them elsewhere.
+        """
+        ...
+
     def step_begins(self, output: SchedulerOutput) -> None:
         """vLLM has scheduled a step."""
         ...
@@ -300,13 +313,29 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
         return update(self, connector_output)
 
     def bind_pool(self: Any, pool: Any) -> None:
-        self.connector_scheduler.flexkv_pool = pool
+        side = self.connector_scheduler
+        side.flexkv_pool = pool
+        calls = calls_of(side.manager)
+        if calls is not None:
+            algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+            calls.bound(algorithm, *_groups_of(side))
 
     side.get_num_new_matched_tokens, side.update_state_after_alloc = follow_match, follow_allocation
     side.build_connector_meta, side.update_connector_output = follow_step, follow_end
     side.request_finished = follow_finish
     connector: Any = offloading_connector.OffloadingConnector
     connector.bind_gpu_block_pool = bind_pool
+
+
+def _groups_of(side: Any) -> tuple[int, list[tuple[int, int, int | None]]]:
+    """Tokens of a hash, and the groups, for `ConnectorCalls.bound`."""
+    try:
+        return side.config.tokens_per_hash, [
+            (each.group_idx, each.tokens_per_chunk, each.sliding_window_size_in_chunks)
+            for each in side.config.kv_group_configs
+        ]
+    except AttributeError:
+        return 0, []
 
 
 def _groups_of_request(

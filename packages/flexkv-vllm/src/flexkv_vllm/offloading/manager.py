@@ -99,6 +99,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
         prompts.may_find = self._may_find
+        prompts.may_change = self._may_change
         boundary.after_error = self._after_error_in(cache)
         self.weights_changed: Callable[..., None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
@@ -216,7 +217,8 @@ class FlexKVOffloadingManager(OffloadingManager):
         self.choose_reset(self._pause, self._reset)
 
     def _weights_changed(self, *, sure: bool) -> None:
-        self._reset("weights")
+        with self._boundary.turn:
+            self._reset("weights")
 
     def _pause(self) -> bool:
         with self._boundary.guard("pausing", "all blocks are discarded"):
@@ -271,6 +273,9 @@ class FlexKVOffloadingManager(OffloadingManager):
     def _turn_off(self) -> None:
         """Find no block any more, after a reset that may have left outdated ones."""
         self._is_off = True
+
+    def _may_change(self) -> bool:
+        return not (self._is_off or self._closed or self.prompts.is_matching)
 
     def _may_find(self) -> bool:
         return not (self._is_off or self.held.lost)

@@ -20,6 +20,7 @@ from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, limited
 from flexkv.engine.scheduler.request import HitTokens, Match
 from flexkv_vllm.offloading.lookups import Lookups
+from flexkv_vllm.offloading.offload_keys import OffloadedPromptKeys
 from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks, RequestMaker
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class OffloadedPrompts:
         hits: the hits whose load is not ordered yet.
         answers: results of lookups of the prompt that vLLM matches now; the same object always.
         may_find: returns whether any block may be found.
+        may_change: returns whether an operator may change the cache; see `OperatorCalls`.
         before_match: called before the first match of each step.
+        open_door: called with what makes the keys of prompts for operators, once it is known.
         distrust: called with vLLM's blocks that loads of an ended step, another connector's too,
             did not fill, and the scheduler side of vLLM's connector; see `HeldStores.discard`.
     """
@@ -66,7 +69,9 @@ class OffloadedPrompts:
         self.by_id: dict[str, RequestBlocks] = {}
         self.answers: dict[bytes, LookupResult] = {}
         self.may_find: Callable[[], bool] = lambda: True
+        self.may_change: Callable[[], bool] = lambda: False
         self.before_match: Callable[[], None] = lambda: None
+        self.open_door: Callable[[OffloadedPromptKeys], None] = lambda _: None
         self.distrust: Callable[[set[int], Any], None] = lambda *_: None
         self._chooser = chooser
         self._reports = reports
@@ -89,23 +94,8 @@ class OffloadedPrompts:
     ) -> Answer:
         """See `ConnectorCalls.match`. vLLM's connector looks again if only a part of the hit is to
         be loaded."""
-        with self._boundary.guard("lookup", "it is a miss"):
-            self._begin_match(request, groups, local_tokens, limit)
-        try:
-            answer = ask()
-            shortens = False
-            with self._boundary.guard("choosing a load", "the whole hit is loaded"):
-                shortens = bool(answer[0]) and self._shortens(request, local_tokens, answer[0] or 0)
-            if shortens:
-                answer = ask()
-            if answer[0] and not self._hold(request):
-                answer = ask()
-            with self._boundary.guard("ending a lookup", "the hit is not counted"):
-                self._end_match(request, local_tokens, answer[0])
-            return answer
-        finally:
-            self._lookups = None
-            self.answers.clear()
+        with self._boundary.turn:
+            return self._match(request, groups, local_tokens, limit, ask)
 
     @answers(always(None), "its hit is not counted")
     def allocated(self, request: EngineRequest, tokens: int) -> None:
@@ -152,7 +142,20 @@ class OffloadedPrompts:
         with self._boundary.guard("measuring a step", "it is not measured", loses=False):
             self._end_step(output)
 
+    @answers(always(None), "operators get no answers")
+    def bound(
+        self, algorithm: str, hash_tokens: int, groups: Sequence[tuple[int, int, int | None]]
+    ) -> None:
+        """See `ConnectorCalls.bound`."""
+        if groups:
+            self.open_door(OffloadedPromptKeys(algorithm, hash_tokens, groups))
+
     # Calls of the manager.
+
+    @property
+    def is_matching(self) -> bool:
+        """Whether vLLM relies on what the matches of this step have found."""
+        return self._matches_step
 
     def request(self, context: ReqContext) -> RequestBlocks:
         """The state of a request. It begins with the first call."""
@@ -232,6 +235,32 @@ class OffloadedPrompts:
             self._chooser.loaded(stats.load.bytes / stats.load.time)
 
     # A match.
+
+    def _match(
+        self,
+        request: EngineRequest,
+        groups: Sequence[tuple[int, Sequence[bytes], int, int | None]],
+        local_tokens: int,
+        limit: int,
+        ask: Callable[[], Answer],
+    ) -> Answer:
+        with self._boundary.guard("lookup", "it is a miss"):
+            self._begin_match(request, groups, local_tokens, limit)
+        try:
+            answer = ask()
+            shortens = False
+            with self._boundary.guard("choosing a load", "the whole hit is loaded"):
+                shortens = bool(answer[0]) and self._shortens(request, local_tokens, answer[0] or 0)
+            if shortens:
+                answer = ask()
+            if answer[0] and not self._hold(request):
+                answer = ask()
+            with self._boundary.guard("ending a lookup", "the hit is not counted"):
+                self._end_match(request, local_tokens, answer[0])
+            return answer
+        finally:
+            self._lookups = None
+            self.answers.clear()
 
     def _begin_match(
         self,

@@ -12,8 +12,6 @@ from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.epoch_cache import of_epochs
-from flexkv.engine.scheduler.hit_reports import HitReports
-from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.start import (
     attach_session,
     make_cache,
@@ -24,7 +22,7 @@ from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.prompts import OffloadedPrompts
-from flexkv_vllm.offloading.requests import RequestMaker
+from flexkv_vllm.offloading.start_prompts import make_prompts
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -36,8 +34,6 @@ _STEPS = 4
 one ahead. Not tuned."""
 
 _IGNORED = {
-    "control_port": "engines under vLLM's OffloadingConnector answer no operators",
-    "control_token_file": "it is that of control_port",
     "load_mode": "vLLM's OffloadingConnector loads before the step that computes a request",
 }
 
@@ -57,6 +53,7 @@ def make_manager(
 
     Raises:
         ArenaError: the workers have created no arena.
+        ConfigError: the settings of `control_port` are wrong.
         DiskError: a cache directory cannot be used.
     """
     report_without_effect(settings, _IGNORED)
@@ -79,18 +76,25 @@ def make_manager(
         tokens = sizes[0]
         chooser = make_chooser(settings, LoadMode.ASYNC, spec, cache)
         recorder = make_recorder(settings, "vllm", tokens, spec.format.slot_bytes, chooser)
-        maker = RequestMaker(cache, settings.request_options, chooser.fetched)
-        figures = CacheFigures(cache, boundary, maker.put_counts, lambda: chooser.prefill_cost)
-        reports = HitReports(cache, chooser, figures, recorder, tokens)
+        prompts = make_prompts(
+            settings,
+            cache,
+            boundary,
+            chooser,
+            recorder,
+            tokens=tokens,
+            fingerprint=session.info.fingerprint,
+        )
         manager = FlexKVOffloadingManager(
             cache,
             session.close,
             boundary,
             config.enable_kv_cache_events,
             settings=settings,
-            prompts=OffloadedPrompts(cache, maker, chooser, reports, boundary),
+            prompts=prompts,
         )
-        figures.report_health(settings.session_root, "vllm", session.info.fingerprint)
+        name = session.info.fingerprint
+        prompts.figures.report_health(settings.session_root, "vllm", name)
         undo.pop_all()
     logger.info(
         "FlexKV serves OffloadingConnector from host memory: %d blocks, %.2f GiB, fingerprint %s",

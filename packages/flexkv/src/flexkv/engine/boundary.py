@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,37 @@ def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Metho
         return cast(_Method, call)
 
     return decorate
+
+
+class HasBoundary(Protocol):
+    """What an engine calls, without `answers`.
+
+    Attributes:
+        boundary: has the turn.
+    """
+
+    boundary: ErrorBoundary
+
+
+_Side = TypeVar("_Side", bound=type[HasBoundary])
+
+
+def in_turns(side: _Side) -> _Side:
+    """Decorate a class: each of its public methods holds `ErrorBoundary.turn`. Its properties only
+    read."""
+    for name, method in list(vars(side).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(side, name, _in_turn(method))
+    return side
+
+
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: HasBoundary, *args: Any, **kwargs: Any) -> Any:
+        with self.boundary.turn:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 def always(value: _R) -> Callable[..., _R]:

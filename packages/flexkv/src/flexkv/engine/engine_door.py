@@ -21,8 +21,9 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, compress
 from typing import Protocol
 
 import msgspec
@@ -76,6 +77,17 @@ class PromptKeys(Protocol):
         """The keys of these blocks, in order, about `PART_BLOCKS` at a time."""
         ...
 
+    def others(
+        self, question: PromptQuestion, blocks: int | None = None
+    ) -> Iterator[Sequence[bytes]]:
+        """The keys of blocks that a hit needs besides: those of the model's other KV cache groups.
+
+        Args:
+            question: the prompt.
+            blocks: whole blocks of the hit; None for all blocks of the prompt in these groups.
+        """
+        ...
+
 
 class CacheCalls(Protocol):
     """Changes an engine's cache; see `flexkv.engine.scheduler.operator_calls`."""
@@ -119,6 +131,10 @@ class OperatorAccess:
             ConfigError: see `local_http`.
         """
         return cls(keys, http=local_http(config))
+
+    def changing(self, calls: CacheCalls) -> OperatorAccess:
+        """The same with calls that change the cache."""
+        return replace(self, calls=calls)
 
 
 class EngineDoor:
@@ -217,16 +233,16 @@ class EngineDoor:
 
     def _warm(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_question(asked.body)
-        reason = calls.warm(self._parts(question), WARM_SECONDS)
+        reason = calls.warm(self._needed(question), WARM_SECONDS)
         places = self._find(question)
-        return msgspec.json.encode(PromptEffect(places, places.tiers[0].blocks, reason)), JSON
+        return msgspec.json.encode(PromptEffect(places, _in_host(places), reason)), JSON
 
     def _pin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_pin(asked.body)
-        refused = calls.pin(self._parts(question), question.name, question.seconds)
+        refused = calls.pin(self._needed(question), question.name, question.seconds)
         places = self._find(question)
         reason = f"the limit of pinned blocks left out {refused}" if refused else ""
-        done = max(0, places.tiers[0].blocks - refused)
+        done = max(0, _in_host(places) - refused)
         return msgspec.json.encode(PromptEffect(places, done, reason)), JSON
 
     def _unpin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
@@ -237,7 +253,7 @@ class EngineDoor:
     def _remove(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_question(asked.body)
         before = self._find(question)
-        reason = calls.remove(self._parts(question))
+        reason = calls.remove(chain(self._parts(question), self._keys.others(question)))
         places = self._find(question)
         done = max(0, before.found - places.found)
         return msgspec.json.encode(PromptEffect(places, done, reason)), JSON
@@ -258,3 +274,19 @@ class EngineDoor:
         for part in self._keys.parts(question):
             yield part
             time.sleep(_PAUSE_SECONDS)
+
+    def _needed(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        """The keys of all blocks that a hit of the prompt needs, as far as tiers have it. A part of
+        the blocks of other groups has no gap where a block is nowhere, as some are never stored."""
+        yield from self._parts(question)
+        places = self._find(question)
+        is_sure = all(each.is_sure for each in places.tiers)
+        for keys in self._keys.others(question, places.found if is_sure else places.blocks):
+            has = zip(*self._cache.where(keys).values(), strict=True)
+            there = [any(each is not False for each in tiers) for tiers in has]
+            yield list(compress(keys, there))
+
+
+def _in_host(places: PromptPlaces) -> int:
+    """How many of the found blocks host memory has; a prompt without a whole block has none."""
+    return places.tiers[0].blocks if places.tiers else 0

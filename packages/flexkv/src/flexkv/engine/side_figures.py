@@ -195,23 +195,26 @@ class CacheFigures:
         self.health: tuple[Problem, ...] = ()
         self.active = True
 
-    def report_health(
-        self, root: str, engine: str, fingerprint: str, access: OperatorAccess | None = None
-    ) -> None:
-        """Report `health` for `flexkv health`, and answer operators, until `close`.
+    def report_health(self, root: str, engine: str, fingerprint: str) -> None:
+        """Report `health` for `flexkv health`, until `close`.
 
         Args:
             root: path of the runtime directory.
             engine: name of the engine.
             fingerprint: of its blocks.
-            access: how operators reach the cache; None to answer nothing.
         """
         about = {"engine": engine, "fingerprint": fingerprint}
-        if access is not None:
-            self._door = EngineDoor(root, engine, fingerprint, cache=self._cache, access=access)
-            about["door"] = self._door.name
         self._report = StateReport(root, about, Subject.HEALTH)
-        self._report.begin(lambda: {"problems": self.health})
+        self._report.begin(self._state)
+
+    def answer(self, root: str, engine: str, fingerprint: str, access: OperatorAccess) -> None:
+        """Answer operators until `close`. The report names the door within a second. The arguments
+        are those of `EngineDoor`."""
+        self._door = EngineDoor(root, engine, fingerprint, cache=self._cache, access=access)
+
+    def _state(self) -> dict[str, object]:
+        door = "" if self._door is None else self._door.name
+        return {"door": door, "problems": self.health}
 
     def close(self) -> None:
         """End the report, and answer no more. Idempotent."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
@@ -53,12 +53,11 @@ class EngineCache:
     def operator_access(
         self, may_begin: Callable[[], bool], poll: Callable[[], None]
     ) -> OperatorAccess | None:
-        """How operators look prompts up and change the cache. They only look up, if a hit needs
-        blocks of several groups: they name those of one. The arguments are those of
-        `OperatorCalls`."""
-        if self.access is None or not self.groups.plain:
-            return self.access
-        return replace(self.access, calls=OperatorCalls(self.cache, self.boundary, may_begin, poll))
+        """How operators look prompts up and change the cache; see `OperatorCalls`."""
+        if self.access is None:
+            return None
+        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll)
+        return self.access.changing(calls)
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

@@ -106,13 +106,11 @@ class RequestSide(Generic[Orders]):
             root: path of the runtime directory.
             engine: name of the engine.
         """
-        own = self._engine
-        self.figures.report_health(
-            root,
-            engine,
-            own.session.info.fingerprint,
-            own.operator_access(self._may_begin, self._poll),
-        )
+        fingerprint = self._engine.session.info.fingerprint
+        access = self._engine.operator_access(self._may_begin, self._poll)
+        if access is not None:
+            self.figures.answer(root, engine, fingerprint, access)
+        self.figures.report_health(root, engine, fingerprint)
 
     @property
     def cached_groups(self) -> tuple[int, ...]:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators change the cache of a rank between two calls of SGLang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked_door import call_door
+from sglang_world import Rank, hashes_of, make_windowed, same
+
+from flexkv.control.ask_door import AskError
+from flexkv.engine.scheduler import operator_calls
+from packages.inside import cache_of
+
+MakeRank = Callable[..., Rank]
+
+HASHES = hashes_of("a", 3)
+SLOTS = 64
+SMALL = {"cpu_cache_gb": SLOTS * 4096 / 2**30}
+"""Host memory of so many pages."""
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Callable[..., Any]:
+    def ask(path: str, **question: Any) -> Any:
+        return call_door(str(tmp_path / "run"), path, **question)
+
+    return ask
+
+
+def in_host(call: Callable[..., Any]) -> int:
+    (places,) = call("/lookup", hashes=HASHES)
+    return int(places["tiers"][0]["blocks"])
+
+
+def flood(rank: Rank, name: str) -> None:
+    """Evict all that may be evicted."""
+    for number in range(SLOTS // 8 + 1):
+        rank.store(hashes_of(f"{name} {number}", 8), range(1, 9))
+
+
+def test_a_prompt_is_warmed_after_a_restart(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any]
+) -> None:
+    first = make_rank(settings=disk)
+    stored = first.fill([1, 2, 3], seed=1)
+    assert first.store(HASHES, [1, 2, 3])
+    first.close()
+    rank = make_rank(settings=disk)
+    assert in_host(call) == 0
+    warmed = call("/warm", hashes=HASHES)
+    assert (warmed["done"], warmed["reason"]) == (3, "")
+    assert rank.side.lookup("r", HASHES) == [3]
+    assert rank.load("r", HASHES, [7, 8, 9])
+    assert same(rank.read([7, 8, 9]), stored)
+
+
+def test_pinned_pages_outlast_a_flood_until_they_are_unpinned(
+    make_rank: MakeRank, call: Callable[..., Any]
+) -> None:
+    rank = make_rank(settings=SMALL)
+    rank.store(HASHES, [1, 2, 3])
+    assert call("/pin", hashes=HASHES, name="system")["done"] == 3
+    flood(rank, "b")
+    assert in_host(call) == 3
+    call("/unpin", name="system")
+    flood(rank, "c")
+    assert in_host(call) == 0
+
+
+def test_a_removed_prompt_is_on_no_tier(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any]
+) -> None:
+    rank = make_rank(settings=disk)
+    other = hashes_of("b", 3)
+    rank.store(HASHES, [1, 2, 3])
+    rank.store(other, [4, 5, 6])
+    assert rank.side.lookup("r", HASHES) == [3]
+    removed = call("/remove", hashes=HASHES)
+    assert (removed["done"], removed["reason"]) == (3, "")
+    # SGLang, which has looked them up, computes them.
+    assert not rank.side.load("r", HASHES, [7, 8, 9])
+    assert rank.side.lookup("s", HASHES) == []
+    assert rank.side.lookup("t", other) == [3]
+    rank.close()
+    again = make_rank(settings=disk)
+    again.look_ahead("r", HASHES)
+    assert again.side.held(["r"]) == [False]
+
+
+def test_a_prompt_is_warmed_and_removed_with_its_windows(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any]
+) -> None:
+    pool = make_windowed()
+    first = make_rank(pool=pool, window=8, settings=disk)
+    first.store(HASHES, [1, 2, 3], [4, 5, 6])
+    first.close()
+    rank = make_rank(pool=pool, window=8, settings=disk)
+    assert call("/warm", hashes=HASHES)["done"] == 3
+    assert rank.side.lookup("r", HASHES) == [3]  # without a wait for the disk
+    windows = rank.side.windows.keys_of(rank.side.keys_of(HASHES))
+    cache = cache_of(rank.side)
+    assert any(map(any, cache.where(windows).values()))
+    call("/remove", hashes=HASHES)
+    assert not any(map(any, cache.where(windows).values()))
+
+
+def test_no_call_begins_while_sglang_is_in_one(
+    make_rank: MakeRank, call: Callable[..., Any]
+) -> None:
+    rank = make_rank()
+    began, early = threading.Event(), list[bool]()
+    thread = threading.Thread(target=lambda: (call("/unpin"), began.set()))
+
+    def pages() -> list[int]:
+        thread.start()
+        early.append(began.wait(0.3))
+        return [1, 2, 3]
+
+    rank.side.offload(HASHES, pages)
+    thread.join()
+    assert began.is_set()
+    assert early == [False]
+
+
+def test_a_closed_side_lets_no_call_in(
+    make_rank: MakeRank, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_calls, "_TURN_SECONDS", 0.05)
+    rank = make_rank()
+    monkeypatch.setattr(rank.side, "_closed", True)
+    with pytest.raises(AskError, match="has let no other call in"):
+        call("/unpin")
+    monkeypatch.undo()
+    assert call("/unpin")["name"] == "default"
