@@ -21,7 +21,6 @@ LINKER_MODULE = "flexkv_sglang.linker"
 _IGNORED = {
     "block_tokens": "a block is one page of SGLang: see --page-size",
     "load_mode": "SGLang's linker loads layer by layer",
-    "pin_seconds": "SGLang's requests cannot pin blocks",
 }
 """The settings that have no effect under SGLang's linker, with the reasons."""
 

@@ -82,10 +82,8 @@ def test_every_setting_of_the_cache_has_no_effect_beside_a_service() -> None:
     assert not cache & {"service", "enable", "runtime_dir", "load_mode", "log_level"}
 
 
-def test_a_time_of_pins_needs_requests_that_may_pin() -> None:
-    (sentence,) = without_effect(CacheConfig(pin_seconds=7))
-    assert "request_options lets no request pin blocks" in sentence
-    assert without_effect(CacheConfig(pin_seconds=7, request_options=("pin",))) == []
+def test_a_time_of_pins_is_that_of_operators_too() -> None:
+    assert without_effect(CacheConfig(pin_seconds=7)) == []
 
 
 def test_defaults_are_not_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -93,6 +93,4 @@ def _reason(config: CacheConfig, name: str, ignored: Mapping[str, str]) -> str:
     if setting.acts_with and not getattr(config, setting.acts_with):
         zero = " or is 0" if setting.acts_with == "ssd_cache_gb" else ""
         return f"{setting.acts_with} is not set{zero}"
-    if name == "pin_seconds" and "pin" not in config.request_options:
-        return "request_options lets no request pin blocks"
     return ""
