@@ -74,7 +74,7 @@ def _open(path: Path) -> SlotIndex:
     read_fully(files, fd, records, table.HEADER_BYTES)
     files.close(fd)
     index = SlotIndex(header.num_slots)
-    index.restore(table.decode_records(records, header.seal))
+    index.restore(each[:4] for each in table.decode_records(records, header.seal))
     if len(index) != SLOTS:
         raise RuntimeError(f"{len(index)} of {SLOTS} blocks were found")
     return index

@@ -111,6 +111,9 @@ class MemoryTier:
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         return {}
 
+    def remove_old(self) -> None:
+        """Its blocks have no greatest age."""
+
     def remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.blocks.pop(key, None)

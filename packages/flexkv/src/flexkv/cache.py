@@ -36,6 +36,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.transfer.tier_stack import TierStack
+from flexkv.types.ages import BlockAges
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence, presence_below
@@ -58,6 +59,9 @@ _CHANGES = 2048
 """The most changes of a tier that one call returns: more than a step makes, and some milliseconds
 of work. The blocks on disk at the start, a reset and a burst of evictions need several calls. Not
 tuned."""
+
+_REMOVED_BLOCKS = 256
+"""Blocks that a poll removes because of their age: about a millisecond. Not tuned."""
 
 _SWEPT_SLOTS = 512
 """Slots that a poll looks at for blocks of before a reset: about 0.15 ms. Stores find a slot
@@ -99,6 +103,7 @@ class KVCache:
         pin_seconds: how long a pin lasts if `pin` is not given a time.
         tenant: number of the tenant for whom blocks count of which the caller names none.
         memory, begun: memory in which other processes read the index; see `block_index`.
+        ages: of the blocks; None if they have no greatest age. The disk below has the same object.
 
     Attributes:
         info: what does not change.
@@ -115,11 +120,16 @@ class KVCache:
         tenant: int = NO_TENANT,
         memory: Buffer | None = None,
         begun: bool = False,
+        ages: BlockAges | None = None,
     ) -> None:
         self._block_bytes = sum(arena.spec.format.shard_bytes)
         self._policy = policy
         self._tenant, self._has_shares = tenant, isinstance(policy, TenantPolicies)
         self._index = block_index(arena.spec.num_slots, policy, memory, begun=begun)
+        self._ages = ages
+        if ages is not None:
+            self._index.clear()  # of blocks that are there already, nobody knows the age
+            ages.bind(self._index.__contains__)
         self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
         self._pin_seconds = pin_seconds
         retained = arena.spec.num_slots // _RETAINED_SHARE
@@ -136,6 +146,7 @@ class KVCache:
             media=tuple(each.tier.medium for each in tiers),
             must_query=self._below.must_query,
             policy_name=policy_name,
+            drops_old=ages is not None,
         )
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
@@ -225,17 +236,20 @@ class KVCache:
         # An engine asks this twice a step: without a tier, no call is needed.
         if self._device.unreported or self._index.stale_blocks or self._uses or self._recovering:
             return True
+        if self._ages is not None and self._ages.is_due and not self._off:
+            return True
         return self._has_tiers and self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
-        return 0 if self._off else self._index.lookup(keys)
+        found = 0 if self._off else self._index.lookup(keys)
+        return found if self._ages is None else self._ages.count_young(keys[:found])
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
         """See `CacheClient.presence`."""
         if self._off:
             return [Presence.ABSENT] * len(keys)
-        there = self._index.present(keys)
+        there = self._present(keys)
         if not self._has_tiers or self._recovering:
             return [Presence.HOST if each else Presence.ABSENT for each in there]
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
@@ -245,7 +259,7 @@ class KVCache:
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
         """See `CacheClient.where`."""
         # The index's calls hold the GIL to their end.
-        host = [False] * len(keys) if self._off else self._index.present(keys)
+        host = [False] * len(keys) if self._off else self._present(keys)
         return {Medium.HOST: host} | self._below.where(keys)
 
     @_sound
@@ -283,7 +297,8 @@ class KVCache:
     @_sound
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """See `CacheClient.load`."""
-        blocks = None if self._off else self._index.lease(keys)
+        old = self._ages is not None and self._ages.count_young(keys) < len(keys)
+        blocks = None if self._off or old else self._index.lease(keys)
         if blocks is None:
             return None
         transfer = self._device.begin(Direction.LOAD, keys, blocks, held=False)
@@ -394,6 +409,7 @@ class KVCache:
             self._recover()
         else:
             self._below.poll()
+            self._remove_old()
         self._index.sweep(_SWEPT_SLOTS)
         ended = self._device.poll(self._finish)
         if ended and not self._stopped and not all(each.done for each in ended):
@@ -438,14 +454,8 @@ class KVCache:
         """See `CacheClient.remove`."""
         if self._off or self._recovering:
             return len(keys)
-        index = self._index
-        for key in itertools.compress(keys, index.present(keys)):
-            blocks = index.lease([key])  # None if it built on one that has just left
-            if blocks is not None:
-                index.drop(blocks)
-                index.release_unused(blocks)
-        self._below.fetcher.cut_dropped()
-        return len(keys) - len(index.missing(keys)) + self._below.remove(keys)
+        self._drop(keys)
+        return len(keys) - len(self._index.missing(keys)) + self._below.remove(keys)
 
     def watch(self) -> None:
         """See `CacheClient.watch`."""
@@ -530,10 +540,38 @@ class KVCache:
             logger.error("the last results of copies are lost while the cache closes: %r", error)
         return self._below.close(flush_seconds)
 
+    def _note_stored(self, keys: Sequence[bytes]) -> None:
+        if self._ages is not None:
+            self._ages.note(keys)
+
     def _forget_host_blocks(self, cause: str) -> None:
         self._index.clear()
         self._forget_pins()
+        if self._ages is not None:
+            self._ages.clear()
         self._counters.count_reset(ResetCause(cause))
+
+    def _present(self, keys: Sequence[bytes]) -> list[bool]:
+        there = self._index.present(keys)
+        if self._ages is None:
+            return there
+        young = self._ages.are_young(keys)
+        return [each and is_young for each, is_young in zip(there, young, strict=True)]
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        """Remove the ready blocks of `keys` from host memory."""
+        index = self._index
+        for key in itertools.compress(keys, index.present(keys)):
+            blocks = index.lease([key])  # None if it built on one that has just left
+            if blocks is not None:
+                index.drop(blocks)
+                index.release_unused(blocks)
+        self._below.fetcher.cut_dropped()
+
+    def _remove_old(self) -> None:
+        if self._ages is not None and self._ages.is_due and not self._off:
+            self._drop(self._ages.take_old(_REMOVED_BLOCKS))
+            self._below.remove_old()
 
     def _end_pins(self, now: float) -> None:
         """End the pins whose time is over at `now`."""
@@ -572,6 +610,7 @@ class KVCache:
     def _finish_store(self, copy: DeviceCopy[BlockRow], count: int) -> None:
         if copy.done:
             publish(self._index, copy.blocks)
+            self._note_stored(copy.blocks.keys)
             self._counters.stored_blocks += count
             self._counters.stored_bytes += count * self._block_bytes
         else:

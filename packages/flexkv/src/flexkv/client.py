@@ -139,6 +139,8 @@ class CacheInfo:
         policy_name: name of the eviction policy, for metrics; empty for none.
         is_shared: whether other engines use the cache. Then `clear` leaves them their blocks, and
             the caller has to name its own by other keys.
+        drops_old: whether polls remove blocks because of their age, so that somebody has to poll
+            while the engine is idle, too.
     """
 
     num_slots: int
@@ -147,6 +149,7 @@ class CacheInfo:
     must_query: bool
     policy_name: str
     is_shared: bool = False
+    drops_old: bool = False
 
 
 class CacheClient(Protocol):

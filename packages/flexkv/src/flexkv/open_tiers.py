@@ -18,6 +18,7 @@ from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
 from flexkv.tiers.mooncake.member import prepare_import
 from flexkv.tiers.remote import RemoteLimits
 from flexkv.types.admission import ADMISSIONS
+from flexkv.types.ages import BlockAges
 from flexkv.types.changes import Medium
 from flexkv.types.errors import ConfigError
 
@@ -58,7 +59,11 @@ def host_policy(
 
 
 def open_tiers(
-    config: CacheConfig, session: Session, policy: MakePolicy, engines: int = 1
+    config: CacheConfig,
+    session: Session,
+    policy: MakePolicy,
+    engines: int = 1,
+    ages: BlockAges | None = None,
 ) -> list[AttachedTier]:
     """Open the tiers below the arena that the settings name.
 
@@ -67,6 +72,7 @@ def open_tiers(
         session: the session of the arena; borrowed.
         policy: makes the eviction policy of a disk.
         engines: of a server with these settings, each of which has a folder of its own on a disk.
+        ages: of the cache's blocks; see `ages_of`.
 
     Returns:
         The tiers, the fastest first. The caller closes them.
@@ -78,7 +84,7 @@ def open_tiers(
     """
     tiers = []
     if config.ssd_cache_gb is not None:
-        tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy, engines))
+        tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy, engines, ages=ages))
     with _closed_on_error(tiers):
         return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
 
@@ -147,8 +153,20 @@ def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
         raise
 
 
+def ages_of(config: CacheConfig, num_slots: int) -> BlockAges | None:
+    """The ages of the blocks of a cache with so many slots; None if blocks have no greatest age."""
+    seconds = config.max_age_seconds
+    return None if seconds is None else BlockAges(seconds, num_slots)
+
+
 def _open_disk(
-    config: CacheConfig, session: Session, size_gb: float, policy: MakePolicy, engines: int
+    config: CacheConfig,
+    session: Session,
+    size_gb: float,
+    policy: MakePolicy,
+    engines: int,
+    *,
+    ages: BlockAges | None,
 ) -> AttachedTier:
     spec = session.arena.spec
     day_gb = config.ssd_write_gb_per_day
@@ -165,6 +183,7 @@ def _open_disk(
         policy=policy,
         identity=session.info.identity,
         states=lambda root: _states(config, Medium.DISK, root, session.info.fingerprint),
+        ages=ages,
     )
     for drive in tier.drives:
         index = drive.index

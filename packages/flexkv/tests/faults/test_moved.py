@@ -125,7 +125,7 @@ def test_a_header_over_the_slots_of_another_store_gives_misses(
             slots = client.slots_of(KEYS)
         records = {
             slot: (key, checksum, generation)
-            for slot, key, checksum, generation in table.decode_records(
+            for slot, key, checksum, generation, _ in table.decode_records(
                 (folder / "table").read_bytes()[table.HEADER_BYTES :], ours.seal
             )
         }

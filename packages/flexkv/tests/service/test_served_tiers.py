@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from ages_clock import AgesClock
 
 from flexkv.client import FetchState
 from flexkv.eviction import RequestContext
@@ -38,6 +39,34 @@ def leave_memory(service: Service, one: Scheduler, keys: list[bytes]) -> None:
         until(lambda: not service.pool.busy)
 
     until(lambda: one.cache.presence(keys) == [BELOW] * len(keys), store_another)
+
+
+def test_old_blocks_leave_the_memory_and_disks_of_all_engines(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = AgesClock(monkeypatch)
+    service = make_service(
+        16,
+        max_age_seconds=600,
+        ssd_cache_gb=0.01,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=60.0,
+    )
+    one, other = attach(service, step_blocks=4), attach(service, step_blocks=4)
+    keys, late = keys_of("a", 4), keys_of("b", 2)
+    assert one.store(keys) == keys
+    clock.pass_by(400)
+    assert one.store(late) == late
+    until(lambda: not service.pool.busy)
+    assert other.cache.presence(keys) == [HOST] * 4
+    clock.pass_by(200)
+    until(lambda: other.cache.presence(keys) == [ABSENT] * 4)
+    assert other.cache.presence(late) == [HOST] * 2
+    figures = service.pool.cache.figures
+    until(lambda: figures().shared["blocks:disk"] == 2)
 
 
 def messages_of(one: Scheduler) -> list[wire.ToService]:

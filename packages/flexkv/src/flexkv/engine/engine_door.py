@@ -42,6 +42,7 @@ from flexkv.control.prompts import (
     read_question,
     read_unpin,
 )
+from flexkv.engine.idle_polls import IdlePolls
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
 from flexkv.system.forks import close_in_children
@@ -94,6 +95,10 @@ class CacheCalls(Protocol):
 
     def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
         """Bring the blocks of a prefix into host memory. Returns why not all; empty for none."""
+        ...
+
+    def poll(self) -> None:
+        """See `flexkv.engine.idle_polls.PolledCache.poll`."""
         ...
 
     def pin(self, parts: Iterable[Sequence[bytes]], name: str, seconds: float | None) -> int:
@@ -164,6 +169,8 @@ class EngineDoor:
         self._engine, self._fingerprint = engine, fingerprint
         self._cache, self._keys, self._calls = cache, access.keys, access.calls
         self._root = root
+        calls = access.calls
+        self._polls = IdlePolls(calls) if calls is not None and cache.info.drops_old else None
         self._door: Door | None = None
         self._port = None if access.http is None else self._open_port(access.http)
         self.name = ""
@@ -180,6 +187,8 @@ class EngineDoor:
 
     def close(self) -> None:
         """Answer no more. Idempotent."""
+        if self._polls is not None:
+            self._polls.close()
         port, self._port = self._port, None
         if port is not None:
             port.close()

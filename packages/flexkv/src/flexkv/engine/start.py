@@ -12,7 +12,7 @@ from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.open_rank import not_served
 from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.host.arena import ArenaSpec
-from flexkv.open_tiers import host_policy, open_tiers, policy_maker
+from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
 from flexkv.service.served_cache import attach_cache
 from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
@@ -69,15 +69,17 @@ def make_own_cache(
     slots = session.arena.spec.num_slots
     name, policy = host_policy(config, slots, follows_requests=follows_requests)
     logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)
+    ages = ages_of(config, slots)
     return KVCache(
         session.arena,
         policy,
-        open_tiers(config, session, policy_maker(config, follows_requests), engines)
+        open_tiers(config, session, policy_maker(config, follows_requests), engines, ages)
         if keeps_blocks
         else [],
         policy_name=name,
         pin_seconds=config.pin_seconds,
         tenant=tenant_number(config.tenant or ""),
+        ages=ages,
     )
 
 

@@ -87,6 +87,9 @@ class ModelTier:
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
         self._index.ended(request_id, output_tokens, now)
 
+    def remove_old(self) -> None:
+        """Blocks of a trace have no greatest age."""
+
     def remove(self, keys: Sequence[bytes]) -> None:
         raise NotImplementedError("no trace removes a block")
 

@@ -16,7 +16,7 @@ from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.block_index import index_bytes, publish
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import host_policy, open_tiers, policy_maker
+from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
 from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.messages import PoolBlocks
 from flexkv.service.state import TenantState
@@ -93,6 +93,7 @@ class SharedCache(KVCache):
         try:
             placed = self._index.place(keys, positions, prefix_starts, slots, tenants)
             publish(self._index, placed)
+            self._note_stored(placed.keys)
             used = set(placed.slots)
             self._index.give_back([slot for slot in slots if slot not in used])
             self._below.stored(placed.keys, True)
@@ -174,14 +175,16 @@ class SharedPool:
             self._shares = config.tenant_shares
             self.has_shares = bool(self._shares)
             self.policy, policy = host_policy(config, slots, follows_requests=True)
+            ages = ages_of(config, slots)
             self.cache = SharedCache(
                 self.arena,
                 policy,
-                open_tiers(config, Session(info, self.arena), make_policy),
+                open_tiers(config, Session(info, self.arena), make_policy, ages=ages),
                 policy_name=self.policy,
                 pin_seconds=config.pin_seconds,
                 memory=mmap.mmap(self.index_fd, index_bytes(slots)),
                 begun=begun,
+                ages=ages,
             )
             undo.callback(self.cache.close)
             self.cache.watch()

@@ -29,6 +29,7 @@ from flexkv.settings.kinds import (
 )
 from flexkv.settings.setting import ReadBy, declared, setting
 from flexkv.types.admission import ADMISSIONS
+from flexkv.types.errors import ConfigError
 
 GIB = 1 << 30
 """Bytes of a GiB, the unit of all sizes in settings."""
@@ -44,6 +45,7 @@ _FREE_OPTIONS = (
 the request that has them."""
 
 # The largest values that settings take. A larger number is a mistake, such as another unit.
+_MOST_AGE_SECONDS = 365 * 24 * 3600
 _MOST_TOKENS = 1 << 30
 _MOST_BLOCK_TOKENS = 1 << 20
 _MOST_PORT = 65535
@@ -311,6 +313,18 @@ class CacheConfig:
         "How long blocks stay in host memory that a request pins (see `request_options`), unless "
         "it sets a time of its own. Each request that pins the blocks again restarts the time.",
     )
+    max_age_seconds: int | None = setting(
+        count(60, _MOST_AGE_SECONDS, "seconds"),
+        None,
+        "Blocks that were computed longer ago are not loaded any more, and leave host memory and "
+        "disk, also after a restart and also if they are pinned. Blocks on disk whose time is "
+        "unknown, because they were stored without this setting, leave at the next start. It takes "
+        "about 200 bytes of memory for a block in host memory, and 4 bytes for a block on disk. "
+        "FlexKV cannot remove single blocks from stores that engines share: with "
+        "`mooncake_master` or `objects_url` the setting is refused. What the engine computes on "
+        "blocks of its own prefix cache, or stores from there again, counts as new. "
+        "Default: blocks have no greatest age.",
+    )
     request_options: tuple[str, ...] = setting(
         choices((*_FREE_OPTIONS, *_PIN_OPTIONS)),
         _FREE_OPTIONS,
@@ -412,6 +426,13 @@ class CacheConfig:
             if given[each.needs] is SETTINGS[each.needs].default:
                 raise each.lacks_needed(given[each.name], f"CacheConfig({each.name}=...)")
             object.__setattr__(self, each.name, each.default)  # a size of 0 turns it off
+        if self.max_age_seconds is not None and self.names_shared_store:
+            store = "objects_url" if self.mooncake_master is None else "mooncake_master"
+            raise ConfigError(
+                f"max_age_seconds is {self.max_age_seconds}, and {store} is set, whose store keeps "
+                "blocks for other engines; allowed: one of them, and for a bucket its own rules "
+                "about the age of objects"
+            )
 
     @property
     def names_lower_tier(self) -> bool:

@@ -252,6 +252,11 @@ class IndexedTier(LowerTier, Protocol):
         """Remove the blocks of `keys` that are complete; no later process finds them."""
         ...
 
+    def remove_old(self) -> None:
+        """Remove some of the blocks that are too old. Called once in a second, if blocks have a
+        greatest age."""
+        ...
+
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         """A request was scheduled; see `EvictionPolicy.began`. `keys` are all blocks of its prompt,
         those that no tier has included."""

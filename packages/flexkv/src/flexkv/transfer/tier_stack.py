@@ -237,6 +237,11 @@ class TierStack:
             tier.remove(keys)
         return sum(each.holds(keys) for each in self._demoters)
 
+    def remove_old(self) -> None:
+        """See `IndexedTier.remove_old`."""
+        for tier in self._indexed:
+            tier.remove_old()
+
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
         for tier in self._indexed:

@@ -12,6 +12,7 @@ from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.table import Header
 from flexkv.tiers.envelope import checksum_of
+from flexkv.types.ages import LAST, UNKNOWN
 
 KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 CHECKSUMS = st.binary(min_size=table.CHECKSUM_BYTES, max_size=table.CHECKSUM_BYTES)
@@ -37,13 +38,16 @@ class Record:
     key: bytes
     checksum: bytes
     generation: int
+    stored: int
 
     def encode(self) -> bytes:
-        return table.encode_record(self.slot, self.epoch, self.key, self.checksum, self.generation)
+        of_block = self.key, self.checksum, self.generation
+        return table.encode_record(self.slot, self.epoch, *of_block, stored=self.stored)
 
 
 GENERATIONS = st.integers(1, (1 << 63) - 1)
-RECORDS = st.builds(Record, SLOTS, NUMBERS, KEYS, CHECKSUMS, GENERATIONS)
+STORED = st.integers(UNKNOWN, LAST)
+RECORDS = st.builds(Record, SLOTS, NUMBERS, KEYS, CHECKSUMS, GENERATIONS, STORED)
 
 
 def in_slot(slot: int, record: bytes) -> bytes:
@@ -123,7 +127,8 @@ def test_a_record_says_what_was_written(record: Record) -> None:
     data = record.encode()
     assert len(data) == table.RECORD_BYTES
     found = list(table.decode_records(in_slot(record.slot, data), record.epoch))
-    assert found == [(record.slot, record.key, record.checksum, record.generation)]
+    fields = record.key, record.checksum, record.generation, record.stored
+    assert found == [(record.slot, *fields)]
 
 
 @given(RECORDS, st.integers(0, 8 * table.RECORD_BYTES - 1))

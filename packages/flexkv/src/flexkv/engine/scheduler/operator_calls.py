@@ -76,6 +76,10 @@ class OperatorCalls:
         finally:
             self._warming.release()
 
+    def poll(self) -> None:
+        """Handle what has ended, and let old blocks leave."""
+        self._turn(self._poll_busy)
+
     def pin(self, parts: Iterable[Sequence[bytes]], name: str, seconds: float | None) -> int:
         """Pin the blocks of a prefix that are in host memory.
 
@@ -121,9 +125,12 @@ class OperatorCalls:
         return ""
 
     def _remove(self, keys: Sequence[bytes]) -> int:
+        self._poll_busy()
+        return self._cache.remove(keys)
+
+    def _poll_busy(self) -> None:
         if self._cache.busy:
             self._poll()
-        return self._cache.remove(keys)
 
     @property
     def _refused(self) -> int:
@@ -161,8 +168,7 @@ class OperatorCalls:
 
     def _advance(self, fetch: FetchId) -> bool:
         """Handle what has come. Returns whether the fetch has ended."""
-        if self._cache.busy:
-            self._poll()
+        self._poll_busy()
         return self._cache.fetch_state(fetch).done
 
     def _turn(self, call: Callable[[], _R], seconds: float | None = None) -> _R:

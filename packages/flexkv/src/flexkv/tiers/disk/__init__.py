@@ -22,6 +22,7 @@ from flexkv.tiers.disk.files import Files, OsFiles
 from flexkv.tiers.disk.opening import DriveSpec, Opening
 from flexkv.tiers.disk.places import check_apart, places_of
 from flexkv.tiers.disk.tier import DiskTier
+from flexkv.types.ages import BlockAges
 
 __all__ = [
     "MAX_OWNERS",
@@ -56,6 +57,7 @@ def open_disk_tier(
     policy: MakePolicy = POLICIES[OTHERWISE],
     identity: Sequence[str] = (),
     states: Callable[[str], States | None] = lambda root: None,
+    ages: BlockAges | None = None,
 ) -> DiskTier:
     """Open or create the caches of one kind of blocks in the directories `roots`.
 
@@ -85,6 +87,7 @@ def open_disk_tier(
             parts that differ.
         states: makes what reports to other processes that a directory is not open; None for
             nothing.
+        ages: of the cache's blocks; None if their age does not matter.
 
     Returns:
         The tier. The caller closes it.
@@ -114,6 +117,7 @@ def open_disk_tier(
                 stall_seconds,
                 files or OsFiles(),
                 identity,
+                ages,
             )
             openings.append(Opening(spec, states(root)))
         # Nothing is removed or allocated if a directory is refused.

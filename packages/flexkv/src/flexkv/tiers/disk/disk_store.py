@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flexkv.tiers.disk import cache_directory, table
 from flexkv.tiers.disk.descriptions import Descriptions
@@ -28,7 +29,11 @@ from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
 from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.envelope import checksum_of
 from flexkv.tiers.job import Outcome, Result
+from flexkv.types.ages import UNKNOWN, BlockAges
 from flexkv.types.errors import DiskError
+
+if TYPE_CHECKING:
+    from flexkv.tiers.disk.slot_ages import SlotAges
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +106,7 @@ class DiskStore:
         direct: whether I/O passes the page cache by.
         slot_bytes: bytes of a slot, a multiple of 4 KiB.
         descriptions: of the blocks; for one thread.
+        ages: times of the blocks; None if they do not matter.
     """
 
     def __init__(
@@ -110,6 +116,8 @@ class DiskStore:
         fingerprint: str,
         slot_bytes: int,
         capacity: int,
+        *,
+        ages: BlockAges | None = None,
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
 
@@ -119,6 +127,7 @@ class DiskStore:
             fingerprint: hexadecimal, of the blocks.
             slot_bytes: bytes of a block.
             capacity: bytes on disk at most.
+            ages: of the cache's blocks; None if their age does not matter.
 
         Raises:
             DiskError: there is no room, or the system refuses. `folder` is released.
@@ -131,6 +140,11 @@ class DiskStore:
         self.descriptions: Descriptions | None = None
         self._header: table.Header
         self._num_slots = slots_within(capacity, slot_bytes)
+        self.ages: SlotAges | None = None
+        if ages is not None:
+            from flexkv.tiers.disk.slot_ages import SlotAges  # imports NumPy
+
+            self.ages = SlotAges(ages, self._num_slots)
         self.path = folder.path
         self.slot_bytes = slot_bytes
         try:
@@ -179,9 +193,12 @@ class DiskStore:
         self.seal = self._header.seal
         self.direct = self._slabs.direct
         self.index = SlotIndex(self._num_slots)
-        self.generation, outdated = self.index.restore(
-            read_records(files, self._table, self._header)
-        )
+        records = read_records(files, self._table, self._header)
+        if self.ages is None:
+            self.generation, outdated = self.index.restore(each[:4] for each in records)
+        else:
+            self.generation, outdated = self.index.restore(self.ages.restore(records))
+            outdated += self.ages.old_slots
         for slot in outdated:
             self.erase(slot)
         self.ledger = load_ledger(folder)
@@ -221,8 +238,11 @@ class DiskStore:
         generations: Sequence[int],
         seal: int,
         buffers: Sequence[memoryview],
+        *,
+        stored: Sequence[int] | None = None,
     ) -> list[bytes | OSError]:
         """Write adjacent slots of one slab, the first of which is `slot`, and then their records.
+        `stored`: times of the blocks; None if they are unknown.
 
         Returns the checksum of each block, or the error of its write. After an error the contents
         of the slot are undefined, and its record may be the old one, whose checksum no longer fits.
@@ -231,10 +251,11 @@ class DiskStore:
             checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
         ]
         written = self._write_data(slot, buffers)
-        fields = zip(keys, checksums, generations, strict=True)
+        stored = [UNKNOWN] * len(keys) if stored is None else stored
+        fields = zip(keys, checksums, generations, stored, strict=True)
         records = [
-            table.encode_record(place, seal, key, checksum, generation)
-            for place, (key, checksum, generation) in enumerate(fields, slot)
+            table.encode_record(place, seal, key, checksum, generation, stored=at)
+            for place, (key, checksum, generation, at) in enumerate(fields, slot)
         ]
         recorded = self._write_records(slot, records, written)
         return [

@@ -29,6 +29,7 @@ from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result
 from flexkv.tiers.link import Link
+from flexkv.types.ages import UNKNOWN
 from flexkv.types.backlog import share_of
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ again. Not tuned."""
 _ENDED_BLOCKS = 16
 """The least number of written blocks that one call returns, or one job if it has more. The engine's
 step takes about 0.005 ms for the result of each."""
+
+_REMOVED_BLOCKS = 256
+"""Blocks that are removed at once because of their age: about a millisecond. Not tuned."""
 
 _HANGS_AT_CLOSE = "%s hangs: FlexKV leaves its files open until the process ends; check the drive"
 
@@ -150,6 +154,7 @@ class Drive:
         self._ended = EndedJobs(link)
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._described = DescribedSlots(None, self.index.num_slots)
+        self._ages = store.ages
         self._unerased: set[int] = set()
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
@@ -197,6 +202,8 @@ class Drive:
         """Begin to read blocks that the index has."""
         slots = [slot for slot in self.index.lease_all(keys) if slot is not None]
         assert len(slots) == len(keys)
+        if self._ages is not None:
+            self._ages.fetched(slots, keys)
         runs = self._runs(slots, READ_RUN_BYTES)
         jobs = [
             self._reading(
@@ -221,6 +228,8 @@ class Drive:
         self._upkeep.count()
         self._generation += len(slots)
         latest = self._generation
+        ages = self._ages
+        stored = [UNKNOWN] * len(keys) if ages is None else ages.written(slots, keys)
         runs = self._runs(slots, WRITE_RUN_BYTES)
         jobs = [
             self._writing(
@@ -228,6 +237,7 @@ class Drive:
                 [keys[i] for i in run],
                 [latest - i for i in run],
                 [buffers[i] for i in run],
+                [stored[i] for i in run],
             )
             for run in runs
         ]
@@ -240,7 +250,10 @@ class Drive:
             if slot is not None:
                 self._generation += 1
                 checksum = self.index.checksum(slot)
-                record = encode_record(slot, self._seal, key, checksum, self._generation)
+                stored = UNKNOWN if self._ages is None else self._ages.of_slot(slot)
+                record = encode_record(
+                    slot, self._seal, key, checksum, self._generation, stored=stored
+                )
                 self._upkeep.renew(slot, record)
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -248,6 +261,16 @@ class Drive:
         for slot in self.index.lease_all(list(dict.fromkeys(keys))):
             if slot is not None:
                 self._erase(slot)
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether its block is here and not too old."""
+        ages = self._ages
+        return self.index.present(keys) if ages is None else ages.present(self.index, keys)
+
+    def remove_old(self) -> None:
+        """Remove some of the blocks that are too old."""
+        if self._ages is not None:
+            self.remove(self._ages.take_old(self.index, _REMOVED_BLOCKS))
 
     def watch(self) -> None:
         """See `IndexedTier.watch`. The blocks of a slot are changes once their descriptions are
@@ -393,10 +416,12 @@ class Drive:
         keys: list[bytes],
         generations: list[int],
         buffers: list[memoryview],
+        stored: list[int],
     ) -> Job:
         """A job that writes adjacent slots."""
         running = _Running(slots, writes=True)
-        write = partial(self._store.write, slots[0], keys, generations, self._seal, buffers)
+        whole = slots[0], keys, generations, self._seal, buffers
+        write = partial(self._store.write, *whole, stored=stored)
 
         def work() -> list[Result]:
             written = write()

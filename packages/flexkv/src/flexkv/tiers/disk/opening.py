@@ -25,6 +25,7 @@ from flexkv.tiers.disk.files import Files, disk_error, reason_of
 from flexkv.tiers.disk.identity import report_differences, save_identity
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
 from flexkv.tiers.link import Link
+from flexkv.types.ages import BlockAges
 from flexkv.types.deadline import HANGS
 from flexkv.types.errors import DiskError, UnavailableError
 
@@ -59,6 +60,7 @@ class DriveSpec:
     stall_seconds: float
     files: Files
     identity: Sequence[str]
+    ages: BlockAges | None
 
 
 class Opening:
@@ -220,7 +222,12 @@ class Opening:
                     raise UnavailableError(f"{spec.root} was given up")
                 make_room(spec.root, folder.path, size, spec.owners)
                 store = DiskStore(
-                    spec.files, folder, spec.fingerprint, spec.slot_bytes, spec.capacity
+                    spec.files,
+                    folder,
+                    spec.fingerprint,
+                    spec.slot_bytes,
+                    spec.capacity,
+                    ages=spec.ages,
                 )
                 undo.callback(store.close)
                 if not len(store.index):

@@ -36,6 +36,7 @@ class Record(NamedTuple):
     key: bytes
     checksum: bytes
     generation: int
+    stored: int
 
 
 def read_pages(files: Files, fd: int) -> bytes:
@@ -57,7 +58,7 @@ def header_in(pages: bytes, fingerprint: str) -> table.Header | None:
 
 def read_records(
     files: Files, fd: int, header: table.Header
-) -> Iterator[tuple[int, bytes, bytes, int]]:
+) -> Iterator[tuple[int, bytes, bytes, int, int]]:
     """The intact records of an open table, by slot; see `table.decode_records`.
 
     Raises:

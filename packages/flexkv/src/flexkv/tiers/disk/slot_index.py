@@ -373,6 +373,10 @@ class SlotIndex:
         elif self._policy is not None:
             self._policy.unused(self._first + slot)
 
+    def key_of(self, slot: int) -> bytes | None:
+        """The key of the block in a slot; None if it has none."""
+        return self._keys[slot]
+
     def checksum(self, slot: int) -> bytes:
         """The checksum that the bytes of a ready slot must have."""
         start = slot * CHECKSUM_BYTES

@@ -14,7 +14,7 @@ Layout, little-endian, no padding:
     header (4,096 bytes, two of them)
                           magic 8s | version I | serial I | slot_bytes Q | num_slots Q |
                           epoch Q | fingerprint 64s | crc32 I | zeros
-    record (128 bytes)    key 96s | checksum 16s | generation Q | key_length B | zeros 3s | crc32 I
+    record (128 bytes)    key 96s | checksum 16s | generation Q | key_length B | stored 3s | crc32 I
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import xxhash
 
 from flexkv.tiers.base import MAX_KEY_BYTES
+from flexkv.types.ages import UNKNOWN
 
 PAGE_BYTES = 4096
 HEADER_OFFSETS = (0, PAGE_BYTES)
@@ -45,6 +46,7 @@ _RECORD = struct.Struct(_BODY.format + "I")
 _SEAL = struct.Struct("<Q")
 _VERSION = struct.Struct("<8xI")
 _CRC = struct.Struct("<I")
+_STORED_BYTES = 3
 EMPTY_RECORD = bytes(RECORD_BYTES)
 _LAST_GENERATION = 1 << 63
 """No table counts its generations up to this. FlexKV has not written a record with a greater one,
@@ -128,7 +130,9 @@ def newer_version(data: bytes) -> int | None:
     return version if version > VERSION else None
 
 
-def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation: int) -> bytes:
+def encode_record(
+    slot: int, seal: int, key: bytes, checksum: bytes, generation: int, *, stored: int = UNKNOWN
+) -> bytes:
     """Make the record of a block, `RECORD_BYTES` long.
 
     Args:
@@ -138,15 +142,17 @@ def encode_record(slot: int, seal: int, key: bytes, checksum: bytes, generation:
         checksum: checksum of the block's bytes, `CHECKSUM_BYTES` long.
         generation: 1 or more. It grows with every write to the store, over restarts too, so of two
             records of one key the greater is the later.
+        stored: when the block was stored; see `flexkv.types.ages`.
     """
-    body = _BODY.pack(key, checksum, generation, len(key), b"")
+    time = stored.to_bytes(_STORED_BYTES, "little")
+    body = _BODY.pack(key, checksum, generation, len(key), time)
     return body + _CRC.pack(zlib.crc32(body, slot ^ _seed(seal)))
 
 
 def decode_records(
     table: bytes | bytearray | memoryview, seal: int, first: int = 0
-) -> Iterator[tuple[int, bytes, bytes, int]]:
-    """Read records. Yields slot, key, checksum and generation of each intact one.
+) -> Iterator[tuple[int, bytes, bytes, int, int]]:
+    """Read records. Yields slot, key, checksum, generation and time of each intact one.
 
     Args:
         table: the bytes behind the header, or some whole records of them.
@@ -158,13 +164,13 @@ def decode_records(
     start = 0
     whole = memoryview(table)[: len(table) // RECORD_BYTES * RECORD_BYTES]
     for slot, fields in enumerate(_RECORD.iter_unpack(whole), first):
-        key, checksum, generation, length, _, crc = fields
+        key, checksum, generation, length, stored, crc = fields
         # Generations begin at 1, so empty records are skipped without their CRC.
         if (
             0 < generation < _LAST_GENERATION
             and crc32(whole[start : start + _BODY.size], slot ^ seed) == crc
         ):
-            yield slot, key[:length], checksum, generation
+            yield slot, key[:length], checksum, generation, int.from_bytes(stored, "little")
         start += RECORD_BYTES
 
 

@@ -140,7 +140,7 @@ class DiskTier:
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         wanted = list(keys)
-        answers = [drive.index.present(wanted) for drive in self._readable()]
+        answers = [drive.present(wanted) for drive in self._readable()]
         if len(answers) == 1:
             return answers[0]
         return [any(answer) for answer in zip(*answers, strict=True)] or [False] * len(wanted)
@@ -151,7 +151,7 @@ class DiskTier:
         wanted: dict[Drive, list[int]] = {}
         left: Sequence[int] = range(len(keys))
         for drive in self._readable():
-            has = drive.index.present([keys[i] for i in left])
+            has = drive.present([keys[i] for i in left])
             wanted[drive] = list(itertools.compress(left, has))
             left = [i for i, each in zip(left, has, strict=True) if not each]
         self._results += [BlockResult(ticket, position, Outcome.MISSING) for position in left]
@@ -219,6 +219,10 @@ class DiskTier:
     def remove(self, keys: Sequence[bytes]) -> None:
         for drive in self._drives:
             drive.remove(keys)
+
+    def remove_old(self) -> None:
+        for drive in self._drives:
+            drive.remove_old()
 
     def clear(self) -> None:
         for opening in self.connecting:
