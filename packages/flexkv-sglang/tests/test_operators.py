@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asked_door import call_door
-from sglang_world import Rank, hashes_of, make_windowed, same
+from sglang_world import Rank, hashes_of, make_windowed, make_with_states, same
 
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
@@ -102,11 +102,37 @@ def test_a_prompt_is_warmed_and_removed_with_its_windows(
     rank = make_rank(pool=pool, window=8, settings=disk)
     assert call("/warm", hashes=HASHES)["done"] == 3
     assert rank.side.lookup("r", HASHES) == [3]  # without a wait for the disk
-    windows = rank.side.windows.keys_of(rank.side.keys_of(HASHES))
+    windows = rank.side.trailing.keys_of(rank.side.keys_of(HASHES), {"swa": 3})
     cache = cache_of(rank.side)
     assert any(map(any, cache.where(windows).values()))
     call("/remove", hashes=HASHES)
     assert not any(map(any, cache.where(windows).values()))
+
+
+def test_a_prompt_is_warmed_and_removed_with_its_states(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any]
+) -> None:
+    """SGLang kept one at the end of the second page, and one before the last 256 tokens."""
+    pool = make_with_states()
+    hashes = hashes_of("a", 80)
+    first = make_rank(pool=pool, settings=disk)
+    for start in range(0, 80, 10):
+        states = [1] if start == 0 else [2] if start == 60 else []
+        first.store(hashes[start : start + 10], range(1, 11), states=states)
+    first.close()
+    rank = make_rank(pool=pool, settings=disk)
+    assert call("/warm", hashes=hashes)["done"] == 80
+    assert rank.side.lookup("r", hashes) == [70]  # without a wait for the disk
+    cache = cache_of(rank.side)
+
+    def where(page: int) -> list[bool]:
+        keys = rank.side.trailing.keys_of(rank.side.keys_of(hashes[: page + 1]), {"mamba": 1})
+        host, on_disk = cache.where(keys).values()
+        return [all(host), all(on_disk)]
+
+    assert [where(9), where(69)] == [[False, True], [True, True]]
+    call("/remove", hashes=hashes)
+    assert [where(9), where(69)] == [[False, False], [False, False]]
 
 
 def test_no_call_begins_while_sglang_is_in_one(

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from flexkv.control.prompts import PromptQuestion
+from flexkv.engine.engine_door import PART_BLOCKS
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
-from flexkv_sglang.windows import NO_WINDOWS, Windows
+from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages, TrailingPool
 
 _KEPT = 1 << 17
 """The most keys that are kept, about 6 MB: those of some long prompts. Not tuned."""
@@ -19,6 +20,10 @@ _KEPT = 1 << 17
 _LEAST = 64
 """Fewer keys are sooner made than found. Not tuned."""
 
+
+_STATE_TOKENS = 256
+"""Tokens before the end of a prompt whose states are taken with it. SGLang keeps states behind
+multiples of 64 tokens. Not tuned."""
 
 _PART_TOKENS = 1024
 """Tokens of a prompt that is no request that are hashed at once: about 0.1 ms. Not tuned."""
@@ -83,10 +88,10 @@ class PageKeys:
         self.mixed = mixed
 
     def of_prompts(
-        self, page_size: int, *, is_bigram: bool, windows: Windows = NO_WINDOWS
+        self, page_size: int, *, is_bigram: bool, trailing: TrailingPages = NONE_TRAILING
     ) -> SglangPromptKeys:
         """Make the keys of prompts that are no requests; see `SglangPromptKeys`."""
-        return SglangPromptKeys(self, page_size, is_bigram=is_bigram, windows=windows)
+        return SglangPromptKeys(self, page_size, is_bigram=is_bigram, trailing=trailing)
 
 
 class SglangPromptKeys:
@@ -96,18 +101,18 @@ class SglangPromptKeys:
         page_keys: those of the engine; only its epoch is read.
         page_size: tokens of a page, which is a block.
         is_bigram: whether SGLang hashes pairs of tokens.
-        windows: the model's sliding windows.
+        trailing: the pages of which a hit needs the last.
 
     Attributes:
         block_tokens: tokens of a block.
     """
 
     def __init__(
-        self, page_keys: PageKeys, page_size: int, *, is_bigram: bool, windows: Windows
+        self, page_keys: PageKeys, page_size: int, *, is_bigram: bool, trailing: TrailingPages
     ) -> None:
         self._page_keys = page_keys
         self._is_bigram = is_bigram
-        self._windows = windows
+        self._trailing = trailing
         self.block_tokens = page_size
 
     def count(self, question: PromptQuestion) -> int:
@@ -134,14 +139,22 @@ class SglangPromptKeys:
         """See `PromptKeys.others`. The hit of a request that is just the prompt may be a page
         shorter, since SGLang computes the last token."""
         start = 0
-        for part in self.parts(question) if self._windows.parts else ():
-            keys = part
-            if blocks is not None:
-                first = max(0, blocks - 1 - self._windows.reach - start)
-                keys = part[first : max(0, blocks - start)]
-            if len(keys):
-                yield self._windows.keys_of(keys)
+        for part in self.parts(question) if self._trailing else ():
+            for pool in self._trailing.pools:
+                keys = part
+                if blocks is not None:
+                    first = max(0, blocks - self._last_of(pool) - start)
+                    keys = part[first : max(0, blocks - start)]
+                step = max(1, PART_BLOCKS // pool.parts)
+                for begin in range(0, len(keys), step):
+                    yield pool.keys_of(keys[begin : begin + step])
             start += len(part)
+
+    def _last_of(self, pool: TrailingPool) -> int:
+        """How many pages before the end of a prompt may have what a hit of it needs."""
+        if pool.are_states:
+            return max(2, -(-_STATE_TOKENS // self.block_tokens))
+        return pool.reach + 1
 
     def _key(self, question: PromptQuestion) -> Any:
         """SGLang's key of a prompt."""

@@ -155,7 +155,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             if cache is not None and side.figures is not None:
                 where = config.session_root, "sglang", worker.session.info.fingerprint
                 keys = side.page_keys.of_prompts(
-                    engine.page_size, is_bigram=engine.is_bigram, windows=side.windows
+                    engine.page_size, is_bigram=engine.is_bigram, trailing=side.trailing
                 )
                 calls = OperatorCalls(cache, boundary, lambda: side.may_change, side.poll)
                 side.figures.answer(*where, operator_access(config, keys).changing(calls))
