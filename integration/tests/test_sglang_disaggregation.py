@@ -4,6 +4,7 @@ to the other; FlexKV keeps those of both, in a folder that they share."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 import urllib.error
@@ -21,7 +22,8 @@ pytest.importorskip("mooncake", reason="needs pip install 'flexkv[mooncake]'")
 from integration.campaign.counts import Counts
 from integration.campaign.faults import Kind as Fault
 from integration.campaign.faults import OrderBook
-from integration.harness.checkpoint import TINY
+from integration.harness.checkpoint import TINY, ModelSpec
+from integration.harness.families import write_family
 from integration.harness.ports import hold_port
 from integration.sglang.linker import linker_config, orders_in
 from integration.sglang.server import Answer, SglangServer
@@ -111,8 +113,21 @@ class Pair:
         return Counts(server.metrics(), "sglang:").total(f"flexkv_{name}", **labels)
 
 
+@pytest.fixture(scope="module", params=["full attention", "windows"])
+def served(
+    request: pytest.FixtureRequest, model: Path, work_dir: Path, sglang: Path
+) -> tuple[Path, ModelSpec]:
+    """A model, and its shape."""
+    if request.param == "windows":
+        return write_family("mellum", work_dir, sglang), dataclasses.replace(TINY, layers=9)
+    return model, TINY
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -> Iterator[Pair]:
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, served: tuple[Path, ModelSpec]
+) -> Iterator[Pair]:
+    model, spec = served
     folder = tmp_path_factory.mktemp("pair")
     held = hold_port()
     port: int = held.getsockname()[1]
@@ -141,7 +156,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) ->
             # With it, SGLang makes events of CUDA before it sends what is cached.
             flags["disable_overlap_schedule"] = True
         steered = folder if role == "prefill" else None
-        config = linker_config(model, TINY, settings, steered, flags=flags, forked=True)
+        config = linker_config(model, spec, settings, steered, flags=flags, forked=True)
         servers[role] = SglangServer(config, folder / f"{role}.log")
 
     with SglangServer(plain_config(model), folder / "plain.log") as plain:
