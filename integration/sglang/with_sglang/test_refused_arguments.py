@@ -76,11 +76,6 @@ REFUSED = [
         f"{NO_BUFFER} --speculative-algorithm=EAGLE {DRAFT}",
         "is EAGLE and the model .* has sliding windows or recurrent states; .*",
     ),
-    (
-        QWEN_NEXT,
-        f"{NO_BUFFER} --disaggregation-mode=prefill",
-        "--disaggregation-mode is prefill and the model .* states; allowed with FlexKV: null$",
-    ),
     *(
         (QWEN_NEXT, f"{NO_BUFFER} {flag}", f"{flag} is set; .* as the model computes on them$")
         for flag in (
@@ -135,6 +130,7 @@ STARTS = [
     (LAGUNA, "--disable-hybrid-swa-memory"),
     (GEMMA, ""),
     (QWEN_NEXT, NO_BUFFER),
+    (QWEN_NEXT, f"{NO_BUFFER} --disaggregation-mode=prefill"),
 ]
 
 
@@ -179,7 +175,7 @@ def test_the_command_says_what_is_refused_and_not_that_weights_are_missing(tmp_p
     path = model_folder(tmp_path, QWEN_NEXT)
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={path}"]
     done = subprocess.run(
-        [*command, *ON_CPU, *FLAG, *NO_BUFFER.split(), "--disaggregation-mode=prefill"],
+        [*command, *ON_CPU, *FLAG, *NO_BUFFER.split(), "--enable-int8-mamba-checkpoint"],
         capture_output=True,
         text=True,
         check=False,
@@ -187,4 +183,4 @@ def test_the_command_says_what_is_refused_and_not_that_weights_are_missing(tmp_p
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert "the model of --model-path keeps recurrent states; allowed with FlexKV: null" in last
+    assert "--enable-int8-mamba-checkpoint is set; allowed with FlexKV: states as the" in last

@@ -234,15 +234,14 @@ def test_windows_are_cached_unless_a_draft_or_compressed(sglang: SGLang, linked:
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
-def test_states_are_cached_unless_beside_a_draft_or_sent_on(sglang: SGLang, linked: bool) -> None:
+def test_states_are_cached_unless_beside_a_draft(sglang: SGLang, linked: bool) -> None:
     chosen = LINKED if linked else {}
     model = SimpleNamespace(**vars(UNSET["model"]) | {"ssm": True})
     sglang.start(model=model, **chosen)
     sglang.start(model=model, speculative_algorithm="NGRAM", **chosen)
     with pytest.raises(ConfigError, match=r"is EAGLE and the model .* or recurrent states"):
         sglang.start(model=model, speculative_algorithm="EAGLE", **chosen)
-    with pytest.raises(ConfigError, match=r"is prefill and .* recurrent states; .* FlexKV: null"):
-        sglang.start(model=model, disaggregation_mode="prefill", **chosen)
+    sglang.start(model=model, disaggregation_mode="prefill", **chosen)
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE", "EAGLE3", "STANDALONE"])

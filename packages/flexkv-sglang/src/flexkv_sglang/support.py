@@ -152,15 +152,8 @@ def check_model(settings: Any, model: Any) -> None:
             "the model of --model-path keeps windows of compressed states; allowed with FlexKV: "
             "full attention (MHA, MLA, DSA), and windows of keys and values"
         )
-    has_states = uses_ssm_state(model)
-    if has_kv and (model.is_hybrid_swa or has_states):
+    if has_kv and (model.is_hybrid_swa or uses_ssm_state(model)):
         _refuse_draft(settings.speculative_algorithm)
-    mode = getattr(settings, "disaggregation_mode", "null")
-    if has_states and mode != "null":
-        raise ConfigError(
-            f"SGLang's --disaggregation-mode is {mode} and the model of --model-path keeps "
-            f"recurrent states; allowed with FlexKV: null"
-        )
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
