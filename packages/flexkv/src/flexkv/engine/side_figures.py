@@ -208,9 +208,11 @@ class CacheFigures:
         self._report.begin(self._state)
 
     def answer(self, root: str, engine: str, fingerprint: str, access: OperatorAccess) -> None:
-        """Answer operators until `close`. The report names the door within a second. The arguments
-        are those of `EngineDoor`."""
+        """Answer operators until `close`. The report names the door. The arguments are those of
+        `EngineDoor`."""
         self._door = EngineDoor(root, engine, fingerprint, cache=self._cache, access=access)
+        if self._report is not None:
+            self._report.update()
 
     def _state(self) -> dict[str, object]:
         door = "" if self._door is None else self._door.name

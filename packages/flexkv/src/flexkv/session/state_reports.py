@@ -63,6 +63,8 @@ class StateReport:
         self._name = secrets.token_hex(8) + subject
         self._fd = -1
         self._written = b""
+        self._read: Callable[[], Mapping[str, object]] = dict
+        self._guard = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -72,17 +74,23 @@ class StateReport:
         Args:
             read: returns the states; called from another thread.
         """
+        self._read = read
         try:
-            self._update(read)
+            self._update()
         except (OSError, ArenaError) as error:
             logger.warning(
                 "this engine is missing in %s: %s; FlexKV retries", _SHOWN[self._subject], error
             )
         close_in_children(self)
-        self._thread = threading.Thread(
-            target=self._run, args=(read,), name="flexkv-states", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="flexkv-states", daemon=True)
         self._thread.start()
+
+    def update(self) -> None:
+        """Report the states now."""
+        # Whatever it is, such as a full disk: the next update tries again. If the thread ended, the
+        # last states would be shown for ever.
+        with contextlib.suppress(Exception):
+            self._update()
 
     def close(self) -> None:
         """End the thread and remove the file. Idempotent."""
@@ -104,18 +112,16 @@ class StateReport:
             os.close(self._fd)
             self._fd = -1
 
-    def _run(self, read: Callable[[], Mapping[str, object]]) -> None:
+    def _run(self) -> None:
         while not self._ended.wait(SECONDS):
-            # Whatever it is, such as a full disk: the next update tries again. If the thread ended,
-            # the last states would be shown for ever.
-            with contextlib.suppress(Exception):
-                self._update(read)
+            self.update()
 
-    def _update(self, read: Callable[[], Mapping[str, object]]) -> None:
-        if self._fd < 0:
-            with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
-                self._fd = create_held(directory.descriptor, self._name)
-        self._write(read())
+    def _update(self) -> None:
+        with self._guard:
+            if self._fd < 0:
+                with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
+                    self._fd = create_held(directory.descriptor, self._name)
+            self._write(self._read())
 
     def _write(self, states: Mapping[str, object]) -> None:
         content = json.dumps({**self._about, **states}).encode()
