@@ -14,7 +14,7 @@ from packages.flexkv.tests.cli.stores import Cache
 
 COMMANDS = [command.NAME for command in cli.COMMANDS if command.NAME != "serve"]
 """Those that end by themselves."""
-OF_ENGINES = ["lookup", "warm", "pin", "unpin"]
+OF_ENGINES = ["lookup", "warm", "pin", "unpin", "release"]
 """Those that print what running engines answer; none runs here."""
 PRINTING = [name for name in COMMANDS if name not in OF_ENGINES]
 ARGUMENTS = {
@@ -22,6 +22,7 @@ ARGUMENTS = {
     "warm": "$PROMPT $EMPTY",
     "pin": "$PROMPT $EMPTY",
     "unpin": "$EMPTY",
+    "release": "$EMPTY --session a",
     "clear": "$DIR --yes",
     "doctor": "--seconds 0",
     "migrate": "$LMCACHE",

@@ -153,7 +153,8 @@ def test_the_port_describes_itself(world_at_port: ToyWorld, port: int) -> None:
     status, text = ask_port(port, "GET", "/openapi.json", TOKEN)
     described = json.loads(text)
     assert (status, described["openapi"]) == (200, "3.1.0")
-    assert set(described["paths"]) == {"/lookup", "/warm", "/pin", "/unpin", "/remove"}
+    changes = {"/warm", "/pin", "/unpin", "/remove", "/release", "/remove_session"}
+    assert set(described["paths"]) == {"/lookup"} | changes
     question = described["paths"]["/pin"]["post"]["requestBody"]["content"]["application/json"]
     fields = described["components"]["schemas"][question["schema"]["$ref"].rpartition("/")[2]]
     assert set(fields["properties"]) == {"tokens", "hashes", "cache_salt", "name", "seconds"}

@@ -50,7 +50,8 @@ class OffloadedPrompts:
         may_find: returns whether any block may be found.
         may_change: returns whether an operator may change the cache; see `OperatorCalls`.
         before_match: called before the first match of each step.
-        open_door: called with what makes the keys of prompts for operators, once it is known.
+        open_door: called with what makes the keys of prompts for operators, once it is known, and
+            whether the model has one group of full attention.
         distrust: called with vLLM's blocks that loads of an ended step, another connector's too,
             did not fill, and the scheduler side of vLLM's connector; see `HeldStores.discard`.
     """
@@ -71,7 +72,7 @@ class OffloadedPrompts:
         self.may_find: Callable[[], bool] = lambda: True
         self.may_change: Callable[[], bool] = lambda: False
         self.before_match: Callable[[], None] = lambda: None
-        self.open_door: Callable[[OffloadedPromptKeys], None] = lambda _: None
+        self.open_door: Callable[[OffloadedPromptKeys, bool], None] = lambda *_: None
         self.distrust: Callable[[set[int], Any], None] = lambda *_: None
         self._chooser = chooser
         self._reports = reports
@@ -148,7 +149,8 @@ class OffloadedPrompts:
     ) -> None:
         """See `ConnectorCalls.bound`."""
         if groups:
-            self.open_door(OffloadedPromptKeys(algorithm, hash_tokens, groups))
+            keys = OffloadedPromptKeys(algorithm, hash_tokens, groups)
+            self.open_door(keys, keys.is_plain)
 
     # Calls of the manager.
 

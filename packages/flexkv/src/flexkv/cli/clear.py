@@ -5,7 +5,8 @@ blocks any more, and running engines go on sharing. The command asks first; with
 ask on, it needs --yes. With --dry-run it only says what it would do. With --older-than it only
 removes old blocks of a shared folder. If DIR is that of a `flexkv serve` that runs, the service
 drops all blocks of its memory and its disks; shared stores keep theirs. With --prefix, the running
-engines in the runtime directory DIR remove the blocks of one prompt. Exit code 0 if all were
+engines in the runtime directory DIR remove the blocks of one prompt, with --session those that only
+one conversation has. Exit code 0 if all were
 removed, 1 if any was skipped or if the answer was no."""
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flexkv.cli.clear_prefix import add_prefix, clear_prefix
+from flexkv.cli.clear_session import clear_session
 from flexkv.cli.common import (
     Found,
     add_directories,
@@ -63,10 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "objects_url=file:///PATH: a number and s, m, h or d, for example 7d",
     )
     add_prefix(parser)
+    parser.add_argument(
+        "--session",
+        metavar="NAME",
+        help="have the running engines whose runtime_dir is DIR remove the blocks that only this "
+        "conversation has",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
+    if args.session is not None:
+        return clear_session(args, _agrees)
     if args.prefix is not None:
         return clear_prefix(args, _agrees)
     return _remove_older(args) if args.older_than is not None else _clear_all(args)

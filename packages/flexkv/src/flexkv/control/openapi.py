@@ -13,6 +13,8 @@ from flexkv.control.prompts import (
     PinQuestion,
     PromptEffect,
     PromptQuestion,
+    SessionEffect,
+    SessionQuestion,
     Unpinned,
     UnpinQuestion,
 )
@@ -24,6 +26,12 @@ CALLS: Mapping[str, tuple[str, Any, Any]] = {
     "/pin": ("Keep a prompt in host memory", PinQuestion, PromptEffect),
     "/unpin": ("End the pins of a name", UnpinQuestion, Unpinned),
     "/remove": ("Remove a prompt from host memory and disk", PromptQuestion, PromptEffect),
+    "/release": ("Evict the blocks of a conversation first", SessionQuestion, SessionEffect),
+    "/remove_session": (
+        "Remove the blocks that only one conversation has from host memory and disk",
+        SessionQuestion,
+        SessionEffect,
+    ),
 }
 """By path what a call does, its question and its answer."""
 

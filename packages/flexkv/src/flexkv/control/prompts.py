@@ -15,6 +15,7 @@ MOST_TOKENS = 1 << 20
 MOST_PIN_SECONDS = 30 * 24 * 3600
 """The longest pin: a month, as in requests."""
 _MOST_NAME = 64
+_MOST_SESSION = 4096
 _MOST_ID = (1 << 32) - 1
 _HASH = re.compile("(?:[0-9a-f]{2}){4,64}")
 
@@ -53,6 +54,34 @@ class UnpinQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name of a pin that ends."""
 
     name: str = "default"
+
+
+class SessionQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A conversation.
+
+    Attributes:
+        session: its name, as clients give it.
+        cache_salt: salt of its requests; empty for none.
+    """
+
+    session: str
+    cache_salt: str = ""
+
+
+class SessionEffect(msgspec.Struct, frozen=True):
+    """What was done about a conversation.
+
+    Attributes:
+        pid: process of the cache.
+        session: its name.
+        blocks: how many of its blocks it was done to; 0 if the engine knows none.
+        reason: why not to all, for people; empty if there is no reason.
+    """
+
+    pid: int
+    session: str
+    blocks: int
+    reason: str = ""
 
 
 class TierPlaces(msgspec.Struct, frozen=True):
@@ -149,6 +178,30 @@ def read_unpin(body: bytes) -> UnpinQuestion:
     question = _decoded(body, UnpinQuestion)
     check_name(question.name)
     return question
+
+
+def read_session(body: bytes) -> SessionQuestion:
+    """Read what conversation is meant.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    question = _decoded(body, SessionQuestion)
+    check_session(question)
+    return question
+
+
+def check_session(question: SessionQuestion) -> None:
+    """Check the name of a conversation.
+
+    Raises:
+        RefusedError: it is too long, or missing.
+    """
+    length = len(question.session)
+    if not 1 <= length <= _MOST_SESSION:
+        raise RefusedError(
+            f"the name of the conversation has {length} characters; allowed: 1 to {_MOST_SESSION}"
+        )
 
 
 def check_pin(question: PinQuestion) -> None:

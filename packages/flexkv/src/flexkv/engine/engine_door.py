@@ -6,6 +6,7 @@
     POST /pin       `PinQuestion`; `PromptEffect`
     POST /unpin     `UnpinQuestion`; `Unpinned`
     POST /remove    `PromptQuestion`; `PromptEffect`
+    POST /release, /remove_session    `SessionQuestion`; `SessionEffect`
 
 On a port of this machine it answers the same, and GET /openapi.json, to those who know a token.
 
@@ -37,9 +38,11 @@ from flexkv.control.prompts import (
     PromptEffect,
     PromptPlaces,
     PromptQuestion,
+    SessionEffect,
     Unpinned,
     read_pin,
     read_question,
+    read_session,
     read_unpin,
 )
 from flexkv.engine.idle_polls import IdlePolls
@@ -91,7 +94,14 @@ class PromptKeys(Protocol):
 
 
 class CacheCalls(Protocol):
-    """Changes an engine's cache; see `flexkv.engine.scheduler.operator_calls`."""
+    """Changes an engine's cache; see `flexkv.engine.scheduler.operator_calls`.
+
+    Attributes:
+        knows_sessions: whether `release_session` and `remove_session` are possible.
+    """
+
+    @property
+    def knows_sessions(self) -> bool: ...
 
     def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
         """Bring the blocks of a prefix into host memory. Returns why not all; empty for none."""
@@ -111,6 +121,14 @@ class CacheCalls(Protocol):
 
     def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
         """Remove the blocks of a prefix. Returns why some may stay; empty for none."""
+        ...
+
+    def release_session(self, session: str, cache_salt: str) -> int:
+        """A conversation has ended. Returns how many blocks it has."""
+        ...
+
+    def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
+        """Remove the own blocks of a conversation. Returns their number, and why some may stay."""
         ...
 
 
@@ -227,14 +245,19 @@ class EngineDoor:
 
     def _routes(self) -> Routes:
         routes: dict[tuple[str, str], Answer] = {("POST", "/lookup"): self._lookup}
-        if self._calls is None:
+        calls = self._calls
+        if calls is None:
             return routes
-        return routes | {
-            ("POST", "/warm"): partial(self._warm, self._calls),
-            ("POST", "/pin"): partial(self._pin, self._calls),
-            ("POST", "/unpin"): partial(self._unpin, self._calls),
-            ("POST", "/remove"): partial(self._remove, self._calls),
+        routes |= {
+            ("POST", "/warm"): partial(self._warm, calls),
+            ("POST", "/pin"): partial(self._pin, calls),
+            ("POST", "/unpin"): partial(self._unpin, calls),
+            ("POST", "/remove"): partial(self._remove, calls),
         }
+        if calls.knows_sessions:
+            routes["POST", "/release"] = partial(self._release, calls)
+            routes["POST", "/remove_session"] = partial(self._remove_session, calls)
+        return routes
 
     def _lookup(self, asked: DoorRequest) -> tuple[bytes, str]:
         places = self._find(read_question(asked.body))
@@ -266,6 +289,16 @@ class EngineDoor:
         places = self._find(question)
         done = max(0, before.found - places.found)
         return msgspec.json.encode(PromptEffect(places, done, reason)), JSON
+
+    def _release(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        question = read_session(asked.body)
+        blocks = calls.release_session(question.session, question.cache_salt)
+        return msgspec.json.encode(SessionEffect(os.getpid(), question.session, blocks)), JSON
+
+    def _remove_session(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        question = read_session(asked.body)
+        done = calls.remove_session(question.session, question.cache_salt)
+        return msgspec.json.encode(SessionEffect(os.getpid(), question.session, *done)), JSON
 
     def _find(self, question: PromptQuestion) -> PromptPlaces:
         found = find_blocks(self._cache.where, self._parts(question))

@@ -14,6 +14,7 @@ from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine import Describe
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.named_sessions import Sessions
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.scheduler.request_options import OptionsReader
 from flexkv.session import Session
@@ -51,12 +52,14 @@ class EngineCache:
         object.__setattr__(self, "ended", EndedTransfers(self.cache))
 
     def operator_access(
-        self, may_begin: Callable[[], bool], poll: Callable[[], None]
+        self, may_begin: Callable[[], bool], poll: Callable[[], None], sessions: Sessions
     ) -> OperatorAccess | None:
-        """How operators look prompts up and change the cache; see `OperatorCalls`."""
+        """How operators look prompts up and change the cache; see `OperatorCalls`. The blocks of
+        conversations are known in one group only."""
         if self.access is None:
             return None
-        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll)
+        known = sessions if self.groups.plain else None
+        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, known)
         return self.access.changing(calls)
 
     def close(self, flush_seconds: float) -> None:

@@ -11,6 +11,7 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.named_sessions import Sessions
 from flexkv.engine.scheduler.request import HitTokens, Match
 from flexkv.engine.scheduler.request_options import RequestOptions, context_of
 from flexkv.engine.side_figures import CacheFigures
@@ -28,6 +29,7 @@ class HitReports:
 
     Attributes:
         figures: as given.
+        sessions: the conversations of the requests.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class HitReports:
         self.figures = figures
         self._recorder = recorder
         self._block_tokens = block_tokens
+        self.sessions = Sessions()
 
     def allocated(
         self,
@@ -70,6 +73,7 @@ class HitReports:
         context = context_of(request, options, hit_tokens)
         used, prompt = keys
         self._cache.record(used, context, prompt)
+        self.sessions.began(request.request_id, context.session, prompt)
         if self._recorder is not None:
             own, length = match.local_tokens, request.num_prompt_tokens
             self._recorder.scheduled(request.request_id, length, own, tokens, context.session)
@@ -84,11 +88,13 @@ class HitReports:
 
     def ended(self, request: EngineRequest, keys: Callable[[], Sequence[bytes]]) -> None:
         """A request has ended. `keys` returns those of its complete blocks in the group that
-        reaches furthest back; only a recording needs them."""
+        reaches furthest back; only a recording and a conversation need them."""
         output = request.num_tokens - request.num_prompt_tokens
         self._cache.ended(request.request_id, output)
+        follows = self.sessions.follows(request.request_id)
+        names = keys() if follows or self._recorder is not None else ()
+        self.sessions.ended(request.request_id, names)
         if self._recorder is not None:
-            names = keys()
             self._recorder.ended(request.request_id, output, len(names), lambda: names)
 
     def close(self) -> None:

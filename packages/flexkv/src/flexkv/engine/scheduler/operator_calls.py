@@ -6,6 +6,7 @@ The scheduler never waits for longer than a turn: one call of the cache about a 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,10 @@ from typing import TypeVar
 from flexkv.client import CacheClient, FetchId
 from flexkv.control.http_door import RefusedError, SilentError
 from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.scheduler.hints import name_of
+from flexkv.engine.scheduler.named_sessions import Sessions, own_keys
+from flexkv.engine.scheduler.request_options import retaining, tenant_session
+from flexkv.eviction import RequestContext
 
 _TURN_SECONDS = 5.0
 """Seconds to wait for a turn: a step with long prompts may take some. Not tuned."""
@@ -24,6 +29,8 @@ _PAUSE_SECONDS = 0.002
 """Pause between two turns, and between two attempts to get one. Not tuned."""
 _REMOVE_SECONDS = 10.0
 """The longest that a removal waits for blocks that are being stored or written. Not tuned."""
+_PART = 64
+"""Blocks of a conversation that a turn removes. Not tuned."""
 _WARM_SHARE = 4
 """At most a quarter of host memory is warmed at once: the rest is that of running requests. Not
 tuned."""
@@ -41,6 +48,10 @@ class OperatorCalls:
         may_begin: whether the scheduler is not between its lookup of a request and the load that
             follows. A block that it has found then must stay. Called with `turn` held.
         poll: handles what has ended, as a step does. Called with `turn` held.
+        sessions: the conversations of the engine's requests; None if they are unknown.
+
+    Attributes:
+        knows_sessions: whether they are known.
     """
 
     def __init__(
@@ -49,7 +60,11 @@ class OperatorCalls:
         boundary: ErrorBoundary,
         may_begin: Callable[[], bool],
         poll: Callable[[], None],
+        sessions: Sessions | None = None,
     ) -> None:
+        self._sessions = sessions
+        self.knows_sessions = sessions is not None
+        self._releases = itertools.count()
         self._cache = cache
         self._boundary = boundary
         self._may_begin = may_begin
@@ -123,6 +138,53 @@ class OperatorCalls:
         if shared:
             return f"{' and '.join(shared)} keep theirs: a shared store drops no single blocks"
         return ""
+
+    def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
+        """Remove the blocks of a conversation that no other one has, as `remove` does.
+
+        Args:
+            session: its name, as clients give it.
+            cache_salt: salt of its requests; empty for none.
+
+        Returns:
+            How many blocks of its own it has had, and why some may stay.
+        """
+        name = tenant_session(cache_salt, name_of(session))
+        sessions = self._known_sessions
+        keys = own_keys(name, self._turn(sessions.known))
+        reason = self.remove(keys[i : i + _PART] for i in range(0, len(keys), _PART))
+        self._turn(partial(sessions.forget, name))
+        return len(keys), reason
+
+    def release_session(self, session: str, cache_salt: str) -> int:
+        """A conversation has ended: its blocks need not be retained, and those that no other one
+        has may be evicted first, as the option `release` of a request says.
+
+        Args:
+            session, cache_salt: see `remove_session`.
+
+        Returns:
+            How many blocks it has.
+        """
+        name = tenant_session(cache_salt, name_of(session))
+        keys = self._turn(partial(self._known_sessions.keys_of, name))
+        if keys:
+            self._turn(partial(self._release, name, cache_salt, keys))
+        return len(keys)
+
+    @property
+    def _known_sessions(self) -> Sessions:
+        if self._sessions is None:
+            raise RefusedError("the engine does not know which blocks a conversation has")
+        return self._sessions
+
+    def _release(self, name: str, cache_salt: str, keys: Sequence[bytes]) -> None:
+        self._cache.release(keys, retaining(cache_salt))
+        # The eviction policy learns it as from a request.
+        request_id = f"operator {next(self._releases)}"
+        context = RequestContext(request_id=request_id, session=name, returns=False)
+        self._cache.record((), context, keys)
+        self._cache.ended(request_id, 0)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._poll_busy()

@@ -33,6 +33,7 @@ class PrefixLoads:
         unfinished: see `Loads`.
         half_loaded: see `Loads`.
         hits: see `Loads`.
+        sessions: see `HitReports`.
         running_requests: how many requests compute in the last step; the caller sets it.
     """
 
@@ -49,6 +50,7 @@ class PrefixLoads:
         self.hits = self._loads.hits
         tokens = engine.groups.members[0].block_tokens
         self._reports = HitReports(engine.cache, chooser, figures, engine.recorder, tokens)
+        self.sessions = self._reports.sessions
         self.unfinished = self._loads.unfinished
         self.half_loaded = self._loads.half_loaded
         self.running_requests = 0

@@ -185,8 +185,13 @@ def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str
 
 
 def tenant_of(request: EngineRequest) -> tuple[str, str]:
+    """The owner of the blocks that a request retains."""
+    return retaining(_salt_of(request))
+
+
+def retaining(cache_salt: str) -> tuple[str, str]:
     """The owner of the blocks that requests of a cache salt retain."""
-    return "retained", _salt_of(request)
+    return "retained", cache_salt
 
 
 def tenant_number_of(request: EngineRequest) -> int:

@@ -107,7 +107,7 @@ class RequestSide(Generic[Orders]):
             engine: name of the engine.
         """
         fingerprint = self._engine.session.info.fingerprint
-        access = self._engine.operator_access(self._may_begin, self._poll)
+        access = self._engine.operator_access(self._may_begin, self._poll, self._loads.sessions)
         if access is not None:
             self.figures.answer(root, engine, fingerprint, access)
         self.figures.report_health(root, engine, fingerprint)
