@@ -56,7 +56,7 @@ PARTS: dict[str, Callable[[Bench, Say], list[Row]]] = {
     "slow-disk": slow_disk_rows,
     "saturated": saturated_rows,
     "cluster": _cluster_rows,
-    "service": lambda bench, say: service_rows(say),
+    "service": service_rows,
     "questions": lambda bench, say: question_rows(say),
     "policies": lambda bench, say: policy_rows(bench.traces, say),
     "plan": plan_rows,
