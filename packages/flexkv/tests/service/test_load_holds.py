@@ -115,8 +115,16 @@ def test_a_lone_load_may_hold_half_of_the_pool(service: Service, attach: Attach)
         other.store(long[:stop])
     assert other.cache.lookup(long) == 16
     assert other.cache.load(long) is None
-    begun(one, long[:16])
-    assert one.cache.lookup(long) == 0
+    first = begun(one, long[:16])
+    assert one.cache.lookup(long[16:]) == 0
+    assert one.cache.lookup(long) == 0, "it is 18 blocks"
+    assert one.cache.lookup(long[:16]) == 16, "it holds them"
+    assert one.cache.presence(long[:16]) == [Presence.HOST] * 16
+    second = begun(one, long[:16])
+    one.cache.cancel(first.id)
+    one.copy(second)
+    one.settle()
+    assert reader_of(one.cache).held_slots == 0
 
 
 @pytest.mark.usefixtures("look_often")

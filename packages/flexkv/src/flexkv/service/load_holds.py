@@ -34,27 +34,26 @@ class LoadHolds:
     @property
     def room(self) -> int | None:
         """How many further slots a load may hold now. None if there is no limit."""
-        most = self._bell[MOST_HELD]
+        most, held = self._bell[MOST_HELD], self._reader.held_slots
         if not most:
             return None
-        held = self._reader.held_slots
         return max(0, most - held) if held else most_at_once(most)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of blocks that can be loaded, from the first key on."""
         found, room = self._reader.lookup(keys), self.room
-        return found if room is None else min(found, room)
+        if room is None or found <= room:
+            return found
+        slots = self._lease(keys[:found])  # loads may hold some of them already
+        if not slots:
+            return room
+        self._reader.release(slots)
+        return found
 
     def lease(self, keys: Sequence[bytes]) -> list[int] | None:
         """Hold the blocks of `keys`, until `release`. Returns their slots; None, and holds nothing,
         if one of them is not ready, or they would be too many."""
-        most = self._bell[MOST_HELD]
-        if not self._reader.held_slots:
-            most = most_at_once(most)
-        slots = self._reader.lease(keys)
-        if slots and most and self._reader.held_slots > most:
-            self._reader.release(slots)
-            return None
+        slots = self._lease(keys)
         if slots:
             self._count()
         return slots
@@ -68,6 +67,14 @@ class LoadHolds:
         """See `IndexReader.settle`."""
         self._reader.settle(slots)
         self._count()
+
+    def _lease(self, keys: Sequence[bytes]) -> list[int] | None:
+        held, room = self._reader.held_slots, self.room
+        slots = self._reader.lease(keys)
+        if slots and room is not None and self._reader.held_slots - held > room:
+            self._reader.release(slots)
+            return None
+        return slots
 
     def _count(self) -> None:
         self._bell[LOADS] = (self._bell[LOADS] + 1) % (1 << 32)

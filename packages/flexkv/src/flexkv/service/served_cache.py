@@ -162,9 +162,15 @@ class ServedCache:
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
         """See `CacheClient.presence`. What shared stores have shows when it is fetched. Blocks that
         cannot be loaded, since loads hold many others, are absent."""
-        room = 0 if self._off else self._holds.room
+        if self._off:
+            return [_ABSENT] * len(keys)
+        room = self._holds.room
         if room is not None and room < len(keys):
-            return [*(self.presence(keys[:room]) if room else ()), *[_ABSENT] * (len(keys) - room)]
+            room = max(room, self._holds.lookup(keys))
+            return [*self._presence(keys[:room]), *[_ABSENT] * (len(keys) - room)]
+        return self._presence(keys)
+
+    def _presence(self, keys: Sequence[bytes]) -> list[Presence]:
         if self._may_fetch:
             return self._tiers.presence(keys)
         return [Presence.HOST if each else _ABSENT for each in self._reader.present(keys)]
