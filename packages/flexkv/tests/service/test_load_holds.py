@@ -241,3 +241,19 @@ def test_an_engine_among_others_fetches_its_share(with_disk: Service, attach: At
         until(lambda fetch=fetch: one.cache.fetch_state(fetch).done, one.cache.poll)
         states.append(one.cache.fetch_state(fetch).arrived)
     assert states == [4, 0, 0]
+
+
+@pytest.mark.usefixtures("look_often")
+def test_an_error_of_one_engine_costs_the_others_nothing(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attach(service, step_blocks=4)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine_of(service, one), "look", fail)
+    other = attach(service, step_blocks=4)
+    (prompt,) = stored(other, "a")
+    assert other.load(prompt)
+    assert one.load(prompt)

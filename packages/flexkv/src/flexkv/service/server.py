@@ -388,7 +388,10 @@ class NodeServer:
         if now - self._looked_at > _GONE_SECONDS:
             self._looked_at = now
             for engine in self.engines:
-                engine.look(now)
+                try:
+                    engine.look(now)
+                except Exception as error:  # noqa: BLE001 - the cache recovers, and others go on
+                    self._log_error("an engine that hangs keeps its fetches", error, now)
                 self._forget_if_gone(engine)
         self._take_made()
         self._lobby.serve(now)
