@@ -48,12 +48,11 @@ def disk_hit_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
         )
         rates.append(_fio_rate(root))
         with bench.engine(chosen) as engine:
-            measure_hits(bench, engine, samples)
+            _measure(bench, engine, samples)
     return [_row(length, samples, statistics.median(rates)) for length in LENGTHS]
 
 
-def measure_hits(bench: Bench, engine: Engine, samples: dict[tuple[str, int], list[float]]) -> None:
-    """Add times to first token to `samples`, by source and length."""
+def _measure(bench: Bench, engine: Engine, samples: dict[tuple[str, int], list[float]]) -> None:
     prompts = [(length, bench.fresh_prompt(length)) for length in (*LENGTHS, LENGTHS[-1])]
     for _, prompt in prompts:
         engine.generate(prompt, max_tokens=1)
