@@ -51,35 +51,36 @@ class Reader {
     const Epoch epoch = reading_.epoch();
     const std::vector<Seen> seen = look(keys, epoch);
     std::size_t held = 0;
-    while (held < seen.size() && count(seen[held].slot, 1)) {
+    std::size_t more = held_slots_;
+    while (held < seen.size() && begin_hold(seen[held].slot, more)) {
       ++held;
     }
     flexkv::index::fence();
     bool is_held = held == static_cast<std::size_t>(keys.size()) && reading_.epoch() == epoch;
+    std::vector<Slot> slots(is_held ? held : 0);
     for (std::size_t i = 0; is_held && i < held; ++i) {
       is_held = version(seen[i].slot) == seen[i].version;
+      slots[i] = seen[i].slot;
     }
-    std::vector<Slot> slots;
-    slots.reserve(held);
-    for (std::size_t i = 0; i < held; ++i) {
-      if (is_held) {
-        slots.push_back(seen[i].slot);
-      } else {
-        count(seen[i].slot, -1);
-      }
+    for (std::size_t i = 0; !is_held && i < held; ++i) {
+      end_hold(seen[i].slot, more);
     }
-    return slots;
+    held_slots_ = more;
+    return is_held ? slots : std::vector<Slot>{};
   }
 
   // Ends a hold of each slot. Throws PythonError if one is not held.
   void release(const std::vector<Py_ssize_t>& slots) {
+    std::size_t left = held_slots_;
     for (const Py_ssize_t slot : slots) {
       if (!has(slot) || holds_[slot] == 0) {
+        held_slots_ = left;
         PyErr_Format(PyExc_ValueError, "slot %zd is not held", slot);
         throw PythonError{};
       }
-      count(static_cast<Slot>(slot), -1);
+      end_hold(static_cast<Slot>(slot), left);
     }
+    held_slots_ = left;
   }
 
   // Holds these and nothing else. What is held before and after is held all the time. Throws PythonError
@@ -159,16 +160,22 @@ class Reader {
     return stored.size == key.size() && std::equal(key.begin(), key.end(), stored.bytes);
   }
 
-  // Counts a hold more or less. Returns false if there is no room for more.
-  bool count(Slot slot, int change) noexcept {
+  // Counts a hold, and the slot in `slots` if it is the first one. Returns false if there is no room.
+  bool begin_hold(Slot slot, std::size_t& slots) noexcept {
     const Hold holds = holds_[slot];
-    if (change > 0 && holds == std::numeric_limits<Hold>::max()) {
+    if (holds == std::numeric_limits<Hold>::max()) {
       return false;
     }
-    store_word(holds_[slot], static_cast<Hold>(holds + change));
-    held_slots_ += holds == 0;
-    held_slots_ -= holds + change == 0;
+    store_word(holds_[slot], static_cast<Hold>(holds + 1));
+    slots += holds == 0;
     return true;
+  }
+
+  // Counts a hold less, and the slot in `slots` if it was the last one.
+  void end_hold(Slot slot, std::size_t& slots) noexcept {
+    const Hold holds = holds_[slot];
+    store_word(holds_[slot], static_cast<Hold>(holds - 1));
+    slots -= holds == 1;
   }
 
   std::unique_ptr<Buffer> memory_;

@@ -53,7 +53,7 @@ class LoadHolds:
     def lease(self, keys: Sequence[bytes]) -> list[int] | None:
         """Hold the blocks of `keys`, until `release`. Returns their slots; None, and holds nothing,
         if one of them is not ready, or they would be too many."""
-        slots = self._lease(keys)
+        slots = self._lease(keys) if self._bell[MOST_HELD] else self._reader.lease(keys)
         if slots:
             self._count()
         return slots
