@@ -177,9 +177,9 @@ def offered(world: World, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     keys: list[bytes] = []
     store = world.cache.store
 
-    def noted(chain: Sequence[bytes], positions: Sequence[int], *rest: Any, held: bool) -> Any:
+    def noted(chain: Sequence[bytes], positions: Sequence[int], *rest: Any, **more: Any) -> Any:
         keys.extend(chain[i] for i in positions)
-        return store(chain, positions, *rest, held=held)
+        return store(chain, positions, *rest, **more)
 
     monkeypatch.setattr(world.cache, "store", noted)
     return keys

@@ -204,6 +204,32 @@ def test_each_pool_has_the_size_of_its_model(
     assert third.store(keys_of("a", 3))
 
 
+def test_a_pool_with_an_entry_does_not_end_for_others(
+    make_service: MakeService,
+    attach: Attach,
+    write: Callable[[str], str],
+    other_process: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """What it has is kept for its model anyway."""
+    service = make_service()
+    service.close()
+    text = (
+        f"pools: [{{model: toy, cpu_cache_gb: {32 * SLOT}}}]\ntotal: {{cpu_cache_gb: {48 * SLOT}}}"
+    )
+    service.pools = read_pools(write(text), replace(service.config, cpu_cache_gb=16 * SLOT))
+    service.start()
+    engine = other_process(ENGINE, service.root)
+    assert engine.stdout is not None
+    engine.stdout.readline()
+    attach(service, about=OTHER, model="x")
+    engine.kill()
+    engine.wait()
+    until(lambda: len(service.server.engines) == 1)
+    with pytest.raises(ArenaError, match="other pools have all"):
+        attach(service, about=THIRD, model="y")
+    assert [each.model for each in service.server.pools] == ["toy", "x"]
+
+
 def test_a_pool_keeps_its_size_over_a_restart_with_another_file(
     make_service: MakeService,
     attach: Attach,
