@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,6 +45,9 @@ class Offload:
 
 Decision: TypeAlias = tuple[int, int, int]
 """What ranks must know of a transfer: its number, its cell and the number of slots that follow."""
+
+Behind: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which copies follow the work that SGLang has queued on the device."""
 
 NOTHING: Decision = 0, 0, 0
 """In place of a transfer if there is none."""

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -25,7 +24,7 @@ from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
-from flexkv_sglang.copies import Decision, Offload, QueuedLoad, lease, order_of, reserve
+from flexkv_sglang.copies import Behind, Decision, Offload, QueuedLoad, lease, order_of, reserve
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.look_ahead import Prompt
@@ -46,9 +45,6 @@ _NO_BATCH = -1
 _FAILED_POLLS = 8
 """Consecutive failed polls after which a rank ends all copies for good. SGLang keeps the pages of
 an offload until a poll finds its end. Not tuned."""
-
-Behind = Callable[[], AbstractContextManager[object]]
-"""Makes a context in which copies follow the work that SGLang has queued on the device."""
 
 
 @in_turns

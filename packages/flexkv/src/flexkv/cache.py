@@ -18,20 +18,14 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
-from flexkv.eviction import (
-    UNKNOWN_REQUEST,
-    AnyPolicy,
-    LRUPolicy,
-    RequestContext,
-    TenantPolicies,
-)
+from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, LRUPolicy, RequestContext, TenantPolicies
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
 from flexkv.figures.tenant_samples import tenant_samples
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
-from flexkv.index.pins import Pins
+from flexkv.index.host_pins import HostPins
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
@@ -47,13 +41,6 @@ logger = logging.getLogger(__name__)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-
-_PIN_SHARE = 2
-"""At most half of the arena can be pinned. The other half holds blocks that are being stored or
-fetched, and all unpinned blocks. Not tuned."""
-_RETAINED_SHARE = 4
-"""At most a quarter of the arena can be retained, by an owner half of that: any client may ask for
-it, and other blocks must stay, too. Not tuned."""
 
 _CHANGES = 2048
 """The most changes of a tier that one call returns: more than a step makes, and some milliseconds
@@ -130,10 +117,7 @@ class KVCache:
         if ages is not None:
             self._index.clear()  # of blocks that are there already, nobody knows the age
             ages.bind(self._index.__contains__)
-        self._pins = Pins(self._index, arena.spec.num_slots // _PIN_SHARE)
-        self._pin_seconds = pin_seconds
-        retained = arena.spec.num_slots // _RETAINED_SHARE
-        self._retained = Pins(self._index, retained, max(1, retained // 2))
+        self._pins = HostPins(self._index, pin_seconds)
         self._counters = Counters()
         self._meter = Meter()
         self._off = self._stopped = self._recovering = False
@@ -154,6 +138,7 @@ class KVCache:
     def counters(self) -> Counters:
         """The counts so far. The same object each time, brought up to date by each access."""
         self._counters.evicted_blocks = self._index.evictions
+        self._counters.refused_pins = self._pins.refused
         self._counters.add_up(self._below.counters)
         return self._counters
 
@@ -171,7 +156,7 @@ class KVCache:
     @_sound
     def pinned_blocks(self) -> int:
         """The number of blocks in the arena that pins keep. Ends pins whose time is over."""
-        self._end_pins(time.monotonic())
+        self._pins.expire(time.monotonic())
         return self._index.pinned_blocks
 
     @property
@@ -359,7 +344,7 @@ class KVCache:
         """See `CacheClient.store`."""
         if self._off or self._recovering:
             return None
-        self._end_pins(time.monotonic())
+        self._pins.expire(time.monotonic())
         if not self._has_shares:
             tenants = None
         elif tenants is None:
@@ -421,16 +406,7 @@ class KVCache:
         self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
     ) -> None:
         """See `CacheClient.pin`."""
-        now = time.monotonic()
-        self._end_pins(now)
-        until = now + (self._pin_seconds if seconds is None else seconds)
-        refused = self._pins.pin(keys, owner, until)
-        if refused and not self._counters.refused_pins:
-            logger.warning(
-                "half of the %d blocks of host memory are pinned; no more are (logged once)",
-                self._index.num_slots,
-            )
-        self._counters.refused_pins += refused
+        self._pins.pin(keys, owner, seconds, time.monotonic())
 
     @_sound
     def unpin(self, owner: Hashable = None) -> None:
@@ -440,14 +416,12 @@ class KVCache:
     @_sound
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
         """See `CacheClient.retain`."""
-        now = time.monotonic()
-        self._end_pins(now)
-        self._counters.refused_pins += self._retained.pin(keys, owner, now + seconds)
+        self._pins.retain(keys, owner, seconds, time.monotonic())
 
     @_sound
     def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
         """See `CacheClient.release`."""
-        self._retained.unpin(owner, keys)
+        self._pins.release(keys, owner)
 
     @_sound
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -501,7 +475,7 @@ class KVCache:
         if self._stopped:
             return
         self._index.clear()
-        self._forget_pins()
+        self._pins.clear()
         self._below.fetcher.clear()
         self._stopped = True
 
@@ -546,7 +520,7 @@ class KVCache:
 
     def _forget_host_blocks(self, cause: str) -> None:
         self._index.clear()
-        self._forget_pins()
+        self._pins.clear()
         if self._ages is not None:
             self._ages.clear()
         self._counters.count_reset(ResetCause(cause))
@@ -573,15 +547,6 @@ class KVCache:
             self._drop(self._ages.take_old(_REMOVED_BLOCKS))
             self._below.remove_old()
 
-    def _end_pins(self, now: float) -> None:
-        """End the pins whose time is over at `now`."""
-        self._pins.expire(now)
-        self._retained.expire(now)
-
-    def _forget_pins(self) -> None:
-        self._pins.clear()
-        self._retained.clear()
-
     def _recover(self) -> None:
         if not self._below.drain():
             return
@@ -590,8 +555,7 @@ class KVCache:
             for each in (Direction.LOAD, Direction.STORE)
         )
         read, written = self._below.kept
-        pinned = [*self._pins.recount(), *self._retained.recount()]
-        self._index.settle([*loaded, *written], [*stored, *read], pinned)
+        self._index.settle([*loaded, *written], [*stored, *read], self._pins.recount())
         self._recovering = False
 
     def _check_ranks(self) -> None:

@@ -340,7 +340,7 @@ class ServedCache:
     ) -> None:
         """See `CacheClient.pin`."""
         self._pins.add(repr(owner))
-        self._pin(keys, owner, seconds, retain=False)
+        self._line.put_pins(keys, repr(owner), seconds, retain=False)
 
     def unpin(self, owner: Hashable = None) -> None:
         """See `CacheClient.unpin`."""
@@ -349,7 +349,7 @@ class ServedCache:
 
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
         """See `CacheClient.retain`."""
-        self._pin(keys, owner, seconds, retain=True)
+        self._line.put_pins(keys, repr(owner), seconds, retain=True)
 
     def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
         """See `CacheClient.release`."""
@@ -359,13 +359,6 @@ class ServedCache:
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`. The pool's blocks stay, which other engines use."""
         return 0
-
-    def _pin(
-        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, *, retain: bool
-    ) -> None:
-        for start in range(0, len(keys), wire.MOST_KEYS):
-            part = list(keys[start : start + wire.MOST_KEYS])
-            self._line.put(wire.Pin(part, repr(owner), seconds, retain))
 
     # Steps.
 
