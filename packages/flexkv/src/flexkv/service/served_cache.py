@@ -39,8 +39,6 @@ from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
 
-_ABSENT = Presence.ABSENT
-
 _SILENT_SECONDS = 1.0
 """A service that owes an answer for so long counts as one that hangs. Not tuned."""
 
@@ -162,18 +160,16 @@ class ServedCache:
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
         """See `CacheClient.presence`. What shared stores have shows when it is fetched. Blocks that
         cannot be loaded, since loads hold many others, are absent."""
-        if self._off:
-            return [_ABSENT] * len(keys)
-        room = self._holds.room
-        if room is not None and room < len(keys):
-            room = max(room, self._holds.lookup(keys))
-            return [*self._presence(keys[:room]), *[_ABSENT] * (len(keys) - room)]
-        return self._presence(keys)
+        room = 0 if self._off else self._holds.room
+        if room is None or room >= len(keys):
+            return self._presence(keys)
+        room = max(room, self.lookup(keys))
+        return [*self._presence(keys[:room]), *[Presence.ABSENT] * (len(keys) - room)]
 
     def _presence(self, keys: Sequence[bytes]) -> list[Presence]:
         if self._may_fetch:
             return self._tiers.presence(keys)
-        return [Presence.HOST if each else _ABSENT for each in self._reader.present(keys)]
+        return [Presence.HOST if each else Presence.ABSENT for each in self._reader.present(keys)]
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
         """See `CacheClient.where`."""
