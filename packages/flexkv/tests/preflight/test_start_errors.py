@@ -257,6 +257,14 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     ],
     "flexkv.session.session_server:Server.gather": [Unknown.PEERS] * 2,
     "flexkv.session.state_reports:read_states": [Unknown.PEERS],
+    "flexkv.settings.config:CacheConfig.__post_init__": [
+        Case(
+            "settings",
+            lambda world: world.set(
+                FLEXKV_MAX_AGE_SECONDS=3600, FLEXKV_OBJECTS_URL="s3://bucket/cache"
+            ),
+        )
+    ],
     "flexkv.settings.config_sources:_from_environment": [bad("FLEXKV_CPU_CASHE_GB", 1)],
     "flexkv.settings.config_sources:_from_mapping": [file("cpu_cashe_gb: 1")],
     "flexkv.settings.setting:Setting.read": [bad("FLEXKV_CPU_CACHE_GB", "much")],
