@@ -357,7 +357,7 @@ def test_changes_while_an_engine_is_not_attached_are_told(
     follower = Follower(one)
     for number in range(8):
         one.store(keys_of(f"mine {number}", 2))
-    until(lambda: not with_disk.pool.busy and len(follower.known[Medium.DISK]) > 8, follower.follow)
+    until(lambda: not with_disk.pool.busy and all(follower.known.values()), follower.follow)
     on_disk, in_memory = follower.known[Medium.DISK].copy(), follower.known[Medium.HOST].copy()
     one.settle()
     with monkeypatch.context() as patch:
