@@ -91,14 +91,16 @@ class LinkedRank:
         self.tree.init_cache_linker(self.linker)
         hooks.serve(self.rank.side)
 
-    def compute(self, tokens: Sequence[int], seed: int) -> list[torch.Tensor]:
+    def compute(
+        self, tokens: Sequence[int], seed: int, salt: str | None = None
+    ) -> list[torch.Tensor]:
         """A request has computed these tokens: SGLang offloads their pages. Returns the bytes."""
         slots = self.slots.alloc(len(tokens))
         generator = torch.Generator().manual_seed(seed)
         for buffer in self._buffers():
             numbers = torch.randint(0, 100, buffer[slots].shape, generator=generator)
             buffer[slots] = numbers.to(buffer.dtype)
-        key = RadixKey(array("q", tokens))
+        key = RadixKey(array("q", tokens), cache_salt=salt)
         self.tree.insert(InsertParams(key=key, value=slots))
         return self.read(slots)
 

@@ -25,6 +25,7 @@ from sglang_world import Rank  # type: ignore[import-not-found]
 
 from flexkv import KVCache
 from flexkv.eviction import RequestContext
+from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
 from flexkv_sglang.missing_pages import missing_pages
 
@@ -113,7 +114,9 @@ def test_the_policy_is_told_of_the_whole_prompt(
     world.schedule(request)
     assert request.prefix_len == known
     keys = list(world.rank.side.keys_of(world.hashes(request)))
-    assert world.told == [(keys[: known // 4], RequestContext(21, known, "r"), keys)]
+    tenant = tenant_number(whose.get("cache_salt", ""))
+    context = RequestContext(21, known, "r", tenant=tenant)
+    assert world.told == [(keys[: known // 4], context, keys)]
 
 
 @pytest.mark.parametrize("whose", [{}, {"extra_key": "A"}, {"cache_salt": "A"}])

@@ -116,8 +116,15 @@ def _alone(*_: object) -> int:
 class Tree:
     """Of SGLang's tree what `hooks.offload` asks for."""
 
+    @property
+    def tree_core(self) -> Tree:
+        return self
+
     def get_prefix_hash_values(self, node: object) -> list[str]:
         return []
+
+    def prefetch_anchor_info(self, node: object) -> tuple[str | None, str | None]:
+        return None, None
 
 
 class Process:

@@ -187,10 +187,12 @@ class HashedPrompt:
 
     Attributes:
         asked: the parts whose hashes were asked for.
+        tenant: number of the request's tenant.
     """
 
-    def __init__(self, hashes: Sequence[str]) -> None:
+    def __init__(self, hashes: Sequence[str], tenant: int = 0) -> None:
         self._hashes = hashes
+        self.tenant = tenant
         self.asked: list[tuple[int, int]] = []
 
     @property
@@ -327,10 +329,10 @@ class Rank:
             assert time.monotonic() < deadline
         return self.side.take_offload()
 
-    def look_ahead(self, rid: str, hashes: Sequence[str]) -> None:
+    def look_ahead(self, rid: str, hashes: Sequence[str], tenant: int = 0) -> None:
         """Look a request up ahead of its turn, in as many steps as that takes."""
         assert self.side.is_new(rid)
-        self.side.look_ahead(rid, HashedPrompt(hashes))
+        self.side.look_ahead(rid, HashedPrompt(hashes, tenant))
         while self.side.looks_ahead:
             self.side.go_on_looking()
 

@@ -12,7 +12,9 @@ import pytest
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
+from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
+from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import AT_ONCE, DelayedOffloads
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, OneRank
@@ -78,8 +80,8 @@ class Side:
     def await_copies(self) -> None:
         self.asked.append("await copies")
 
-    def builds_on(self, before: str | None) -> None:
-        self.before = before
+    def comes_from(self, origin: Origin) -> None:
+        self.origin = origin
 
 
 class Request:
@@ -368,13 +370,15 @@ def test_a_step_without_prompts_is_followed_where_the_cache_is(side: Side, leads
 
 
 @pytest.mark.parametrize(("prefix", "before"), [(["a", "b"], "b"), ([], None)])
-def test_pages_are_stored_behind_those_that_they_build_on(
-    side: Side, prefix: list[str], before: str | None
+@pytest.mark.parametrize(("salt", "tenant"), [("team", tenant_number("team")), (None, 0)])
+def test_pages_are_stored_behind_those_that_they_build_on_for_their_tenant(
+    side: Side, prefix: list[str], before: str | None, salt: str | None, tenant: int
 ) -> None:
-    tree = SimpleNamespace(get_prefix_hash_values={7: prefix}.get)
+    core = SimpleNamespace(prefetch_anchor_info={7: ("key", salt)}.get)
+    tree = SimpleNamespace(get_prefix_hash_values={7: prefix}.get, tree_core=core)
     wrapper = SimpleNamespace(cache=tree)
     assert hooks.offload(lambda *given: given[1:], wrapper, 7, ["pages"]) == (7, ["pages"])
-    assert side.before == before
+    assert side.origin == (before, tenant)
 
 
 def test_an_unknown_tree_stores_all_the_same(side: Side) -> None:

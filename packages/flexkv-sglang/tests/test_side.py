@@ -13,6 +13,7 @@ from sglang_world import Rank, hashes_of, same
 from flexkv.engine.choice.cost import Span, StepTimer
 from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser
 from flexkv.figures.definitions import sample
+from flexkv_sglang.copies import Origin
 from flexkv_sglang.side import RankSide
 
 MakeRank = Callable[..., Rank]
@@ -300,7 +301,7 @@ def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:
     assert cache is not None
     hashes = hashes_of("a", 4)
     rank.store(hashes[:2], [1, 2])
-    rank.side.builds_on(hashes[1])
+    rank.side.comes_from(Origin(hashes[1]))
     rank.store(hashes[2:], [3, 4])
     # Others fill host memory but for two blocks, and then need one more.
     count = cache.info.num_slots - 3
@@ -311,7 +312,7 @@ def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:
 def test_pages_behind_an_unknown_page_are_stored(make_rank: MakeRank) -> None:
     rank = make_rank()
     hashes = hashes_of("a", 4)
-    rank.side.builds_on(hashes[1])
+    rank.side.comes_from(Origin(hashes[1]))
     assert rank.store(hashes[2:], [3, 4])
     assert rank.side.lookup("r", hashes[2:]) == [2]
     rank.store(hashes_of("b", 1), [5])  # not behind what the call before was

@@ -71,7 +71,8 @@ class Engine:
         self._rng = rng
         self._prompts: list[list[torch.Tensor]] = []
         self._epoch = 0
-        self._tree = SimpleNamespace(get_prefix_hash_values=lambda _: [])
+        core = SimpleNamespace(prefetch_anchor_info=lambda _: (None, None))
+        self._tree = SimpleNamespace(get_prefix_hash_values=lambda _: [], tree_core=core)
 
     def round(self) -> None:
         """Store another prompt, and load one of those stored so far as far as it is found."""

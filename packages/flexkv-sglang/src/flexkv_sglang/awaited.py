@@ -12,6 +12,7 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
 from flexkv.types.changes import Medium
+from flexkv.types.tenants import NO_TENANT
 from flexkv_sglang.trailing import NONE_TRAILING, OBTAINABLE, TrailingPages
 
 
@@ -21,12 +22,14 @@ class _Trailing:
 
     Attributes:
         keys: keys of the pages that the request's prefix may have at most.
+        tenant: number of the request's tenant.
         pages: how many of these it has; unknown until their fetch has been tried.
         fetch: of their blocks; None if it has not begun.
         tried: whether it was tried.
     """
 
     keys: Sequence[bytes]
+    tenant: int
     pages: int = 0
     fetch: FetchId | None = None
     tried: bool = False
@@ -78,18 +81,19 @@ class AwaitedPrefixes:
         """Whether the request has a fetch."""
         return rid in self._fetches
 
-    def begin(self, rid: str, keys: Sequence[bytes], first: int) -> bool:
+    def begin(self, rid: str, keys: Sequence[bytes], first: int, tenant: int = NO_TENANT) -> bool:
         """Begin to fetch blocks from lower tiers. The request has no fetch.
 
         Args:
             rid: the request.
             keys: keys of its blocks from some block on, in order.
             first: number of the first of them.
+            tenant: number of the request's tenant.
 
         Returns:
             Whether the fetch can be extended. If not, no tier has a block behind it.
         """
-        fetch = self._cache.fetch(keys)
+        fetch = self._fetch(keys, tenant)
         if fetch is None:
             return False
         self._fetches[rid] = _Fetched(fetch, list(keys), first)
@@ -102,15 +106,16 @@ class AwaitedPrefixes:
         fetched.keys += keys
         return self._cache.extend_fetch(fetched.id, keys)
 
-    def end_with_trailing(self, rid: str, keys: Sequence[bytes]) -> None:
+    def end_with_trailing(self, rid: str, keys: Sequence[bytes], tenant: int = NO_TENANT) -> None:
         """Nothing more is fetched for the request's prefix, which ends within `keys`: fetch the
         trailing pages before its end as soon as the end is known.
 
         Args:
             rid: the request.
             keys: keys of the pages behind those that SGLang has.
+            tenant: number of the request's tenant.
         """
-        self._trailing[rid] = _Trailing(keys)
+        self._trailing[rid] = _Trailing(keys, tenant)
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Whether each request should wait, because its fetch is expected to end sooner than
@@ -191,5 +196,8 @@ class AwaitedPrefixes:
             self.end(rid)
             return False
         keys = self.trailing.keys_of_hit(trailing.keys[: trailing.pages])
-        trailing.fetch = self._cache.fetch(keys)
+        trailing.fetch = self._fetch(keys, trailing.tenant)
         return True
+
+    def _fetch(self, keys: Sequence[bytes], tenant: int) -> FetchId | None:
+        return self._cache.fetch(keys, tenant=tenant if self._cache.takes_tenants else None)

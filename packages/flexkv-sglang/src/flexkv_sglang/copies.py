@@ -6,11 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from flexkv.client import CacheClient, Transfer
 from flexkv.engine.orders import CopyOrder
 from flexkv.types.packed_keys import PackedKeys
+from flexkv.types.tenants import NO_TENANT
+
+Decision: TypeAlias = tuple[int, int, int]
+"""What ranks must know of a transfer: its number, its cell and the number of slots that follow."""
+
+Behind: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which copies follow the work that SGLang has queued on the device."""
+
+NOTHING: Decision = 0, 0, 0
+"""In place of a transfer if there is none."""
 
 
 @dataclass(slots=True)
@@ -25,6 +35,30 @@ class QueuedLoad:
     order: CopyOrder
     fetched: int = 0
 
+    def lease(self, cache: CacheClient, keys: Sequence[bytes]) -> Decision:
+        """Begin the load of blocks.
+
+        Args:
+            cache: of the engine.
+            keys: keys of the blocks.
+
+        Returns:
+            `NOTHING` if host memory lacks one of the blocks.
+        """
+        transfer = cache.load(keys)
+        if transfer is None:
+            return NOTHING
+        self.order.slots = transfer.slots
+        return transfer.id, transfer.cell, len(keys)
+
+
+class Origin(NamedTuple):
+    """Where pages to store come from: the hash of the page before them, None if it is unknown, and
+    the number of the tenant for whom they count."""
+
+    before: str | None = None
+    tenant: int = NO_TENANT
+
 
 @dataclass(slots=True)
 class Offload:
@@ -36,79 +70,55 @@ class Offload:
         slots: for each page its slot, or -1 if it is not copied; empty if nothing is.
         stored: whether the cache has all pages of the store, if no store is under way or it
             succeeds.
+        tenant: number of the tenant for whom the pages count.
     """
 
     transfer_id: int = 0
     slots: Sequence[int] = ()
     stored: bool = False
+    tenant: int = NO_TENANT
 
+    def reserve(
+        self,
+        cache: CacheClient,
+        before: PackedKeys,
+        keys: PackedKeys,
+        trailing: Sequence[bytes],
+    ) -> Decision:
+        """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
+        that block at least as long as them.
 
-Decision: TypeAlias = tuple[int, int, int]
-"""What ranks must know of a transfer: its number, its cell and the number of slots that follow."""
+        Args:
+            cache: of the engine.
+            before: key of the block before them; empty if that is unknown.
+            keys: keys of the blocks.
+            trailing: keys of blocks of trailing pages, each of which may be evicted without the
+                others.
 
-Behind: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""Makes a context in which copies follow the work that SGLang has queued on the device."""
-
-NOTHING: Decision = 0, 0, 0
-"""In place of a transfer if there is none."""
-
-
-def lease(cache: CacheClient, keys: Sequence[bytes], queued: QueuedLoad) -> Decision:
-    """Begin a load.
-
-    Args:
-        cache: of the engine.
-        keys: keys of the blocks.
-        queued: gets the slots.
-
-    Returns:
-        `NOTHING` if host memory lacks one of the blocks.
-    """
-    transfer = cache.load(keys)
-    if transfer is None:
-        return NOTHING
-    queued.order.slots = transfer.slots
-    return transfer.id, transfer.cell, len(keys)
-
-
-def reserve(
-    cache: CacheClient,
-    before: PackedKeys,
-    keys: PackedKeys,
-    trailing: Sequence[bytes],
-    offload: Offload,
-) -> Decision:
-    """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
-    that block at least as long as them.
-
-    Args:
-        cache: of the engine.
-        before: key of the block before them; empty if that is unknown.
-        keys: keys of the blocks.
-        trailing: keys of blocks of trailing pages, each of which may be evicted without the others.
-        offload: gets the store, and its slots.
-
-    Returns:
-        `NOTHING` if no block got a slot.
-    """
-    blocks: Sequence[bytes] = [*keys, *trailing] if trailing else keys
-    missing = cache.missing(blocks)
-    if not missing:
-        offload.stored = True
-        return NOTHING
-    starts = range(len(keys), len(blocks))
-    if before and not cache.missing(before):
-        chain = [*before, *blocks] if trailing else before + keys
-        places = [1 + i for i in missing]
-        transfer = cache.store(chain, places, prefix_starts=[1 + i for i in starts])
-    else:
-        transfer = cache.store(blocks, missing, prefix_starts=[0, *starts])
-    if transfer is None:
-        return NOTHING
-    offload.transfer_id = transfer.id
-    offload.slots = _slots_of(transfer, blocks, missing)
-    offload.stored = len(transfer.slots) == len(missing)
-    return transfer.id, transfer.cell, len(blocks)
+        Returns:
+            `NOTHING` if no block got a slot.
+        """
+        blocks: Sequence[bytes] = [*keys, *trailing] if trailing else keys
+        missing = cache.missing(blocks)
+        if not missing:
+            self.stored = True
+            return NOTHING
+        starts = range(len(keys), len(blocks))
+        tenants = [self.tenant] * (1 + len(blocks)) if cache.takes_tenants else None
+        if before and not cache.missing(before):
+            chain = [*before, *blocks] if trailing else before + keys
+            places = [1 + i for i in missing]
+            begins = [1 + i for i in starts]
+            transfer = cache.store(chain, places, prefix_starts=begins, tenants=tenants)
+        else:
+            own = tenants and tenants[1:]
+            transfer = cache.store(blocks, missing, prefix_starts=[0, *starts], tenants=own)
+        if transfer is None:
+            return NOTHING
+        self.transfer_id = transfer.id
+        self.slots = _slots_of(transfer, blocks, missing)
+        self.stored = len(transfer.slots) == len(missing)
+        return transfer.id, transfer.cell, len(blocks)
 
 
 def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int]) -> CopyOrder:

@@ -18,6 +18,7 @@ from flexkv.engine.scheduler.request_options import OptionsReader, tenant_sessio
 from flexkv.eviction import RequestContext
 from flexkv.figures.meter import Meter
 from flexkv.types.packed_keys import PackedKeys
+from flexkv.types.tenants import tenant_number
 from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages
 
@@ -160,6 +161,7 @@ class FollowedRequests:
             request_id=rid,
             session=tenant_session(tenant, options.session),
             returns=options.returns,
+            tenant=tenant_number(request.cache_salt or ""),
         )
 
     def _end(self, requests: Sequence[Any]) -> None:

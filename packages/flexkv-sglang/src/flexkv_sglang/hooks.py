@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any
 
 from flexkv.engine.choice.cost import Span
+from flexkv.types.tenants import tenant_number
+from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import AT_ONCE
 from flexkv_sglang.kv_events import follow
 from flexkv_sglang.look_ahead import WINDOW
@@ -202,15 +204,17 @@ def clear_storage(original: Callable[..., Any], scheduler: Any, request: Any) ->
 
 
 def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
-    """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the
-    prefix."""
+    """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the prefix,
+    and their tenant."""
     for side in _sides:
         with side.boundary.guard(
             "following the tree", "blocks may outlive the prefix before them", loses=False
         ):
             if side.leads:
                 prefix = wrapper.cache.get_prefix_hash_values(node)
-                side.builds_on(prefix[-1] if prefix else None)
+                _, salt = wrapper.cache.tree_core.prefetch_anchor_info(node)
+                before = prefix[-1] if prefix else None
+                side.comes_from(Origin(before, tenant_number(salt or "")))
     return original(wrapper, node, transfers)
 
 

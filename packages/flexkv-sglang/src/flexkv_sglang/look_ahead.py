@@ -41,6 +41,11 @@ class Prompt(Protocol):
         """How many there are."""
         ...
 
+    @property
+    def tenant(self) -> int:
+        """Number of the request's tenant."""
+        ...
+
     def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
         """SGLang's hashes of pages `start` to `stop`. `before` is the hash of the page before them;
         None if `start` is 0."""
@@ -128,7 +133,7 @@ class LookAhead:
             if not goes_on:
                 del self._looks[rid]
                 if look.seen:
-                    self._awaited.end_with_trailing(rid, look.seen)
+                    self._awaited.end_with_trailing(rid, look.seen, look.prompt.tenant)
             if self._clock() >= end:
                 return
 
@@ -146,7 +151,8 @@ class LookAhead:
         else:
             # The page before them, so that host memory keeps it at least as long.
             first = look.hashed - len(look.keys) - len(part) - len(look.last)
-            goes_on = self._awaited.begin(rid, [*look.last, *part], first)
+            tenant = look.prompt.tenant
+            goes_on = self._awaited.begin(rid, [*look.last, *part], first, tenant)
         return goes_on and bool(look.keys or look.hashed < look.prompt.pages)
 
     def _hash(self, rid: str, look: _Look) -> bool:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from flexkv.types.tenants import tenant_number
+
 
 class MissingPages:
     """See `look_ahead.Prompt`.
@@ -15,9 +17,16 @@ class MissingPages:
         first: tokens of the prompt that SGLang's cache has, whole pages.
         before: the hash of the last of these pages; None if there are none.
         page_size: tokens of a page.
+        tenant: number of the request's tenant.
+
+    Attributes:
+        tenant: as given.
     """
 
-    def __init__(self, key: Any, first: int, before: str | None, page_size: int) -> None:
+    def __init__(
+        self, key: Any, first: int, before: str | None, page_size: int, tenant: int
+    ) -> None:
+        self.tenant = tenant
         self._key = key
         self._first = first
         self._before = before
@@ -47,6 +56,7 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     request.refresh_fill_ids()
+    tenant = tenant_number(request.cache_salt or "")
     tokens = request.full_untruncated_fill_ids
     # With embeddings of its own, a request shares no pages.
     shares = request.positional_embed_overrides is None
@@ -62,7 +72,7 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
         if first:
             before = tree.get_last_hash_value(match.last_device_node)
             first = first if before else len(key)
-        return MissingPages(key, first, before, tree.page_size)
+        return MissingPages(key, first, before, tree.page_size, tenant)
     first, node, covered = tree.tree_core.match_full_device_prefix(key)
     key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
     before = None
@@ -74,4 +84,4 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
             before = hashes[place]
         else:
             first = len(key)  # the hashes of the pages behind are unknown
-    return MissingPages(key, first, before, tree.page_size)
+    return MissingPages(key, first, before, tree.page_size, tenant)

@@ -24,7 +24,7 @@ from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
-from flexkv_sglang.copies import Behind, Decision, Offload, QueuedLoad, lease, order_of, reserve
+from flexkv_sglang.copies import Behind, Decision, Offload, Origin, QueuedLoad, order_of
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.look_ahead import Prompt
@@ -102,7 +102,7 @@ class RankSide:
         self.trailing = trailing
         self._chooser = chooser
         self.boundary = boundary
-        self._before: str | None = None
+        self._origin = Origin()
         self._closed = self._batch_failed = False
         self._step = self._failed_polls = 0
         self._queued: dict[str, QueuedLoad] = {}
@@ -211,7 +211,7 @@ class RankSide:
         number, cell, count = self._decide(
             "ordering a load",
             "it is a miss",
-            lambda c: lease(c, trailing.with_last(self.keys_of(hashes), last), queued),
+            lambda c: queued.lease(c, trailing.with_last(self.keys_of(hashes), last)),
         )
         if not number:
             return False
@@ -346,9 +346,9 @@ class RankSide:
 
     # Pages that SGLang has computed.
 
-    def builds_on(self, before: str | None) -> None:
-        """The pages of the next offload follow the page of this hash; None if it is unknown."""
-        self._before = before
+    def comes_from(self, origin: Origin) -> None:
+        """Say where the pages of the next offload come from."""
+        self._origin = origin
 
     def offload(
         self,
@@ -366,14 +366,13 @@ class RankSide:
             behind: the copies follow the work that SGLang has queued so far.
             last: see `load`.
         """
-        offload = Offload()
+        (before, tenant), self._origin = self._origin, Origin()
+        offload = Offload(tenant=tenant)
         self._pending.append(offload)
-        before, self._before = self._before, None
 
         def make(cache: CacheClient) -> Decision:
-            keys = self.keys_of(hashes)
-            apart = self.trailing.keys_of(keys, last) if last else ()
-            return reserve(cache, self.keys_of([before] if before else []), keys, apart, offload)
+            keys, own = self.keys_of(hashes), self.keys_of([before] if before else [])
+            return offload.reserve(cache, own, keys, self.trailing.keys_of(keys, last))
 
         number, cell, count = self._decide("storing blocks", "they are not cached", make)
         if not number:
