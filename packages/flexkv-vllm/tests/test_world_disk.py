@@ -306,9 +306,9 @@ def test_blocks_that_are_written_during_a_reset_leave_again_after_it(
     write, ended = store_of(drive).write, threading.Event()
     world.closing.callback(ended.set)
 
-    def late(*args: Any) -> Any:
+    def late(*args: Any, **named: Any) -> Any:
         ended.wait()
-        return write(*args)
+        return write(*args, **named)
 
     monkeypatch.setattr(store_of(drive), "write", late)
     *texts, last = prompts(31, 5)

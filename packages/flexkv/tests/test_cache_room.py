@@ -173,9 +173,9 @@ def hanging(make: Callable[..., Node]) -> Iterator[tuple[Node, threading.Event]]
     drive.link._write_bytes = 1
     gate, write = threading.Event(), store_of(drive).write
 
-    def waiting(*args: Any) -> Any:
+    def waiting(*args: Any, **named: Any) -> Any:
         gate.wait()
-        return write(*args)
+        return write(*args, **named)
 
     store_of(drive).write = waiting
     yield node, gate

@@ -271,8 +271,8 @@ def test_a_bad_block_of_which_there_is_a_later_one_is_not_bad(quick: None, cache
 def replace_record(cache: Cache, seal: int, record: Record) -> Record:
     with open(cache.folder / "table", "r+b") as file:
         file.seek(table.record_offset(record.slot))
-        slot, key, checksum, generation = record
-        file.write(table.encode_record(slot, seal, key, checksum, generation))
+        slot, key, checksum, generation, stored = record
+        file.write(table.encode_record(slot, seal, key, checksum, generation, stored=stored))
     return record
 
 

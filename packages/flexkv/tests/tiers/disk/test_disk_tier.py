@@ -168,9 +168,9 @@ def test_what_waits_is_written_as_long_as_the_engine_allows(
     (drive,) = tier.drives
     gate, write = threading.Event(), drive._store.write
 
-    def waiting(*args: Any) -> Any:
+    def waiting(*args: Any, **named: Any) -> Any:
         gate.wait()
-        return write(*args)
+        return write(*args, **named)
 
     monkeypatch.setattr(drive._store, "write", waiting)
     monkeypatch.setattr(drive, "_runs", lambda slots, size: [[i] for i in range(len(slots))])
