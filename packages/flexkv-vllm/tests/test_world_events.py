@@ -334,9 +334,9 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
     store = store_of(drive_of(world))
     write = store.write
 
-    def hanging(*args: Any) -> Any:
+    def hanging(*args: Any, **named: Any) -> Any:
         written.wait()
-        return write(*args)
+        return write(*args, **named)
 
     store.write = hanging  # type: ignore[method-assign]
     request = world.requests[world.generate(random_prompt(random.Random(8), 101))]

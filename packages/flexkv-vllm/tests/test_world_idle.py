@@ -45,9 +45,9 @@ class Gate:
         store = store_of(drive_of(world))
         write = store.write
 
-        def waiting(*args: Any) -> Any:
+        def waiting(*args: Any, **named: Any) -> Any:
             self._open.wait()
-            return write(*args)
+            return write(*args, **named)
 
         store.write = waiting
         world.closing.callback(self.open)
