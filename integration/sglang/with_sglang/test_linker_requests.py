@@ -137,6 +137,25 @@ def test_ahead_of_its_turn_a_request_has_the_hashes_of_its_turn(
         assert [*first, *missing.hashes(1, len(wanted), first[0])] == wanted
 
 
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("others", [[], [99, 98, 97, 96]], ids=["node", "part of a node"])
+def test_sglang_computes_on_from_a_state_only(
+    world: World, monkeypatch: pytest.MonkeyPatch, has_state: bool, others: list[int]
+) -> None:
+    """The tree stays as it is: those of other ranks are not asked."""
+    world.insert([*PROMPT[:12], *others])
+    nodes = world.tree.tree_core.total_size()
+    state = object() if has_state else None
+    monkeypatch.setattr(
+        world.tree.tree_core, "get_component_device_value", lambda node, component: state
+    )
+    missing = missing_pages(world.tree, world.request(PROMPT), has_states=True)
+    known = 12 if has_state and not others else 0
+    assert missing.pages == (len(PROMPT) - 1 - known) // PAGE
+    assert missing.hashes(0, 1, None) == world.hashes(world.request(PROMPT))[known // PAGE :][:1]
+    assert world.tree.tree_core.total_size() == nodes
+
+
 def test_a_request_with_embeddings_of_its_own_has_no_pages(world: World) -> None:
     request = world.request(PROMPT)
     request.positional_embed_overrides = object()

@@ -155,7 +155,7 @@ class Process:
         self._side = self._rank.side
         self._tree = Tree()
         hooks._sides.append(self._side)
-        hooks.missing_pages = lambda tree, request: request.matched()  # type: ignore[assignment]
+        hooks.missing_pages = lambda tree, request, **_: request.matched()  # type: ignore[assignment]
         self._errors = line_errors(random.Random(rank), setattr)
         self._rounds = 0
         self._raised = False

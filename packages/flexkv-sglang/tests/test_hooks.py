@@ -18,6 +18,7 @@ from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import AT_ONCE, DelayedOffloads
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, OneRank
+from flexkv_sglang.trailing import NONE_TRAILING
 
 
 class Side:
@@ -33,7 +34,8 @@ class Side:
         self.spans: list[list[Span]] = []
         self.counted: list[tuple[list[str], list[str]]] = []
         self.own: list[list[str]] = []
-        self.before: str | None = "unset"
+        self.origin = Origin("unset")
+        self.trailing = NONE_TRAILING
         self.leads = True
         self.boundary = ErrorBoundary()
         self.looks_ahead = False
@@ -95,7 +97,9 @@ class Request:
 def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     made = Side("b", "d")
     monkeypatch.setattr(hooks, "_sides", [made])
-    monkeypatch.setattr(hooks, "missing_pages", lambda tree, request: f"pages of {request.rid}")
+    monkeypatch.setattr(
+        hooks, "missing_pages", lambda tree, request, **_: f"pages of {request.rid}"
+    )
     return made
 
 
@@ -183,7 +187,7 @@ def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:
 def test_a_request_that_cannot_be_matched_is_looked_up_at_its_turn(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def match(tree: object, request: Request) -> str:
+    def match(tree: object, request: Request, *, has_states: bool) -> str:
         if request.rid == "b":
             raise RuntimeError("on this rank alone")
         return f"pages of {request.rid}"

@@ -215,7 +215,9 @@ def test_an_error_before_any_line_loses_nothing(
     policy, windows, states = kind
     rng = random.Random(1)
     errors = line_errors(rng, monkeypatch.setattr)
-    monkeypatch.setattr(hooks, "missing_pages", lambda tree, request: HashedPrompt(request.hashes))
+    monkeypatch.setattr(
+        hooks, "missing_pages", lambda tree, request, **_: HashedPrompt(request.hashes)
+    )
     monkeypatch.setattr(hooks, "follow", lambda events, ours, size: [*events, *ours.take()])
     made = itertools.count()
     new = 1

@@ -363,5 +363,7 @@ def _look_ahead(side: RankSide, scheduler: Any) -> None:
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
                 if not getattr(request.session, "streaming", False):
                     kind = getattr(request, "priority", None)
-                    side.look_ahead(request.rid, missing_pages(tree, request), kind)
+                    states = side.trailing.have_states
+                    missing = missing_pages(tree, request, has_states=states)
+                    side.look_ahead(request.rid, missing, kind)
     side.go_on_looking()

@@ -175,6 +175,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
             full, apart = _by_pool(transfers)
             pages = self._whole_pages(full.slots)
+            if pages is None or len(pages) != len(full.keys):
+                return None
             numbers: dict[str, list[int]] = {}
             for name, (keys, slots) in apart.items():
                 is_state = name == PoolName.MAMBA.value
@@ -182,7 +184,7 @@ class FlexKVLinker(UnifiedCacheLinker):
                 if its is None or len(its) != len(keys):
                     return None
                 numbers[name] = its
-            return None if pages is None else pages + self.side.trailing.blocks_of(numbers)
+            return pages + self.side.trailing.blocks_of(numbers)
         return None
 
     def _whole_pages(self, slots: torch.Tensor) -> list[int] | None:

@@ -46,12 +46,13 @@ class MissingPages:
         return cast("list[str]", get_storage_hash_str(part, before or self._before, page_size=size))
 
 
-def missing_pages(tree: Any, request: Any) -> MissingPages:
+def missing_pages(tree: Any, request: Any, *, has_states: bool = False) -> MissingPages:
     """Match a request with SGLang's cache as SGLang does at its turn, without a hash or a lookup.
 
     Args:
         tree: SGLang's cache. It does not change, and does not count the match as a use.
         request: SGLang's request.
+        has_states: whether the model has recurrent states. SGLang computes on from the last one.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -62,18 +63,13 @@ def missing_pages(tree: Any, request: Any) -> MissingPages:
     shares = request.positional_embed_overrides is None
     limit = request._compute_max_prefix_len(len(tokens)) if shares else 0
     key = RadixKey(tokens, extra_key=request.extra_key, limit=limit, cache_salt=request.cache_salt)
-    if len(tree.tree_components) > 1:
-        # SGLang's own cache is of use as far as it has windows and states, too.
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        match = tree.tree_core.match_prefix(MatchPrefixParams(key=key))
-        first, before = match.device_prefix_len, None
-        key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
-        if first:
-            before = tree.get_last_hash_value(match.last_device_node)
-            first = first if before else len(key)
-        return MissingPages(key, first, before, tree.page_size, tenant)
     first, node, covered = tree.tree_core.match_full_device_prefix(key)
+    if first and has_states:
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        # Whether an earlier node has a state is not known without a match, which changes the tree.
+        state = tree.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+        first = first if first == covered and state is not None else 0
     key, _ = key.maybe_to_bigram_view(tree.tree_core.is_eagle)
     before = None
     if first:
