@@ -134,7 +134,7 @@ def accesses_of(side: Any) -> Any:
 
 def fetches_of(side: Any) -> tuple[Any, Any]:
     """The cache of an SGLang rank that decides, and the fetches of its requests."""
-    return side._cache, side._waiting.awaited
+    return side._cache, side.requests.waiting.awaited
 
 
 def blocks_of_fetch(cache: KVCache, fetch: FetchId) -> list[Any]:

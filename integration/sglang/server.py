@@ -131,6 +131,13 @@ class SglangServer(HttpServer):
             for answer in json.loads(self.ask("/generate", body))
         ]
 
+    def generate_with(
+        self, parameters: dict[str, Any], prompt: Sequence[int], max_tokens: int = 8
+    ) -> None:
+        """Answer a prompt with parameters for FlexKV."""
+        sampling = {"max_new_tokens": max_tokens, "custom_params": parameters}
+        self.ask("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+
     def stream(
         self, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True
     ) -> tuple[Completion, dict[str, Any]]:

@@ -41,6 +41,9 @@ class Operator:
     def remove(self) -> str:
         return _print_of("clear", self.root, "--prefix", self._prompt, "--yes")
 
+    def remove_session(self, name: str) -> str:
+        return _print_of("clear", self.root, "--session", name, "--yes")
+
     def tiers(self) -> list[int]:
         """Blocks of the prompt in each tier."""
         _, (places,) = run_cli("lookup", self._prompt, self.root, "--json")
@@ -86,6 +89,10 @@ def test_sglang(tmp_path: Path, model: Path, sglang: Path) -> None:
         assert operator.tiers() == [0, 0]
         once_more = server.generate(PROMPT, ANSWER)
         assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)
+        operator.await_tiers([blocks, blocks])
+        server.generate_with({"flexkv.session": "chat"}, PROMPT, ANSWER)
+        assert f": removed {blocks} " in operator.remove_session("chat")
+        assert operator.tiers() == [0, 0]
 
 
 def test_offloading_connector(

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang_world import same  # type: ignore[import-not-found]
 
 from flexkv_sglang import hooks
+from flexkv_sglang.page_hashes import PageHashes
 from integration.sglang.with_sglang.linked import PAGE, LinkedRank
 
 _PROMPT = 4 * PAGE
@@ -95,6 +96,16 @@ def test_a_use_delays_an_offload_further(world: World) -> None:
     world.compute("c")
     world.compute("hij")
     assert world.in_host("cdefghij") == "d"
+
+
+def test_what_a_request_is_to_retain_waits_for_no_eviction(world: World) -> None:
+    request = world.linked.request("r", [*tokens_of("d"), 1])
+    request.sampling_params.custom_params = {"flexkv.retain_seconds": 60}
+    requests = world.linked.rank.requests
+    requests.matched(request, 0)
+    requests.scheduled([request], [], PageHashes(world.linked.tree))
+    world.compute("cd")
+    assert "d" in world.in_host("cd")
 
 
 def test_pages_that_sglang_evicts_at_once_are_a_miss(world: World) -> None:

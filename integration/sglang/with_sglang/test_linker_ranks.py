@@ -49,7 +49,9 @@ FAULTS = [
     Fault("turn", "side._worker", "take_bad_blocks"),
     Fault("turn", "side._worker", "report"),
 ]
-LEADS = [Fault("ahead", "side", call) for call in ("look_ahead", "go_on_looking", "is_new")]
+LEADS = [
+    Fault("ahead", "side.requests", call) for call in ("look_ahead", "go_on_looking", "is_new")
+]
 """On the rank that decides."""
 CASES = [(0, fault) for fault in LEADS]
 CASES += [(rank, fault) for fault in FAULTS for rank in range(RANKS)]

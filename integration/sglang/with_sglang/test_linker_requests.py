@@ -28,6 +28,7 @@ from flexkv.eviction import RequestContext
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
 from flexkv_sglang.missing_pages import missing_pages
+from flexkv_sglang.page_hashes import PageHashes
 
 PAGE = 4
 PROMPT = list(range(21))
@@ -165,4 +166,22 @@ def test_a_request_with_embeddings_of_its_own_has_no_pages(world: World) -> None
 def test_a_request_names_its_session(world: World) -> None:
     world.schedule(world.request(PROMPT, session_id="chat", cache_salt="s"))
     ((_, context, _),) = world.told
-    assert context.session == "\0s\0chat"
+    assert context.session == "s\0chat"
+
+
+@pytest.mark.parametrize("whose", [{}, {"extra_key": "A"}, {"cache_salt": "A"}])
+@pytest.mark.parametrize("known", [0, 2, 5, 6])
+def test_the_pages_of_an_answer_follow_those_of_the_prompt(
+    world: World, known: int, whose: dict[str, str]
+) -> None:
+    request = world.request(PROMPT, **whose)
+    request.output_ids.extend(range(50, 58))
+    computed = [*PROMPT, *range(50, 57)]
+    world.insert(computed, **whose)
+    key = RadixKey(array("q", [*computed, 1]), **whose)
+    node = world.tree.tree_core.match_full_device_prefix(key)[1]
+    whole = world.tree.tree_core.get_hash_values(node)
+    hashes = PageHashes(world.tree)
+    assert len(whole) == 7
+    before = whole[known - 1] if known else None
+    assert hashes.behind(request, known, before) == whole[known:]

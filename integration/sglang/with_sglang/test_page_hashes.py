@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
@@ -13,6 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from flexkv.control.prompts import PromptQuestion
 from flexkv_sglang import page_keys as page_keys_module
+from flexkv_sglang.page_hashes import PageHashes
 from flexkv_sglang.page_keys import PageKeys
 
 TEXT = list(range(48))
@@ -68,3 +70,16 @@ def test_an_operators_prompt_has_the_keys_of_a_request(
         assert [bytes(key) for each in keys.parts(by_hashes) for key in each] == made
         page_keys.renew(mixed=False)
     assert list(keys.parts(PromptQuestion(tokens=(1, 2)))) == []
+
+
+@pytest.mark.parametrize("known", [0, 1, 3])
+@pytest.mark.parametrize("is_bigram", [False, True])
+def test_a_request_that_ends_has_the_keys_of_its_lookups(known: int, is_bigram: bool) -> None:
+    request = Req("rid", "", array("q", TEXT), SamplingParams(), cache_salt="A")
+    request.output_ids.extend([*range(17), 99])  # the last token has no KV
+    key = RadixKey(array("q", [*TEXT, *range(17)]), cache_salt="A", is_bigram=is_bigram)
+    whole = get_storage_hash_str(key[:64], None, page_size=16)
+    core = SimpleNamespace(is_eagle=is_bigram)
+    made = PageHashes(SimpleNamespace(page_size=16, tree_core=core))
+    before = whole[known - 1] if known else None
+    assert made.behind(request, known, before) == whole[known:]

@@ -4,8 +4,30 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+
+
+class OwnPages:
+    """Hashes of pages as SGLang has them, for tests without it.
+
+    Args:
+        own: of the pages that SGLang's cache has, for any request.
+        behind: of the other pages of a request, at its end.
+    """
+
+    def __init__(self, own: Sequence[str] = (), behind: Sequence[str] = ()) -> None:
+        self.own = own
+        self.pages = behind
+        self.asked: list[tuple[int, str | None]] = []
+
+    def of_hit(self, request: Any) -> Sequence[str]:
+        return self.own
+
+    def behind(self, request: Any, pages: int, before: str | None) -> Sequence[str]:
+        self.asked.append((pages, before))
+        return self.pages
 
 
 class Request:

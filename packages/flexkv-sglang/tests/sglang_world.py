@@ -16,6 +16,7 @@ import torch
 from flexkv import CacheConfig
 from flexkv_sglang.pages import NO_DRAFTS, DraftPools, Pages, describe_pages
 from flexkv_sglang.ranks import OneRank, Ranks
+from flexkv_sglang.requests import SglangRequests
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
 
@@ -329,12 +330,18 @@ class Rank:
             assert time.monotonic() < deadline
         return self.side.take_offload()
 
+    @property
+    def requests(self) -> SglangRequests:
+        """The requests, on the rank that decides."""
+        assert self.side.requests is not None
+        return self.side.requests
+
     def look_ahead(self, rid: str, hashes: Sequence[str], tenant: int = 0) -> None:
         """Look a request up ahead of its turn, in as many steps as that takes."""
-        assert self.side.is_new(rid)
-        self.side.look_ahead(rid, HashedPrompt(hashes, tenant))
-        while self.side.looks_ahead:
-            self.side.go_on_looking()
+        assert self.requests.is_new(rid)
+        self.requests.look_ahead(rid, HashedPrompt(hashes, tenant))
+        while self.requests.looks_ahead:
+            self.requests.go_on_looking()
 
     def load(
         self,

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 from policy_checks import UseOrderPolicy
-from sglang_requests import Request
+from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of
 
 from flexkv.eviction import POLICIES, RequestContext
+from flexkv.figures.definitions import HIT_TOKENS, QUERY_TOKENS, sample
 from flexkv_sglang import following
 
 PAGE = 4
@@ -46,12 +47,17 @@ class World:
 
     rank: Rank
     told: Told
-    own: list[str] = field(default_factory=list)
+    pages: OwnPages = field(default_factory=OwnPages)
 
     def schedule(self, *requests: Request, waiting: Sequence[Request] = ()) -> None:
         """SGLang computes these requests next; uses of their prefixes are counted."""
-        self.rank.side.scheduled(requests, waiting, lambda request: self.own)
+        self.rank.requests.scheduled(requests, waiting, self.pages)
         self.rank.side.ended_offloads()
+
+    def match(self, request: Request, hashes: Sequence[str], own_tokens: int = 0) -> list[int]:
+        """SGLang looks a request up, for which it has these tokens itself."""
+        self.rank.requests.matched(request, own_tokens)
+        return self.rank.side.lookup(request.rid, hashes)
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
         return list(self.rank.side.keys_of(hashes))
@@ -68,7 +74,7 @@ def world(make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> Wo
 def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) -> None:
     side = world.rank.side
     world.rank.store(HASHES[:4], [1, 2, 3, 4])
-    world.own = HASHES[:2]
+    world.pages.own = HASHES[:2]
     assert side.lookup("r", HASHES[2:]) == [2]
     assert side.load("r", HASHES[2:4], [5, 6])
     world.schedule(Request("r", PROMPT, prefix=16))
@@ -88,7 +94,7 @@ def test_a_request_that_finds_nothing_is_told_too(world: World) -> None:
 def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
     world.rank.store(HASHES, [1, 2, 3, 4, 5])
     world.rank.side.lookup("r", HASHES)  # before another request computed its prompt
-    world.own = HASHES
+    world.pages.own = HASHES
     world.schedule(Request("r", PROMPT, prefix=20))
     assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 20, "r"))]
 
@@ -96,7 +102,7 @@ def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
 def test_a_lookup_before_a_change_of_weights_counts_for_nothing(world: World) -> None:
     world.rank.side.lookup("r", HASHES)
     world.rank.side.weights_changed(flushed=False)
-    world.own = HASHES[:2]
+    world.pages.own = HASHES[:2]
     world.schedule(Request("r", PROMPT, prefix=8))
     assert world.told.began_with == [(world.keys(HASHES[:2]), RequestContext(21, 8, "r"))]
 
@@ -149,17 +155,17 @@ def test_pages_that_are_in_no_tree_are_left_out(world: World) -> None:
     assert side.load("r", HASHES[2:4], [3, 4])
     world.schedule(Request("r", PROMPT, prefix=16))
     ((keys, context),) = world.told.began_with
-    assert (keys, context.hit_tokens) == (world.keys(HASHES[2:]), 8)
+    assert (keys, context.hit_tokens) == (world.keys(HASHES[2:]), 16)
     assert sorted(world.told.hits) == sorted(world.keys(HASHES[2:4]))
 
 
 @pytest.mark.parametrize(
     ("others", "session", "returns"),
     [
-        ({"session_id": "chat"}, "\0\0chat", None),
-        ({"session_id": "chat", "tenant": "t", "salt": "s"}, "t\0s\0chat", None),
-        ({"params": {"flexkv.session": "own", "flexkv.returns": True}}, "\0\0own", True),
-        ({"session_id": "chat", "params": {"flexkv.returns": False}}, "\0\0chat", False),
+        ({"session_id": "chat"}, "\0chat", None),
+        ({"session_id": "chat", "tenant": "t", "salt": "s"}, "s\0chat", None),
+        ({"params": {"flexkv.session": "own", "flexkv.returns": True}}, "\0own", True),
+        ({"session_id": "chat", "params": {"flexkv.returns": False}}, "\0chat", False),
         ({"params": {"other": 1}, "tenant": "t"}, "", None),
     ],
 )
@@ -174,13 +180,14 @@ def test_what_a_client_says_of_its_conversation(
 def test_parameters_that_sglang_cannot_pass_are_named(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    params = {"flexkv.pin": True, "flexkv.returns": "yes"}
+    params = {"flexkv.store": False, "flexkv.returns": "yes"}
     world.schedule(Request("r", PROMPT, params=params))
     assert world.rank.side.take_samples()["ignored_parameters"] == 2
     (line,) = [each.message for each in caplog.records if "custom_params" in each.message]
     assert line == (
-        "custom_params of request r has 'flexkv.pin': True, which is ignored, like 1 more; "
-        "allowed: flexkv.session, flexkv.returns, flexkv.release"
+        "custom_params of request r has 'flexkv.store': False, which is ignored, like 1 more; "
+        "allowed: flexkv.load, flexkv.max_load_tokens, flexkv.session, flexkv.returns, "
+        "flexkv.retain_seconds, flexkv.release"
     )
 
 
@@ -198,13 +205,60 @@ def test_requests_may_only_what_the_settings_allow(
     assert world.rank.side.take_samples()["ignored_parameters"] == 1
 
 
+def test_a_request_that_may_not_load_is_no_miss(world: World) -> None:
+    world.rank.store(HASHES[:4], [1, 2, 3, 4])
+    request = Request("r", PROMPT, params={"flexkv.load": False})
+    assert world.rank.requests.limit(request) == 0
+    assert world.match(request, HASHES) == []
+    world.schedule(request)
+    assert queried(world) == (0, 0)
+    assert [keys for keys, _ in world.told.began_with] == [world.keys(HASHES)]
+
+
+def test_a_request_loads_as_many_tokens_as_it_may(world: World) -> None:
+    world.rank.store(HASHES[:4], [1, 2, 3, 4])
+    request = Request("r", PROMPT, params={"flexkv.max_load_tokens": 11})
+    assert world.rank.requests.limit(request) == 11
+    assert world.match(request, HASHES) == [2]
+    assert world.rank.side.load("r", HASHES[:2], [5, 6])
+    request.prefix_len = 8
+    world.schedule(request)
+    assert queried(world) == (21, 8)
+
+
+def test_a_request_is_asked_about_once_however_often_it_is_looked_up(world: World) -> None:
+    for _ in range(3):
+        assert world.match(Request("r", PROMPT), HASHES) == []
+    request = Request("r", PROMPT)
+    assert world.match(request, HASHES[2:], 8) == []
+    world.pages.own = HASHES[:2]
+    request.prefix_len = 8
+    world.schedule(request)
+    assert queried(world) == (13, 0)
+
+
+def test_hints_of_a_request_are_counted_once(world: World) -> None:
+    request = Request("r", PROMPT, session_id="chat")
+    for _ in range(3):
+        world.match(request, HASHES)
+    world.schedule(request)
+    assert world.rank.side.take_samples()[sample("hints", "session", "accepted")] == 1
+
+
+def queried(world: World) -> tuple[float, float]:
+    """Tokens that FlexKV was asked for, and those that it had."""
+    taken = world.rank.side.take_samples()
+    return tuple(  # type: ignore[return-value]
+        taken.get(sample(name, "host"), 0) for name in (QUERY_TOKENS.name, HIT_TOKENS.name)
+    )
+
+
 def test_lookups_of_requests_that_leave_are_forgotten(world: World) -> None:
     side = world.rank.side
     waits = Request("r 0", PROMPT)
     for number in range(1000):
         side.lookup(f"r {number}", HASHES)
         world.schedule(waiting=[waits])
-    assert side._followed is not None
-    assert len(side._followed._looked_up) < 100
+    assert len(world.rank.requests.followed._lookups) < 100
     world.schedule(waits, Request("r 500", PROMPT))
     assert [keys for keys, _ in world.told.began_with] == [world.keys(HASHES), []]

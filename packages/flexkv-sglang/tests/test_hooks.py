@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import AT_ONCE, DelayedOffloads
+from flexkv_sglang.page_hashes import PageHashes
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, OneRank
 from flexkv_sglang.trailing import NONE_TRAILING
@@ -39,11 +40,28 @@ class Side:
         self.leads = True
         self.boundary = ErrorBoundary()
         self.looks_ahead = False
+        self.matches: list[tuple[str, int]] = []
+        self.limits: dict[str, int] = {}
+        self.keeping = 0
         self.went_on = 0
         self.weights_return = True
         self.delays = False
         self.delayed = DelayedOffloads(Exchanges(OneRank(), self.boundary))
         self.is_loading = False
+
+    @property
+    def requests(self) -> Side | None:
+        return self if self.leads else None
+
+    @property
+    def followed(self) -> Side:
+        return self
+
+    def matched(self, request: Any, own_tokens: int) -> None:
+        self.matches.append((request.rid, own_tokens))
+
+    def limit(self, request: Any) -> int | None:
+        return self.limits.get(request.rid)
 
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
@@ -71,10 +89,10 @@ class Side:
         self,
         requests: Sequence[Any],
         waiting: Sequence[Any],
-        own_hashes: Callable[[Any], Sequence[str]],
+        hashes: PageHashes,
     ) -> None:
         self.counted.append((rids(requests), rids(waiting)))
-        self.own = [list(own_hashes(each)) for each in requests if hasattr(each, "last_node")]
+        self.own = [list(hashes.of_hit(each)) for each in requests if hasattr(each, "last_node")]
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
         self.spans.append(list(spans))
@@ -187,7 +205,7 @@ def test_each_request_is_looked_up_once_before_its_turn(side: Side) -> None:
 def test_a_request_that_cannot_be_matched_is_looked_up_at_its_turn(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def match(tree: object, request: Request, *, has_states: bool) -> str:
+    def match(tree: object, request: Request, **_: object) -> str:
         if request.rid == "b":
             raise RuntimeError("on this rank alone")
         return f"pages of {request.rid}"

@@ -38,22 +38,22 @@ def rank(make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.Mon
     first.close()
     made = make_rank(settings=settings)
     ticks = count()
-    ahead: Any = made.side._waiting.ahead
+    ahead: Any = made.requests.waiting.ahead
     monkeypatch.setattr(ahead, "_clock", lambda: float(next(ticks)))
     return made
 
 
 def begin(rank: Rank, rid: str, hashes: Sequence[str]) -> HashedPrompt:
-    assert rank.side.is_new(rid)
+    assert rank.requests.is_new(rid)
     prompt = HashedPrompt(hashes)
-    rank.side.look_ahead(rid, prompt)
+    rank.requests.look_ahead(rid, prompt)
     prompt.asked.clear()  # for what requests share
     return prompt
 
 
 def finish(rank: Rank) -> None:
-    while rank.side.looks_ahead:
-        rank.side.go_on_looking()
+    while rank.requests.looks_ahead:
+        rank.requests.go_on_looking()
 
 
 def fetched(rank: Rank, rid: str) -> Any:
@@ -73,9 +73,9 @@ def wait(rank: Rank, *rids: str) -> None:
 def test_a_step_takes_no_more_pages_than_it_has_time_for(rank: Rank) -> None:
     prompt = begin(rank, "r", HASHES)
     steps = []
-    while rank.side.looks_ahead:
+    while rank.requests.looks_ahead:
         assert rank.side.held(["r"]) == [True]
-        rank.side.go_on_looking()
+        rank.requests.go_on_looking()
         fetch = fetched(rank, "r")
         steps.append((len(prompt.asked), 0 if fetch is None else fetch.length))
     assert steps == [(1, 0), (1, 2), (1, 4), (2, 4), (2, 6), (2, 8), (3, 8), (3, 9)]
@@ -85,11 +85,11 @@ def test_a_step_takes_no_more_pages_than_it_has_time_for(rank: Rank) -> None:
 
 
 def test_a_step_with_time_takes_all(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank.side._waiting.ahead, "_clock", lambda: 0.0)
+    monkeypatch.setattr(rank.requests.waiting.ahead, "_clock", lambda: 0.0)
     begin(rank, "r", HASHES)
     begin(rank, "s", HASHES)
-    rank.side.go_on_looking()
-    assert not rank.side.looks_ahead
+    rank.requests.go_on_looking()
+    assert not rank.requests.looks_ahead
     assert fetched(rank, "r").length == fetched(rank, "s").length == PAGES
 
 
@@ -134,11 +134,11 @@ def test_an_error_concerns_one_request(rank: Rank) -> None:
         def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
             raise RuntimeError("of one request")
 
-    assert rank.side.is_new("broken")
+    assert rank.requests.is_new("broken")
     with pytest.raises(RuntimeError):
-        rank.side.look_ahead("broken", Broken(HASHES))
+        rank.requests.look_ahead("broken", Broken(HASHES))
     begin(rank, "r", HASHES)
-    rank.side.go_on_looking()
+    rank.requests.go_on_looking()
     assert rank.side.held(["broken", "r"]) == [False, True]
     finish(rank)
     assert fetched(rank, "r").length == PAGES
@@ -148,7 +148,7 @@ def test_a_request_waits_until_a_step_has_time_for_it(rank: Rank) -> None:
     rids = [f"r {number}" for number in range(WINDOW + 1)]
     assert rank.side.held(rids) == [True] * WINDOW + [False]
     for rid in rids:
-        assert rank.side.is_new(rid)
+        assert rank.requests.is_new(rid)
     assert rank.side.held(rids) == [False] * (WINDOW + 1)
 
 
@@ -161,9 +161,9 @@ def test_a_request_that_left_is_not_looked_up(rank: Rank) -> None:
 
 def test_other_weights_end_what_is_looked_up(rank: Rank) -> None:
     prompt = begin(rank, "r", HASHES)
-    rank.side.go_on_looking()
+    rank.requests.go_on_looking()
     rank.side.weights_changed(flushed=True)
-    assert not rank.side.looks_ahead
+    assert not rank.requests.looks_ahead
     assert prompt.asked == [(0, 4)]
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from asked_door import call_door
+from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, make_windowed, make_with_states, same
 
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
+from flexkv_sglang import following
 from packages.inside import cache_of
 
 MakeRank = Callable[..., Rank]
@@ -133,6 +135,97 @@ def test_a_prompt_is_warmed_and_removed_with_its_states(
     assert [where(9), where(69)] == [[False, True], [True, True]]
     call("/remove", hashes=hashes)
     assert [where(9), where(69)] == [[False, False], [False, False]]
+
+
+def answer(rank: Rank, **others: Any) -> None:
+    """SGLang computes and stores a request with three pages, answer included, which then ends."""
+    request = Request("r", list(range(9)), **others)
+    pages = OwnPages(behind=HASHES[2:])
+    rank.requests.matched(request, 0)
+    rank.side.lookup("r", HASHES[:2])
+    rank.requests.scheduled([request], [], pages)
+    rank.store(HASHES, [1, 2, 3])
+    request.output_ids.extend(range(4))
+    rank.requests.scheduled([], [], pages)
+    assert pages.asked == [(2, HASHES[1])]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of requests are seen at once."""
+    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
+
+
+def test_the_blocks_of_a_conversation_are_removed(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(settings=disk)
+    rank.store(hashes_of("b", 3), [4, 5, 6])
+    answer(rank, session_id="chat", salt="team")
+    assert call("/remove_session", session="chat")["blocks"] == 0
+    assert in_host(call) == 3
+    assert call("/remove_session", session="chat", cache_salt="team")["blocks"] == 3
+    assert in_host(call) == 0
+    assert rank.side.lookup("other", hashes_of("b", 3)) == [3]
+
+
+def test_the_windows_of_a_conversation_are_removed(
+    make_rank: MakeRank, call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(pool=make_windowed(), window=8)
+    request = Request("r", list(range(9)), session_id="chat")
+    pages = OwnPages(behind=HASHES[2:])
+    rank.requests.matched(request, 0)
+    rank.side.lookup("r", HASHES[:2])
+    rank.requests.scheduled([request], [], pages)
+    rank.store(HASHES, [1, 2, 3], [3, 1])
+    request.output_ids.extend(range(4))
+    rank.requests.scheduled([], [], pages)
+    keys = rank.side.trailing.keys_of(rank.side.keys_of(HASHES), {"swa": 3})
+    cache = cache_of(rank.side)
+    assert any(map(any, cache.where(keys).values()))
+    assert call("/remove_session", session="chat")["blocks"] == 3
+    assert not any(map(any, cache.where(keys).values()))
+
+
+def test_retained_blocks_stay_until_their_conversation_is_released(
+    make_rank: MakeRank, call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(settings=SMALL)
+    answer(rank, session_id="chat", params={"flexkv.retain_seconds": 3600})
+    flood(rank, "b")
+    assert in_host(call) == 3
+    assert call("/release", session="chat")["blocks"] == 3
+    flood(rank, "c")
+    assert in_host(call) == 0
+
+
+def test_a_request_releases_what_its_conversation_has_retained(
+    make_rank: MakeRank, call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(settings=SMALL)
+    answer(rank, params={"flexkv.retain_seconds": 3600})
+    flood(rank, "b")
+    assert in_host(call) == 3
+    answer(rank, params={"flexkv.release": True})
+    flood(rank, "c")
+    assert in_host(call) == 0
+
+
+def test_a_request_pins_its_blocks_until_another_unpins_them(
+    make_rank: MakeRank, call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(settings=SMALL | {"request_options": "pin,pin_name,unpin"})
+    answer(rank, params={"flexkv.pin": True, "flexkv.pin_name": "system"})
+    flood(rank, "b")
+    assert in_host(call) == 3
+    rank.requests.matched(Request("o", [1], params={"flexkv.unpin": True}), 0)
+    flood(rank, "c")
+    assert in_host(call) == 3
+    named = {"flexkv.unpin": True, "flexkv.pin_name": "system"}
+    rank.requests.matched(Request("p", [1], params=named), 0)
+    flood(rank, "d")
+    assert in_host(call) == 0
 
 
 def test_no_call_begins_while_sglang_is_in_one(

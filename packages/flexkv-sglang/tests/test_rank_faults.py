@@ -24,12 +24,12 @@ LEADS = [
     Fault("schedule", "_cache", "lookup"),
     Fault("schedule", "_cache", "fetch"),
     Fault("schedule", "request", "matched"),
-    Fault("schedule", "_waiting.awaited", "begin"),
-    Fault("schedule", "_waiting.awaited", "held"),
+    Fault("schedule", "requests.waiting.awaited", "begin"),
+    Fault("schedule", "requests.waiting.awaited", "held"),
     Fault("schedule", "_chooser", "choose_load"),
     Fault("load", "_cache", "load"),
-    Fault("load", "_matcher.queries", "loaded"),
-    Fault("load", "_waiting.awaited", "end"),
+    Fault("load", "requests.followed", "loads"),
+    Fault("load", "requests.waiting.awaited", "end"),
 ]
 """On the rank that decides."""
 ANY = [

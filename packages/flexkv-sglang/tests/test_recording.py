@@ -3,75 +3,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sglang_requests import Request
-from sglang_world import Rank
+from sglang_requests import OwnPages, Request
+from sglang_world import Rank, hashes_of
 
-from flexkv.engine.recorder import open_recorder
-from flexkv.plan.read import read_trace
-from flexkv.plan.trace import Trace
-from flexkv.settings import load_config
+from flexkv.plan.read import TraceFile, read_trace
 from flexkv_sglang import following
-from flexkv_sglang.following import FollowedRequests
-from flexkv_sglang.recording import RequestRecorder
-
-PAGE = 4
 
 
 @pytest.fixture
-def followed(
-    make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FollowedRequests]:
+def rank(make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
     monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
-    config = load_config({"trace": str(tmp_path / "trace")}, environ={})
-    recorder = open_recorder(config, engine="sglang", block_tokens=PAGE, block_bytes=64)
-    assert recorder is not None
-    side = make_rank().side
-    assert side._cache is not None
-    made = FollowedRequests(side._cache, PAGE, side.keys_of, RequestRecorder(recorder, PAGE))
-    yield made
-    made.close()
+    return make_rank(settings={"trace": str(tmp_path / "trace")})
 
 
-def recorded(followed: FollowedRequests, tmp_path: Path) -> Trace:
-    followed.close()
-    return read_trace(str(tmp_path / "trace")).trace
+def recorded(rank: Rank, tmp_path: Path) -> TraceFile:
+    rank.close()
+    return read_trace(str(tmp_path / "trace"))
 
 
-def no_hashes(request: object) -> list[str]:
-    return []
-
-
-def test_a_request_is_recorded_once_with_its_answer(
-    followed: FollowedRequests, tmp_path: Path
-) -> None:
+def test_a_request_is_recorded_once_with_its_answer(rank: Rank, tmp_path: Path) -> None:
+    hashes = hashes_of("a", 3)
+    rank.store(hashes[1:2], [1])
     request = Request("a", list(range(10)), prefix=8)
-    followed.loads("a", 1)
-    followed.batch([request], [], no_hashes)
+    assert rank.side.lookup("a", hashes[1:2]) == [1]
+    assert rank.load("a", hashes[1:2], [2])
+    pages = OwnPages(hashes[:1], hashes[2:])
+    rank.requests.scheduled([request], [], pages)
     request.prefix_len = 9  # the next part of its prompt
-    followed.batch([request], [], no_hashes)
+    rank.requests.scheduled([request], [], pages)
     request.output_ids.extend([50, 51, 52])
-    followed.batch([], [], no_hashes)
-    followed.batch([], [], no_hashes)
-    trace = recorded(followed, tmp_path)
-    (found,) = trace.requests
-    assert (found.prompt_tokens, found.output_tokens) == (10, 3)
-    assert (len(found.blocks), len(found.answer)) == (2, 1)
-    measured = read_trace(str(tmp_path / "trace")).measured
-    assert measured is not None
-    assert (measured.engine_tokens, measured.hit_tokens) == (4, 4)
+    rank.requests.scheduled([], [], pages)
+    rank.requests.scheduled([], [], pages)
+    found = recorded(rank, tmp_path)
+    (one,) = found.trace.requests
+    assert (one.prompt_tokens, one.output_tokens) == (10, 3)
+    assert (len(one.blocks), len(one.answer)) == (2, 1)
+    assert found.measured is not None
+    assert (found.measured.engine_tokens, found.measured.hit_tokens) == (4, 4)
 
 
-def test_equal_prompts_of_two_tenants_are_different_blocks(
-    followed: FollowedRequests, tmp_path: Path
-) -> None:
+def test_blocks_are_recorded_by_their_hashes(rank: Rank, tmp_path: Path) -> None:
+    """Hashes of SGLang cover the tenant."""
     prompt = list(range(9))
-    requests = [Request("a", prompt), Request("b", prompt), Request("c", prompt, tenant="t")]
-    followed.batch(requests, [], no_hashes)
-    trace = recorded(followed, tmp_path)
-    first, second, other = (each.blocks for each in trace.requests)
+    for rid, name in (("a", "one"), ("b", "one"), ("c", "other")):
+        request = Request(rid, prompt)
+        pages = OwnPages(behind=hashes_of(name, 2))
+        rank.requests.scheduled([request], [], pages)
+        request.output_ids.append(1)
+        rank.requests.scheduled([], [], pages)
+    first, second, other = (each.blocks for each in recorded(rank, tmp_path).trace.requests)
+    assert len(first) == 2
     assert first == second
     assert set(first).isdisjoint(other)

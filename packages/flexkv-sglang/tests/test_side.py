@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from sglang_requests import Request
+from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, same
 
 from flexkv.engine.choice.cost import Span, StepTimer
@@ -22,7 +22,8 @@ MakeRank = Callable[..., Rank]
 def schedule(side: RankSide, *rids: str, waiting: Sequence[str] = ()) -> None:
     """SGLang computes requests of these ids next."""
     batch, queue = ([Request(rid, [1] * 9) for rid in each] for each in (rids, waiting))
-    side.scheduled(batch, queue, lambda request: [])
+    assert side.requests is not None
+    side.requests.scheduled(batch, queue, OwnPages())
 
 
 def test_a_prefix_is_found_up_to_its_first_missing_page(make_rank: MakeRank) -> None:
@@ -274,9 +275,10 @@ def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
     rank.store(hashes, [1, 2])
     rank.side.lookup("s", hashes)
     rank.load("s", hashes, [3, 4])
+    schedule(rank.side, "s")
     rank.side.ended_offloads()
     samples = rank.side.take_samples()
-    assert samples["query_tokens:host"] == 16
+    assert samples["query_tokens:host"] == 2 * 9
     assert samples["hit_tokens:host"] == 8
     assert samples["stored_blocks:host"] == 2
     size = rank.pages.layout.block_bytes
@@ -290,7 +292,7 @@ def test_an_error_counts_once(make_rank: MakeRank, monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise ValueError("an error of a test")
 
-    monkeypatch.setattr(rank.side, "keys_of", fail)
+    monkeypatch.setattr(rank.requests.followed, "looked_up", fail)
     assert not rank.side.lookup("r", hashes_of("a", 2))
     assert rank.side.take_samples()[sample("failures", "internal", "")] == 1
 
@@ -329,9 +331,10 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     monkeypatch.setattr(LoadChooser, "choose_load", lambda *_, **__: choose)
     assert rank.side.lookup("r", hashes) == [1]
     rank.load("r", hashes[:1], [5])
+    schedule(rank.side, "r")
     samples = rank.side.take_samples()
     assert samples["skipped_tokens:slow"] == 12
-    assert samples["query_tokens:host"] == 16
+    assert samples["query_tokens:host"] == 9
 
 
 def test_batches_are_timed_until_sglang_polls(
@@ -353,8 +356,8 @@ def test_requests_that_leave_are_forgotten(make_rank: MakeRank) -> None:
         side.lookup(f"r {number}", hashes_of("a", 2))
         schedule(side, "r 1001", waiting=["r 0"])
     schedule(side, "r 0", "r 999", "r 500")
-    # One page of 4 tokens; the last one is too young, the other one had left.
-    assert side.take_samples()["query_tokens:host"] == 2 * 8
+    # Of "r 500" nothing is known any more.
+    assert side.take_samples()["query_tokens:host"] == 2 * 9
 
 
 def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
@@ -368,8 +371,8 @@ def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(side._waiting.awaited, "end_all", fail)
-        patch.setattr(side._followed, "close", fail)
+        patch.setattr(side.requests.waiting.awaited, "end_all", fail)
+        patch.setattr(side.requests.followed, "close", fail)
         patch.setattr(side._cache, "close", closed.append)
         side.close(2.5)
     assert closed == [2.5]

@@ -179,8 +179,8 @@ def test_no_rank_is_told_the_end_before_rank_0_knows_all_ends(engine: Engine) ->
 
 def test_ranks_hold_the_same_requests(engine: Engine) -> None:
     """Rank 0 decides, whatever the others know."""
-    assert engine.ranks[0].side.is_new("a")
-    assert not engine.ranks[1].side.is_new("b")
+    assert engine.ranks[0].requests.is_new("a")
+    assert engine.ranks[1].side.requests is None
     assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, True]] * 2
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_requests import OwnPages
 from sglang_world import Rank, hashes_of, make_windowed, wait_for
 
 from flexkv.types.tenants import NO_TENANT, tenant_number
@@ -106,5 +107,5 @@ def test_a_request_has_the_tenant_of_its_salt(make_rank: MakeRank) -> None:
             is_retracted=False,
             finished=lambda: False,
         )
-        rank.side.scheduled([request], [], lambda _: [])
+        rank.requests.scheduled([request], [], OwnPages())
     assert seen == [A, NO_TENANT]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_requests import OwnPages, Request
 from sglang_world import (
     HEADS,
     LAYERS,
@@ -147,6 +148,7 @@ def test_a_window_comes_from_the_disk(make_windowed_rank: MakeRank, disk: dict[s
     assert second.load("r", hashes[:4], [7, 8, 9, 10], [1, 2])
     assert same(second.read([7, 8, 9, 10]), stored)
     assert same(second.read([1, 2], windows=True), windows)
+    second.requests.scheduled([Request("r", [1] * 21, prefix=16)], [], OwnPages())
     samples = second.side.take_samples()
     assert samples["hit_tokens:disk"] == 16
     # Host memory has them now, and nothing holds them there.

@@ -42,6 +42,7 @@ _USED = {
         "UnifiedCacheLinkerWrapper._offload_node",
         "UnifiedCacheLinkerWrapper._sync_restorable_prefix",
         "UnifiedCacheLinkerWrapper.load_back",
+        "UnifiedCacheLinkerWrapper.match",
     ),
     "sglang.srt.disaggregation.decode": (
         "SchedulerDisaggregationDecodeMixin.process_decode_queue",

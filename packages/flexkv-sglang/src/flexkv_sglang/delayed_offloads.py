@@ -48,9 +48,10 @@ class DelayedOffloads:
         while self._nodes and self.tokens > max(left, last):
             yield self._pop(next(iter(self._nodes)))
 
-    def take_latest(self) -> Iterator[int]:
-        """Remove all nodes, the most recently used first."""
-        while self._nodes:
+    def take_latest(self, most: int | None = None) -> Iterator[int]:
+        """Remove nodes, the most recently used first: all, or until `most` tokens are removed."""
+        last = 0 if most is None else self.tokens - most
+        while self._nodes and self.tokens > last:
             yield self._pop(next(reversed(self._nodes)))
 
     def agree(self, choose: Callable[[], Sequence[int]]) -> list[int]:

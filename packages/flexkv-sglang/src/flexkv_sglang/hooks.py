@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from flexkv.engine.choice.cost import Span
@@ -22,6 +21,8 @@ from flexkv_sglang.delayed_offloads import AT_ONCE
 from flexkv_sglang.kv_events import follow
 from flexkv_sglang.look_ahead import WINDOW
 from flexkv_sglang.missing_pages import missing_pages
+from flexkv_sglang.page_hashes import PageHashes
+from flexkv_sglang.requests import SglangRequests
 from flexkv_sglang.side import RankSide
 
 logger = logging.getLogger("flexkv.sglang")
@@ -49,6 +50,7 @@ _DECODE = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.p
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _OFFLOAD = f"{_WRAPPER}._offload_node"
 _OFFLOADS = f"{_WRAPPER}.offload_nodes"
+_MATCH = f"{_WRAPPER}.match"
 _AGREEMENT = f"{_WRAPPER}._sync_restorable_prefix"
 _LOAD_BACK = f"{_WRAPPER}.load_back"
 _CLEAR = "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped"
@@ -88,6 +90,7 @@ def serve(side: RankSide) -> None:
         HookRegistry.register(_OFFLOAD, offload, HookType.AROUND)
         HookRegistry.register(_OFFLOADS, offload_nodes, HookType.AROUND)
         HookRegistry.register(_POLL, poll_offloads, HookType.AROUND)
+        HookRegistry.register(_MATCH, match, HookType.AROUND)
         HookRegistry.register(_AGREEMENT, agree_on_prefix, HookType.AROUND)
         HookRegistry.register(_LOAD_BACK, load_back, HookType.AROUND)
         HookRegistry.register(_CLEAR, clear_storage, HookType.AROUND)
@@ -113,12 +116,12 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     made = _schedule_ready(side, original, scheduler, *args, **kwargs)
     batch, _ = made
     requests = () if batch is None else batch.reqs
-    if side.leads:
+    if side.requests is not None:
         with side.boundary.guard(
             "following a batch", "its requests are not counted or recorded", loses=False
         ):
-            tree = scheduler.tree_cache
-            side.scheduled(requests, scheduler.waiting_queue, partial(_own_hashes, tree))
+            hashes = PageHashes(scheduler.tree_cache)
+            side.requests.scheduled(requests, scheduler.waiting_queue, hashes)
     if scheduler.device == "cpu":
         # On other devices, SGLang prepares the next step before this one ends, so its time is
         # unknown.
@@ -133,9 +136,9 @@ def _schedule_ready(
     queue = scheduler.waiting_queue
     if not (side.may_wait or side.is_loading or len(queue) > 1):
         return original(scheduler, *args, **kwargs)
-    if side.leads:
+    if side.requests is not None:
         with side.boundary.guard("looking ahead", "the next step goes on"):
-            _look_ahead(side, scheduler)
+            _look_ahead(side, side.requests, scheduler)
     held = side.held([request.rid for request in queue])
     if not any(held):
         return original(scheduler, *args, **kwargs)
@@ -154,7 +157,7 @@ def _schedule_ready(
     with side.boundary.guard("resting", "SGLang's loop goes on at once", loses=False):
         batch, running = made
         idle = batch is None and running.is_empty() and scheduler.last_batch is None
-        if idle and not side.looks_ahead:
+        if idle and not (side.requests is not None and side.requests.looks_ahead):
             time.sleep(_REST_SECONDS)
     return made
 
@@ -165,6 +168,18 @@ def decode(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
     if _sides:
         scheduler.tree_cache.check_hicache_events()
     return original(scheduler, *args, **kwargs)
+
+
+def match(original: Callable[..., Any], wrapper: Any, key: Any, request: Any, result: Any) -> Any:
+    """Hook of SGLang's lookup for a request behind what its own cache has, `result`. Reports the
+    request."""
+    for side in _sides:
+        if side.requests is not None:
+            with side.boundary.guard(
+                "reading a request", "its parameters have no effect", loses=False
+            ):
+                side.requests.matched(request, result.device_prefix_len)
+    return original(wrapper, key, request, result)
 
 
 def agree_on_prefix(
@@ -235,10 +250,12 @@ def offload_nodes(original: Callable[..., None], wrapper: Any, nodes: Sequence[i
 
 def poll_offloads(original: Callable[..., None], tree: Any) -> None:
     """Hook of the poll of offloads, once in each step. Begins delayed offloads whose pages SGLang
-    may evict soon."""
+    may evict soon; all of them while a request runs whose blocks FlexKV is to keep."""
     original(tree)
 
     def due(side: RankSide) -> Iterator[int]:
+        if side.requests is not None and side.requests.followed.keeping:
+            return side.delayed.take_latest(_OFFLOADED_TOKENS)
         pool = tree.token_to_kv_pool_allocator
         left = pool.available_size() + tree.evictable_size() - pool.size // _RESERVE
         return side.delayed.take(max(0, left), _OFFLOADED_TOKENS)
@@ -340,16 +357,7 @@ def _weights_changed(before: Sequence[int], why: str) -> None:
         side.weights_changed(flushed=side.page_keys.flushes > flushes)
 
 
-def _own_hashes(tree: Any, request: Any) -> Sequence[str]:
-    """The hashes of the pages of a request's prompt that SGLang's tree has. A streaming session
-    keeps its pages outside the tree."""
-    if request.session is not None:
-        return ()
-    node = request.last_node
-    return [*tree.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
-
-
-def _look_ahead(side: RankSide, scheduler: Any) -> None:
+def _look_ahead(side: RankSide, requests: SglangRequests, scheduler: Any) -> None:
     """Look up new requests of the queue, as far as a step has time."""
     tree, tokens = scheduler.tree_cache, 0
     for request in scheduler.waiting_queue[:WINDOW]:
@@ -358,12 +366,13 @@ def _look_ahead(side: RankSide, scheduler: Any) -> None:
         with side.boundary.guard(
             "searching SGLang's cache", "the request is looked up at its turn", loses=False
         ):
-            if side.is_new(request.rid):
+            if requests.is_new(request.rid):
                 tokens += len(request.origin_input_ids)
+                most = requests.limit(request)
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
-                if not getattr(request.session, "streaming", False):
+                if most != 0 and not getattr(request.session, "streaming", False):
                     kind = getattr(request, "priority", None)
                     states = side.trailing.have_states
-                    missing = missing_pages(tree, request, has_states=states)
-                    side.look_ahead(request.rid, missing, kind)
-    side.go_on_looking()
+                    missing = missing_pages(tree, request, has_states=states, most=most)
+                    requests.look_ahead(request.rid, missing, kind)
+    requests.go_on_looking()

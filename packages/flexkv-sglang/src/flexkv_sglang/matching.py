@@ -6,9 +6,8 @@ from __future__ import annotations
 from flexkv.client import CacheClient
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
-from flexkv.engine.side_figures import CacheFigures
 from flexkv.types.packed_keys import PackedKeys
-from flexkv_sglang.queries import Queries
+from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.trailing import IN_HOST, TrailingPages
 
 
@@ -20,10 +19,7 @@ class PrefixMatcher:
         chooser: decides what is worth loading; borrowed.
         page_size: tokens of a page.
         trailing: the pages of which a hit needs the last.
-        figures: counts the queries; borrowed.
-
-    Attributes:
-        queries: the lookups.
+        followed: knows the requests, and learns of the lookups; borrowed.
     """
 
     def __init__(
@@ -32,34 +28,35 @@ class PrefixMatcher:
         chooser: LoadChooser,
         page_size: int,
         trailing: TrailingPages,
-        figures: CacheFigures,
+        followed: FollowedRequests,
     ) -> None:
         self._cache = cache
         self._chooser = chooser
         self._page_size = page_size
         self._trailing = trailing
-        self.queries = Queries(figures, page_size)
+        self._followed = followed
 
-    def match(self, rid: str, keys: PackedKeys) -> int:
+    def match(self, rid: str, keys: PackedKeys, last: str) -> int:
         """How many of these pages to load; SGLang computes the others. A hit that needs trailing
         pages is loaded as a whole or not at all.
 
         Args:
             rid: the request.
             keys: keys of the pages that SGLang lacks, in the order of the prompt.
+            last: the hash of the last of them.
         """
-        found = self._cache.lookup(keys)
-        if self._trailing:
+        most = self._followed.looked_up(rid, keys, last)
+        found = self._cache.lookup(keys[:most]) if most else 0
+        if found and self._trailing:
             found = self._trailing.longest(self._cache, keys[:found], IN_HOST)
-        pages, left = 0, None
-        if found:
-            trailing = self._trailing
-            blocks = found + trailing.count(trailing.of_hit(found))
-            span = Span(0, found * self._page_size)
-            choice = self._chooser.choose_load(span, blocks, whole=bool(trailing))
-            left = choice.left
-            pages = choice.blocks if not trailing else 0 if left else found
+        if not found:
+            return 0
+        trailing, own_tokens = self._trailing, self._followed.own_tokens(rid)
+        blocks = found + trailing.count(trailing.of_hit(found))
+        span = Span(own_tokens, own_tokens + found * self._page_size)
+        choice = self._chooser.choose_load(span, blocks, whole=bool(trailing))
+        left = choice.left
+        pages = choice.blocks if not trailing else 0 if left else found
         if left is not None:
-            self._chooser.left(left)
-        self.queries.asked(rid, len(keys), left, found - pages)
+            self._followed.left(rid, left, found - pages)
         return pages

@@ -18,15 +18,24 @@ class MissingPages:
         before: the hash of the last of these pages; None if there are none.
         page_size: tokens of a page.
         tenant: number of the request's tenant.
+        most: the most tokens that the request may load; None for no limit.
 
     Attributes:
         tenant: as given.
     """
 
     def __init__(
-        self, key: Any, first: int, before: str | None, page_size: int, tenant: int
+        self,
+        key: Any,
+        first: int,
+        before: str | None,
+        page_size: int,
+        *,
+        tenant: int,
+        most: int | None = None,
     ) -> None:
         self.tenant = tenant
+        self._most = most
         self._key = key
         self._first = first
         self._before = before
@@ -34,8 +43,9 @@ class MissingPages:
 
     @property
     def pages(self) -> int:
-        """How many pages there are."""
-        return max(0, len(self._key) - self._first) // self._page_size
+        """How many pages the request may load."""
+        tokens = max(0, len(self._key) - self._first)
+        return (tokens if self._most is None else min(tokens, self._most)) // self._page_size
 
     def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
         """See `look_ahead.Prompt`."""
@@ -46,13 +56,16 @@ class MissingPages:
         return cast("list[str]", get_storage_hash_str(part, before or self._before, page_size=size))
 
 
-def missing_pages(tree: Any, request: Any, *, has_states: bool = False) -> MissingPages:
+def missing_pages(
+    tree: Any, request: Any, *, has_states: bool = False, most: int | None = None
+) -> MissingPages:
     """Match a request with SGLang's cache as SGLang does at its turn, without a hash or a lookup.
 
     Args:
         tree: SGLang's cache. It does not change, and does not count the match as a use.
         request: SGLang's request.
         has_states: whether the model has recurrent states. SGLang computes on from the last one.
+        most: the most tokens that the request may load; None for no limit.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -80,4 +93,4 @@ def missing_pages(tree: Any, request: Any, *, has_states: bool = False) -> Missi
             before = hashes[place]
         else:
             first = len(key)  # the hashes of the pages behind are unknown
-    return MissingPages(key, first, before, tree.page_size, tenant)
+    return MissingPages(key, first, before, tree.page_size, tenant=tenant, most=most)

@@ -11,31 +11,26 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import CopyOrder, StepOrders
-from flexkv.engine.side_figures import CacheFigures
+from flexkv.engine.recorder import Recorder
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
 from flexkv_sglang.copies import Behind, Decision, Offload, Origin, QueuedLoad, order_of
 from flexkv_sglang.delayed_offloads import DelayedOffloads
-from flexkv_sglang.following import FollowedRequests
-from flexkv_sglang.look_ahead import Prompt
-from flexkv_sglang.matching import PrefixMatcher
 from flexkv_sglang.ordered_transfers import OrderedTransfers
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, Ranks
-from flexkv_sglang.recording import RequestRecorder
+from flexkv_sglang.requests import SglangRequests
 from flexkv_sglang.tier_events import TierEvents
 from flexkv_sglang.trailing import NO_LAST, NONE_TRAILING, TrailingPages
-from flexkv_sglang.waiting import WaitingRequests
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -72,7 +67,7 @@ class RankSide:
         delayed: the offloads that wait.
         page_keys: makes the keys of pages.
         keys_of: see `PageKeys.of`.
-        figures: of the cache; None on ranks other than 0.
+        requests: SGLang's requests; None on ranks other than 0.
     """
 
     def __init__(
@@ -86,7 +81,7 @@ class RankSide:
         may_wait: bool,
         trailing: TrailingPages = NONE_TRAILING,
         boundary: ErrorBoundary,
-        recorder: RequestRecorder | None = None,
+        recorder: Recorder | None = None,
         options: Collection[str] | None = None,
     ) -> None:
         self.may_wait = may_wait
@@ -110,35 +105,25 @@ class RankSide:
         self._free_to_go: set[str] = set()
         self._batch = self._ended_batch = _NO_BATCH
         self._ordered: OrderedTransfers | None = None
-        self._waiting: WaitingRequests | None = None
-        self._followed: FollowedRequests | None = None
-        self.figures: CacheFigures | None = None
-        self._matcher: PrefixMatcher | None = None
+        self.requests: SglangRequests | None = None
         if cache is not None:
             self._ordered = OrderedTransfers(cache)
             boundary.after_error = self._ordered.lose
-            self._waiting = WaitingRequests(
-                cache, chooser, page_size, self.keys_of, boundary, trailing=trailing
+            self.requests = SglangRequests(
+                cache,
+                chooser,
+                page_size=page_size,
+                page_keys=self.page_keys,
+                boundary=boundary,
+                recorder=recorder,
+                options=options,
+                trailing=trailing,
             )
-            followed = FollowedRequests(
-                cache, page_size, self.keys_of, recorder, options, trailing=trailing
-            )
-            # The worker's figures count this rank's errors, which must not count twice.
-            self.figures = CacheFigures(
-                cache, ErrorBoundary(), followed.put_counts, lambda: chooser.prefill_cost
-            )
-            self._followed = followed
-            self._matcher = PrefixMatcher(cache, chooser, page_size, trailing, self.figures)
 
     @property
     def leads(self) -> bool:
         """Whether this rank decides."""
         return self._cache is not None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether pages of waiting requests are left to look up. Known on the rank that decides."""
-        return self._waiting is not None and bool(self._waiting.ahead)
 
     @property
     def is_loading(self) -> bool:
@@ -167,12 +152,10 @@ class RankSide:
             rid: id of the request.
             hashes: SGLang's hashes of the pages that it lacks, in the order of the prompt.
         """
-        if self._matcher is None or self._followed is None:
+        if self.requests is None:
             return []
         with self.boundary.guard("lookup", "it is a miss", loses=False):
-            keys = self.keys_of(hashes)
-            self._followed.looked_up(rid, keys)
-            length = self._matcher.match(rid, keys)
+            length = self.requests.lookup(rid, hashes)
             return [length] if length else []
         return []
 
@@ -219,7 +202,8 @@ class RankSide:
         queued.order = CopyOrder(number, cell, list(pages), slots)
         self._queued[rid] = queued
         with self.boundary.guard("counting a hit", "it is not counted"):
-            self._note_load(rid, queued, hashes)
+            if self.requests is not None:
+                queued.fetched = self.requests.loads(rid, hashes, self._batch + 1)
         return True
 
     def fetched_tokens(self, rid: str) -> int:
@@ -236,29 +220,9 @@ class RankSide:
         with self.boundary.guard("cancelling a load", "the next poll cancels it"):
             if self._cache is not None and queued is not None:
                 self._cache.cancel(queued.order.transfer_id)
-            if self._followed is not None and self._waiting is not None:
-                self._followed.cancelled(rid)
-                self._waiting.shared.cancelled(rid)
+            if self.requests is not None:
+                self.requests.cancelled(rid)
         return queued is not None
-
-    def is_new(self, rid: str) -> bool:
-        """Whether SGLang's own cache must be searched for this waiting request: in the first call
-        since it last began to wait, and after loads that it waited for. Known on the rank that
-        decides."""
-        waiting = self._waiting
-        return waiting is not None and (waiting.is_new(rid) or waiting.shared.is_unsure(rid))
-
-    def look_ahead(self, rid: str, prompt: Prompt, kind: Hashable = None) -> None:
-        """Find out what lower tiers have for a waiting request, and begin to read it, in this and
-        further calls of `go_on_looking`. Only the rank that decides does. `kind`: see
-        `SharedPrefixes.waits`."""
-        if self._waiting is not None:
-            self._waiting.look_up(rid, prompt, kind)
-
-    def go_on_looking(self) -> None:
-        """See `LookAhead.go_on`."""
-        if self._waiting is not None:
-            self._waiting.ahead.go_on()
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         """Which of the waiting requests SGLang must not schedule yet: a lower tier reads blocks for
@@ -283,21 +247,6 @@ class RankSide:
         return [False] * len(rids)
 
     # The batch that needs them.
-
-    def scheduled(
-        self,
-        requests: Sequence[Any],
-        waiting: Sequence[Any],
-        own_hashes: Callable[[Any], Sequence[str]],
-    ) -> None:
-        """Note the requests, objects of SGLang, that it computes next. Called in each step, also if
-        there are none; see `FollowedRequests.batch` for the arguments."""
-        if self._matcher is not None and self._waiting is not None and requests:
-            rids = [each.rid for each in requests]
-            self._waiting.shared.scheduled(rids)
-            self._matcher.queries.scheduled(rids, [each.rid for each in waiting])
-        if self._followed is not None:
-            self._followed.batch(requests, waiting, own_hashes)
 
     def batch_begins(self, spans: Sequence[Span]) -> None:
         """Note that SGLang computes these parts of prompts next. The step counts as ended at the
@@ -431,8 +380,8 @@ class RankSide:
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
             self._cache.suspend()
-            if self._waiting is not None:
-                self._waiting.awaited.end_all()
+            if self.requests is not None:
+                self.requests.end_fetches()
             if self._cache.info.is_shared:  # other engines keep their blocks
                 self._renew(mixed=self.page_keys.mixed)
             else:
@@ -472,9 +421,8 @@ class RankSide:
     def _renew(self, *, mixed: bool) -> None:
         self.page_keys.renew(mixed=mixed)
         self.delayed.clear()
-        if self._followed is not None and self._waiting is not None:
-            self._followed.forget_lookups()
-            self._waiting.forget_keys()
+        if self.requests is not None:
+            self.requests.forget_keys()
         with self.boundary.guard("emitting KV events", "subscribers know pages of other weights"):
             if self.events is not None:
                 self.events.forget_all(self.page_keys.epoch.end)
@@ -493,45 +441,30 @@ class RankSide:
         ):
             # Each of them, also if another one fails.
             ends.callback(self._leave, flush_seconds)
-            if self.figures is not None:
-                ends.callback(self.figures.close)
-            if self._followed is not None:
-                ends.callback(self._followed.close)
-            if self._waiting is not None:
-                ends.callback(self._waiting.awaited.end_all)
+            if self.requests is not None:
+                ends.callback(self.requests.close)
 
     @property
     def has_samples(self) -> bool:
         """Whether `take_samples` may have something."""
-        figures = self.figures
-        return self._worker.has_figures or (figures is not None and figures.active)
+        requests = self.requests
+        return self._worker.has_figures or (requests is not None and requests.figures.active)
 
     def take_samples(self) -> Samples:
         """The counts of this rank since the last call."""
         samples = self._worker.figures.take()
-        if self.figures is not None:
-            add(samples, self.figures.take())
+        if self.requests is not None:
+            add(samples, self.requests.figures.take())
         return samples
 
     def _leave(self, flush_seconds: float) -> None:
         if self._cache is None or self._cache.close(flush_seconds):
             self._worker.close()
 
-    def _note_load(self, rid: str, queued: QueuedLoad, hashes: Sequence[str]) -> None:
-        if self._waiting is None or self._matcher is None or self._followed is None:
-            return
-        self._waiting.shared.loads(rid, hashes[0], self._batch + 1)
-        by_medium = self._waiting.awaited.count(rid, self.keys_of(hashes))
-        queued.fetched = by_medium.total()
-        self._matcher.queries.loaded(rid, len(hashes), by_medium)
-        self._followed.loads(rid, len(hashes))
-        self._waiting.awaited.end(rid)
-
     def _held(self, rids: Sequence[str]) -> list[bool]:
-        assert self._waiting is not None
+        assert self.requests is not None
         ended = self._ended_batch if self.is_loading else self._batch + 1
-        self._waiting.shared.end_loads(ended)
-        return self._waiting.held(rids)
+        return self.requests.held(rids, ended)
 
     def _decide(
         self, place: str, consequence: str, make: Callable[[CacheClient], Decision]
@@ -587,12 +520,11 @@ class RankSide:
                 # Another rank may copy on, out of pages that SGLang gives to others.
                 cache.discard(offload.transfer_id)
         cache.stop()
-        if self.figures is not None:
-            self.figures.note_activity()
-        if self._waiting is not None:
-            self._waiting.awaited.end_all()
+        if self.requests is not None:
+            self.requests.figures.note_activity()
+            self.requests.end_fetches()
 
     def poll(self) -> None:
         """Note the transfers that have ended, as the ranks' boards say."""
-        if self._ordered is not None and self._ordered.poll() and self.figures is not None:
-            self.figures.note_activity()
+        if self._ordered is not None and self._ordered.poll() and self.requests is not None:
+            self.requests.figures.note_activity()

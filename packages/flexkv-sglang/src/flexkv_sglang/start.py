@@ -14,7 +14,7 @@ from typing import Any
 
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.start import make_cache, make_chooser, make_recorder, operator_access
 from flexkv.engine.worker.pages import RankPages
@@ -23,7 +23,6 @@ from flexkv_kernels.torch_device import device_of
 from flexkv_sglang.identity import model_identity, outlives_process, served_model
 from flexkv_sglang.pages import Pages
 from flexkv_sglang.ranks import Ranks, together
-from flexkv_sglang.recording import RequestRecorder
 from flexkv_sglang.side import RankSide
 
 logger = logging.getLogger("flexkv.sglang")
@@ -146,20 +145,30 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 boundary=boundary,
                 recorder=None
                 if cache is None
-                else _make_recorder(config, engine, cache.info.slot_bytes, chooser),
+                else make_recorder(
+                    config, "sglang", engine.page_size, cache.info.slot_bytes, chooser
+                ),
                 options=config.request_options,
             )
             if is_served and not shares:
                 # Equal keys of another engine may mean other blocks.
                 side.page_keys.renew(mixed=False)
-            if cache is not None and side.figures is not None:
+            if cache is not None and side.requests is not None:
                 where = config.session_root, "sglang", worker.session.info.fingerprint
                 keys = side.page_keys.of_prompts(
                     engine.page_size, is_bigram=engine.is_bigram, trailing=side.trailing
                 )
-                calls = OperatorCalls(cache, boundary, lambda: side.may_change, side.poll)
-                side.figures.answer(*where, operator_access(config, keys).changing(calls))
-                side.figures.report_health(*where)
+                calls = OperatorCalls(
+                    cache,
+                    boundary,
+                    lambda: side.may_change,
+                    side.poll,
+                    side.requests.sessions,
+                    others=side.trailing.keys_behind,
+                )
+                figures = side.requests.figures
+                figures.answer(*where, operator_access(config, keys).changing(calls))
+                figures.report_health(*where)
         undo.pop_all()
         return side
 
@@ -172,14 +181,6 @@ def _step_blocks(engine: Engine, pages: Pages) -> int:
     tokens = int(chunk) if chunk and chunk > 0 else int(engine.settings.max_prefill_tokens)
     full = max(1, tokens // engine.page_size) * (1 + len(pages.windows))
     return full + _STEP_STATES * sum(each.parts for each in pages.states)
-
-
-def _make_recorder(
-    config: CacheConfig, engine: Engine, slot_bytes: int, chooser: LoadChooser
-) -> RequestRecorder | None:
-    size = engine.page_size
-    recorder = make_recorder(config, "sglang", size, slot_bytes, chooser)
-    return None if recorder is None else RequestRecorder(recorder, size)
 
 
 def _engine_id(ranks: Ranks) -> str:

@@ -115,6 +115,10 @@ class TrailingPages:
         """The keys of a prefix, followed by `keys_of`."""
         return [*keys, *self.keys_of(keys, last)] if last else keys
 
+    def keys_behind(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The keys of all blocks that these pages may have beside those of full attention."""
+        return [key for pool in self.pools for key in pool.keys_of(keys)]
+
     def keys_of_hit(self, keys: Sequence[bytes]) -> list[bytes]:
         """The keys of the blocks that a hit of these pages needs."""
         return self.keys_of(keys, self.of_hit(len(keys)))

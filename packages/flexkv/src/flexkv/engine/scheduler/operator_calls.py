@@ -49,6 +49,7 @@ class OperatorCalls:
             follows. A block that it has found then must stay. Called with `turn` held.
         poll: handles what has ended, as a step does. Called with `turn` held.
         sessions: the conversations of the engine's requests; None if they are unknown.
+        others: returns, for keys of a conversation, those of all further blocks of these tokens.
 
     Attributes:
         knows_sessions: whether they are known.
@@ -61,8 +62,11 @@ class OperatorCalls:
         may_begin: Callable[[], bool],
         poll: Callable[[], None],
         sessions: Sessions | None = None,
+        *,
+        others: Callable[[Sequence[bytes]], Sequence[bytes]] = lambda keys: (),
     ) -> None:
         self._sessions = sessions
+        self._others = others
         self.knows_sessions = sessions is not None
         self._releases = itertools.count()
         self._cache = cache
@@ -152,7 +156,8 @@ class OperatorCalls:
         name = tenant_session(cache_salt, name_of(session))
         sessions = self._known_sessions
         keys = own_keys(name, self._turn(sessions.known))
-        reason = self.remove(keys[i : i + _PART] for i in range(0, len(keys), _PART))
+        whole = [*keys, *self._others(keys)]
+        reason = self.remove(whole[i : i + _PART] for i in range(0, len(whole), _PART))
         self._turn(partial(sessions.forget, name))
         return len(keys), reason
 
@@ -179,7 +184,7 @@ class OperatorCalls:
         return self._sessions
 
     def _release(self, name: str, cache_salt: str, keys: Sequence[bytes]) -> None:
-        self._cache.release(keys, retaining(cache_salt))
+        self._cache.release([*keys, *self._others(keys)], retaining(cache_salt))
         # The eviction policy learns it as from a request.
         request_id = f"operator {next(self._releases)}"
         context = RequestContext(request_id=request_id, session=name, returns=False)
