@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine as the service knows it: its processes, the slots granted to it, its fetches."""
+"""One engine as the service knows it: its processes, and the slots granted to it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flexkv.client import FetchId, FetchState
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
+from flexkv.service.engine_fetches import EngineFetches
 from flexkv.service.engine_holds import EngineHolds
 from flexkv.service.engine_page import PUBLISHED, READ, SENT
 from flexkv.service.lobby import RefusalError
@@ -40,20 +40,12 @@ _MOST_WAITING = 2048
 """Messages that wait for an engine that does not read, nearly all of them changes of blocks. With
 more, the service leaves it. Not tuned."""
 
-_MOST_RANGES = 512
-"""Ranges of awaited blocks that the state of a fetch names to an engine, which counts them. Not
-tuned."""
-
 _FIGURE_SECONDS = 0.25
 """Seconds between two messages of figures. Not tuned."""
 
 _LAST_WRITES_SECONDS = 10.0
 """The kernel ends a process's lock on the memory shortly before the last copies of its GPU end.
 Slots of a process of which the service has no more than this lock wait so long. Not tuned."""
-
-_UNREAD_SECONDS = 60.0
-"""Fetches of an engine that has read nothing for so long end: it hangs, and what they have brought
-stays in memory meanwhile. Not tuned."""
 
 _MOST_PROMPT = 1 << 20
 """Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
@@ -77,14 +69,6 @@ class Process:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-
-
-@dataclass(slots=True, eq=False)
-class _OpenFetch:
-    id: FetchId | None
-    blocks: int = 0
-    told: FetchState | None = None
-    is_told: bool = False
 
 
 class AttachedEngine:
@@ -123,20 +107,19 @@ class AttachedEngine:
         self._scheduler: Process | None = None
         self._reading: Process | None = None  # who holds slots, connected or not
         self._holds: EngineHolds | None = None
+        self._fetches: EngineFetches | None = None
         self._bell = memoryview(bytearray(12)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
         self._claims: set[int] | None = None
         self._all_known = not begun
         self._unused_since: float | None = None
-        self._unread_since: float | None = None
         if begun:
             self._granted.update(pool.cache.granted_to(number))
             self._take_page(clear=False)
         self._target = self._idle_slots = 0
         self._stored_at = time.monotonic()
         self._is_recalled = False
-        self._fetches: dict[int, _OpenFetch] = {}
         self._prompt: list[bytes] = []
         self._others: list[bytes] = []
         self._requests: set[str] = set()
@@ -174,7 +157,7 @@ class AttachedEngine:
             len(self.processes),
             granted,
             held,
-            len(self._fetches),
+            len(self._fetches or ()),
             stalled,
         )
 
@@ -209,6 +192,7 @@ class AttachedEngine:
             page.clear()
         self._bell = page.bell
         self._holds = EngineHolds(page, self.pool.num_slots, self.name)
+        self._fetches = EngineFetches(self.pool.cache, self._holds)
         self._reader = self.pool.cache.add_reader(page)
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
@@ -263,16 +247,12 @@ class AttachedEngine:
         """Look at what it holds, and whether it reads."""
         if self._holds is not None:
             self._holds.look(now, is_short=self.pool.is_short)
-        if self._has_read or not self._fetches:
-            self._unread_since = None
-        elif self._unread_since is None:
-            self._unread_since = now
-        elif now - self._unread_since > _UNREAD_SECONDS:
-            self._end_fetches()
+        if self._fetches is not None:
+            self._fetches.look(now, has_read=self._has_read)
 
     # Messages.
 
-    def handle(self, message: wire.ToService) -> None:  # noqa: PLR0912, PLR0915 - a case for each
+    def handle(self, message: wire.ToService) -> None:  # noqa: PLR0912 - a case for each
         """Do what a message of the scheduler says.
 
         Raises:
@@ -308,25 +288,9 @@ class AttachedEngine:
                     cache.unpin(owner)
                 else:
                     cache.release(message.keys, owner)
-            case wire.Fetch():
-                if message.fetch in self._fetches:
-                    raise RefusalError(f"fetch {message.fetch} begins twice")
-                fetch = self._fetches[message.fetch] = _OpenFetch(None)
-                if self._may_fetch(fetch, len(message.keys)):
-                    tenant = self.tenant if message.tenant is None else message.tenant
-                    fetch.id = cache.fetch(message.keys, queued=message.queued, tenant=tenant)
-            case wire.ExtendFetch():
-                fetch = self._fetches.get(message.fetch, _OpenFetch(None))
-                if fetch.id is not None and self._may_fetch(fetch, len(message.keys)):
-                    cache.extend_fetch(fetch.id, message.keys)
-            case wire.RaiseFetch():
-                fetch = self._fetches.get(message.fetch, _OpenFetch(None))
-                if fetch.id is not None:
-                    cache.raise_priority(fetch.id)
-            case wire.EndFetch():
-                fetch = self._fetches.pop(message.fetch, _OpenFetch(None))
-                if fetch.id is not None:
-                    cache.end_fetch(fetch.id)
+            case wire.Fetch() | wire.ExtendFetch() | wire.RaiseFetch() | wire.EndFetch():
+                assert self._fetches is not None
+                self._fetches.handle(message, self.tenant)
             case wire.Watch():
                 self.watches = True
             case wire.Claim():
@@ -355,22 +319,6 @@ class AttachedEngine:
     def _own(self, name: str) -> str:
         """Names of engines do not meet."""
         return f"{self.number} {name}"
-
-    def _may_fetch(self, fetch: _OpenFetch, blocks: int) -> bool:
-        """Whether a fetch may bring so many blocks more. They stay in memory until it ends, so the
-        limit of loads holds for them, too. Counts them."""
-        others = sum(each.blocks for each in self._fetches.values()) - fetch.blocks
-        may = self._holds is not None and self._holds.allows(others, fetch.blocks + blocks)
-        if may:
-            fetch.blocks += blocks
-        return may
-
-    def _end_fetches(self) -> None:
-        """What its fetches have brought may leave. For the engine they have ended."""
-        for fetch in self._fetches.values():
-            if fetch.id is not None:
-                self.pool.cache.end_fetch(fetch.id)
-                fetch.id = None
 
     def _publish(self, message: wire.Publish) -> None:
         if not 0 <= message.cell < CELLS:
@@ -447,11 +395,8 @@ class AttachedEngine:
         self._grant(now)
         if not self._has_read:
             return
-        for number, fetch in self._fetches.items():
-            state = None if fetch.id is None else self.pool.cache.fetch_state(fetch.id)
-            if not fetch.is_told or state != fetch.told:
-                fetch.is_told, fetch.told = True, state
-                self.tell(wire.Fetched(number, _shortened(state)))
+        if self._fetches:
+            self._messages += self._fetches.drain_news()
         # An engine at rest gets none. One that waits for a fetch sees by them that the service
         # lives, however long a read takes.
         if (self._has_news or self._fetches) and now - self._figures_at > _FIGURE_SECONDS:
@@ -517,8 +462,8 @@ class AttachedEngine:
         self._waiting.clear()
         self._messages.clear()
         cache = self.pool.cache
-        self._end_fetches()
-        self._fetches.clear()
+        if self._fetches is not None:
+            self._fetches.clear()
         for owner in self._pins:
             cache.unpin(owner)
         for request in self._requests:
@@ -566,13 +511,6 @@ class AttachedEngine:
         self._board.release()
         for process in self.processes.values():
             process.close()
-
-
-def _shortened(state: FetchState | None) -> FetchState | None:
-    """A state that fits into a packet, whatever gaps lower tiers have."""
-    if state is None or len(state.awaited) <= _MOST_RANGES:
-        return state
-    return replace(state, awaited=state.awaited[:_MOST_RANGES])
 
 
 def _prefixes(message: wire.Publish) -> tuple[list[bytes], list[int], list[int]]:
