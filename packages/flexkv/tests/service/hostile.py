@@ -188,7 +188,7 @@ def attach(root: str, chance: Chance) -> None:
     page, line = page_of(one.cache), line_of(one.cache)
     one.store(keys_of(f"evil {rng.randrange(4)}", 4))
     for _ in range(MESSAGES):
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0:
                 place = rng.randrange(len(page.holds))
                 page.holds[place] = rng.randrange(256)
@@ -197,6 +197,8 @@ def attach(root: str, chance: Chance) -> None:
             case 2:
                 with contextlib.suppress(Exception):
                     one.arena.board.report(rng.randrange(CELLS), 0, rng.choice(list(Status)))
+            case 3:
+                page.fetches[rng.randrange(len(page.fetches))] = rng.randrange(256)
             case _:
                 waiting_packets(line).append(chance.packet())
                 line.send()

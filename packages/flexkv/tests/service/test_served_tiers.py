@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 from ages_clock import AgesClock
 
-from flexkv.client import FetchState
+from flexkv.client import FetchId, FetchState
 from flexkv.eviction import RequestContext
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
@@ -207,6 +208,27 @@ def test_blocks_of_a_shared_store_are_asked_for(
     assert state.gave[Medium.OBJECTS][0] == 4
 
 
+def fetch_slowly(
+    service: Service, one: Scheduler, monkeypatch: pytest.MonkeyPatch, states: list[FetchState]
+) -> FetchId:
+    """Begin a fetch that has the last of these states."""
+    service.pool.below.note([Changes(Medium.DISK, [], keys_of("a", 4))], are_all=True)
+    monkeypatch.setattr(service.pool.cache, "fetch", lambda *_, **__: 1)
+    monkeypatch.setattr(service.pool.cache, "fetch_state", lambda _: states[-1])
+    monkeypatch.setattr(service.pool.cache, "end_fetch", lambda _: states[-1])
+    fetch = one.cache.fetch(keys_of("a", 4))
+    assert fetch is not None
+    until(lambda: one.cache.fetch_state(fetch) == states[-1], one.cache.poll)
+    return fetch
+
+
+def read_figures(one: Scheduler) -> None:
+    """Until the service has sent some, and the engine has read them."""
+    bell = bell_of(line_of(one.cache))
+    before = bell[READ]
+    until(lambda: bell[READ] != before, one.cache.poll)
+
+
 def test_a_fetch_ends_when_the_service_hangs_in_the_middle(
     make_service: Callable[..., Service],
     attach: Attach,
@@ -216,20 +238,30 @@ def test_a_fetch_ends_when_the_service_hangs_in_the_middle(
     """And not before, however long a tier reads: the service is heard of meanwhile."""
     service = make_service(64, ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "disk"),))
     one = attach(service)
-    service.pool.below.note([Changes(Medium.DISK, [], keys_of("a", 4))], are_all=True)
-    begun = FetchState(time.monotonic(), 4, 0, 1, 4, missing={Medium.DISK: 3})
-    monkeypatch.setattr(service.pool.cache, "fetch", lambda *_, **__: 1)
-    monkeypatch.setattr(service.pool.cache, "fetch_state", lambda _: begun)
-    monkeypatch.setattr(service.pool.cache, "end_fetch", lambda _: begun)
-    fetch = one.cache.fetch(keys_of("a", 4))
-    assert fetch is not None
-    until(lambda: one.cache.fetch_state(fetch).arrived == 1, one.cache.poll)
-    heard, bell = 0, bell_of(line_of(one.cache))
-    while heard < 6:  # figures come four times a second, and the limit is a second
-        before = bell[READ]
-        until(lambda before=before: bell[READ] != before, one.cache.poll)
+    begun = FetchState(time.monotonic(), 4, 0, 1, 4, missing={Medium.DISK: 3}, awaited=[])
+    fetch = fetch_slowly(service, one, monkeypatch, [begun])
+    for _ in range(6):  # figures come four times a second, and the limit is a second
+        read_figures(one)
         assert not one.cache.fetch_state(fetch).done
-        heard += 1
+    service.stop()
+    until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
+    assert not one.cache.busy
+
+
+def test_a_service_that_hangs_after_a_block_has_come_is_noticed(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The block is the last that the engine hears of the service."""
+    service = make_service(64, ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "disk"),))
+    one = attach(service)
+    states = [FetchState(time.monotonic(), 4, 0, 1, 4, missing={Medium.DISK: 3}, awaited=[])]
+    fetch = fetch_slowly(service, one, monkeypatch, states)
+    read_figures(one)
+    states.append(replace(states[-1], arrived=2))
+    until(lambda: one.cache.fetch_state(fetch).arrived == 2)
     service.stop()
     until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
     assert not one.cache.busy

@@ -87,7 +87,7 @@ TICKET = wire.Ticket(1, b"guess")
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 2, "one message with one pidfd"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 1, "the ticket is of no engine"),
         (packet(wire.Schedule(wire.PROTOCOL, TICKET, 1, 0)), 1, "the ticket is of no engine"),
-        (packet(wire.Join(1, TICKET)), 1, "speaks protocol 1; allowed: 2"),
+        (packet(wire.Join(1, TICKET)), 1, f"speaks protocol 1; allowed: {wire.PROTOCOL}"),
         (opening("../../etc", (4096,)), 1, "the fingerprint '../../etc' and 1 parts of (4096,)"),
         (opening("", (4096,)), 1, "the fingerprint '' and 1 parts"),
         (opening("same", ()), 1, "0 parts of () bytes; allowed: 1 to 64 letters and digits"),

@@ -17,6 +17,7 @@ from flexkv.service import messages as wire
 from flexkv.service.engine_fetches import EngineFetches
 from flexkv.service.engine_holds import EngineHolds
 from flexkv.service.engine_page import PUBLISHED, READ, SENT
+from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import EngineState
@@ -192,7 +193,7 @@ class AttachedEngine:
             page.clear()
         self._bell = page.bell
         self._holds = EngineHolds(page, self.pool.num_slots, self.name)
-        self._fetches = EngineFetches(self.pool.cache, self._holds)
+        self._fetches = EngineFetches(self.pool.cache, self._holds, FetchRows(page.fetches))
         self._reader = self.pool.cache.add_reader(page)
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
@@ -388,15 +389,15 @@ class AttachedEngine:
         self._messages.append(message)
 
     def serve(self, now: float) -> None:
-        """Grant slots, and tell what is new. A state is told once the engine has read all before:
+        """Grant slots, and tell what is new. Figures are told once the engine has read all before:
         a slow engine gets the latest, not each."""
         if not self.is_served:
             return
         self._grant(now)
+        if self._fetches:
+            self._messages += self._fetches.tell(has_read=self._has_read)
         if not self._has_read:
             return
-        if self._fetches:
-            self._messages += self._fetches.drain_news()
         # An engine at rest gets none. One that waits for a fetch sees by them that the service
         # lives, however long a read takes.
         if (self._has_news or self._fetches) and now - self._figures_at > _FIGURE_SECONDS:

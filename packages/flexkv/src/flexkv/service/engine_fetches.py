@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.service import messages as wire
 from flexkv.service.engine_holds import EngineHolds
+from flexkv.service.fetch_rows import FetchRows, row_of
 from flexkv.service.lobby import RefusalError
 
 _MOST_RANGES = 512
@@ -32,8 +33,10 @@ class _OpenFetch:
         blocks: how many it may bring.
         told: its state as the engine knows it.
         is_told: whether the engine knows it.
+        has_row: whether the engine reads it in its page. Else it is sent.
     """
 
+    has_row: bool = False
     id: FetchId | None = None
     blocks: int = 0
     told: FetchState | None = None
@@ -46,11 +49,14 @@ class EngineFetches:
     Args:
         cache: of the pool; borrowed.
         holds: of the engine; borrowed.
+        rows: in its page; borrowed.
     """
 
-    def __init__(self, cache: CacheClient, holds: EngineHolds) -> None:
+    def __init__(self, cache: CacheClient, holds: EngineHolds, rows: FetchRows) -> None:
         self._cache = cache
         self._holds = holds
+        self._rows = rows
+        self._used_rows: set[int] = set()
         self._open: dict[int, _OpenFetch] = {}
         self._unread_since: float | None = None
 
@@ -71,7 +77,7 @@ class EngineFetches:
         if isinstance(message, wire.Fetch):
             if message.fetch in self._open:
                 raise RefusalError(f"fetch {message.fetch} begins twice")
-            fetch = self._open[message.fetch] = _OpenFetch()
+            fetch = self._open[message.fetch] = self._begin(message.fetch)
             if self._may_bring(fetch, len(message.keys)):
                 if message.tenant is not None:
                     tenant = message.tenant
@@ -80,6 +86,7 @@ class EngineFetches:
         fetch = self._open.get(message.fetch, _OpenFetch())
         if isinstance(message, wire.EndFetch):
             self._open.pop(message.fetch, None)
+            self._leave_row(message.fetch, fetch)
         if fetch.id is None:
             return
         match message:
@@ -91,13 +98,30 @@ class EngineFetches:
             case wire.EndFetch():
                 self._cache.end_fetch(fetch.id)
 
-    def drain_news(self) -> Iterator[wire.Fetched]:
-        """The states that have changed since the last call."""
+    def tell(self, *, has_read: bool) -> Sequence[wire.Fetched]:
+        """Let the engine know the states that have changed.
+
+        Args:
+            has_read: whether the engine has read all that was sent: a slow one gets the latest
+                state, not each.
+
+        Returns:
+            The messages to send.
+        """
+        messages = []
         for number, fetch in self._open.items():
             state = None if fetch.id is None else self._cache.fetch_state(fetch.id)
-            if not fetch.is_told or state != fetch.told:
-                fetch.is_told, fetch.told = True, state
-                yield wire.Fetched(number, _shortened(state))
+            if fetch.is_told and state == fetch.told:
+                continue
+            message = wire.Fetched(number, _shortened(state))
+            if fetch.has_row and not self._rows.write(message):
+                self._leave_row(number, fetch)
+            if not fetch.has_row:
+                if not has_read:
+                    continue
+                messages.append(message)
+            fetch.is_told, fetch.told = True, state
+        return messages
 
     def look(self, now: float, *, has_read: bool) -> None:
         """End all fetches if the engine hangs.
@@ -117,6 +141,18 @@ class EngineFetches:
         """The engine has left."""
         self._end_all()
         self._open.clear()
+        self._used_rows.clear()
+
+    def _begin(self, number: int) -> _OpenFetch:
+        row = row_of(number)
+        has_row = row not in self._used_rows
+        self._used_rows.add(row)
+        return _OpenFetch(has_row)
+
+    def _leave_row(self, number: int, fetch: _OpenFetch) -> None:
+        if fetch.has_row:
+            fetch.has_row = False
+            self._used_rows.discard(row_of(number))
 
     def _may_bring(self, fetch: _OpenFetch, blocks: int) -> bool:
         """Whether a fetch may bring so many blocks more. They stay in memory until it ends, so the

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of an engine: its holds and its bell, in one memory file with those of all others.
+"""The page of an engine: its holds, the states of its fetches and its bell, in one memory file with
+those of all others.
 
 The file outlives the service, so that the next one sees what living engines hold.
 """
@@ -20,12 +21,18 @@ MOST_HELD, LOADS = 3, 4
 """Further words: the slots that loads of the engine may hold together, 0 for any number, from the
 service; and the beginnings and ends of loads, modulo 2^32, from the engine."""
 
+FETCH_ROWS = 64
+"""Fetches at once that have a row; see `flexkv.service.fetch_rows`. Not tuned."""
+FETCH_ROW_BYTES = 512
+"""Room for the state of a fetch from three tiers. Not tuned."""
+
 _HOLD_BYTES = 2
+_FETCH_BYTES = FETCH_ROWS * FETCH_ROW_BYTES
 _BELL_BYTES = 64
 
 
 def _page_bytes(slots: int) -> int:
-    whole = _HOLD_BYTES * slots + _BELL_BYTES
+    whole = _HOLD_BYTES * slots + _FETCH_BYTES + _BELL_BYTES
     return -(-whole // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -46,6 +53,7 @@ class EnginePage:
 
     Attributes:
         holds: 16-bit counters, one for each slot, that the engine alone writes.
+        fetches: rows that the service alone writes.
         bell: words of 32 bits; see `SENT` and `MOST_HELD`.
 
     Raises:
@@ -57,7 +65,9 @@ class EnginePage:
         self._map = mmap.mmap(fd, size, offset=(number - 1) * size)
         view = memoryview(self._map)
         self.holds = view[: _HOLD_BYTES * slots]
-        self.bell = view[size - _BELL_BYTES :].cast("I")
+        bell = size - _BELL_BYTES
+        self.fetches = view[bell - _FETCH_BYTES : bell]
+        self.bell = view[bell:].cast("I")
 
     def clear(self) -> None:
         """All becomes zero, for the next engine of this number. The memory is given back."""

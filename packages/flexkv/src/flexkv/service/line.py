@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from flexkv.service.engine_page import PUBLISHED, READ, SENT
 MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
 depend on, and of these there are no more than granted slots and fetches. Not tuned."""
+
+_SILENT_SECONDS = 1.0
+"""A service that owes an answer for so long counts as one that hangs. Not tuned."""
 
 _STATE = (wire.Claim, wire.Publish, wire.Return, wire.EndFetch, wire.Watch)
 
@@ -38,6 +42,7 @@ class Line:
         self._connection = connection
         self._bell = bell
         self._heard = 0
+        self._asked_at: float | None = None
         self._messages: deque[wire.ToService] = deque()
         self._packets: deque[bytes] = deque()
         self._room = bytearray(wire.MAX_PACKET)
@@ -46,6 +51,21 @@ class Line:
     def has_news(self) -> bool:
         """Whether anything has come. Makes no system call."""
         return bool(self.come) or (not self.is_cut and self._bell[SENT] != self._heard)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the service has owed an answer for too long."""
+        asked = self._asked_at
+        return asked is not None and time.monotonic() - asked > _SILENT_SECONDS
+
+    def await_answer(self) -> None:
+        """The service owes an answer from now on, if it did not before."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+
+    def note_answer(self) -> None:
+        """The service has answered, by a message or in shared memory."""
+        self._asked_at = None
 
     @property
     def published(self) -> int:
@@ -87,6 +107,7 @@ class Line:
                     return
                 self._heard = (self._heard + 1) % (1 << 32)
                 self.come += wire.read_engine(packet)
+                self.note_answer()
         except BlockingIOError:
             self._heard = self._bell[SENT]
         except (OSError, wire.WireError) as error:
@@ -113,6 +134,7 @@ class Line:
         the last one is gone."""
         self._connection = connection
         self._heard = self._bell[READ] = 0
+        self._asked_at = None
         self.is_cut, self.reason = False, ""
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from flexkv.session.wire import peer_of
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
-PROTOCOL = 2
-"""Both sides must have the same."""
+PROTOCOL = 3
+"""Both sides must have the same, and the same layout of `engine_page`."""
 
 SOCKET = "flexkv service"
 """The name of the service in its runtime directory."""
@@ -331,7 +331,7 @@ class Recall(Message, frozen=True, tag="recall"):
 
 class Fetched(Message, frozen=True, tag="fetched"):
     """The state of a fetch now; None if no tier has a block to add. Keys and places that the state
-    names are those of the whole fetch."""
+    names are those of the whole fetch. Mostly it is not sent: see `flexkv.service.fetch_rows`."""
 
     fetch: int
     state: FetchState | None

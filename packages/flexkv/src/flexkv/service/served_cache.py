@@ -23,6 +23,7 @@ from flexkv.host.arena import Arena
 from flexkv.index.block_index import index_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
+from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.line import Line
 from flexkv.service.load_holds import LoadHolds
 from flexkv.service.pool_changes import PoolChanges
@@ -38,9 +39,6 @@ from flexkv.types.tenants import NO_TENANT
 from flexkv.types.troubles import Trouble
 
 logger = logging.getLogger(__name__)
-
-_SILENT_SECONDS = 1.0
-"""A service that owes an answer for so long counts as one that hangs. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,7 @@ class ServedCache:
             self._line,
             answer.media,
             attached.below,
+            FetchRows(attached.page.fetches),
             asks_stores=answer.asks_stores,
         )
         self._has_shares = answer.has_shares
@@ -95,7 +94,6 @@ class ServedCache:
         self.counters = Counters()
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
         self._stores = ServedStores(self._reader, self._line)
-        self._asked_at: float | None = None
         self._changes = PoolChanges(self._reader)
         self._node = wire.NodeFigures({}, is_suspended=False)
         self._pins: set[str] = set()
@@ -259,10 +257,7 @@ class ServedCache:
         """See `CacheClient.fetch`."""
         if self._off or not self._may_fetch or self._holds.room == 0:
             return None
-        fetch = self._tiers.fetch(keys, queued, tenant)
-        if fetch is not None and self._asked_at is None:
-            self._asked_at = time.monotonic()
-        return fetch
+        return self._tiers.fetch(keys, queued, tenant)
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""
@@ -293,10 +288,7 @@ class ServedCache:
     @property
     def _hangs(self) -> bool:
         """Whether the service has not answered for too long."""
-        asked = self._asked_at
-        if asked is None or self._stores.has_published:
-            return False
-        return time.monotonic() - asked > _SILENT_SECONDS
+        return self._line.is_silent and not self._stores.has_published
 
     # Uses.
 
@@ -360,6 +352,8 @@ class ServedCache:
 
     def poll(self) -> list[Ended]:
         """See `CacheClient.poll`. Sends the messages of the step."""
+        if self._is_quiet:
+            return []
         if self._recovering:
             self._recover()
         if self._reattachment.has_made:
@@ -373,14 +367,24 @@ class ServedCache:
             self._publish()
         if not self._line.is_cut and self._changes.compares(self._tiers.below):
             self._changes.compare(self._tiers.below)
-        if self._asked_at is None and (self._stores.awaits_answer or self._tiers.awaits_news):
-            self._asked_at = time.monotonic()
+        if self._stores.awaits_answer or self._tiers.awaits_news:
+            self._line.await_answer()
         self._line.send()
         if self._line.is_cut:
             self._attach_again()
         if ended and not self._stopped and not all(each.done for each in ended):
             self._check_ranks()
         return ended
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether `poll` has nothing to do. Steps of an engine that waits for a fetch are many."""
+        line, stores = self._line, self._stores
+        if stores.by_id or self._device.unreported or line.busy or line.has_news or line.is_cut:
+            return False
+        if self._recovering or self._reattachment.has_made:
+            return False
+        return not self._changes.compares(self._tiers.below)
 
     def _publish(self) -> None:
         """Go on with the stores that all ranks have copied."""
@@ -393,7 +397,7 @@ class ServedCache:
         if self._line.is_cut:
             return
         for store in self._stores.drain_published():
-            self._asked_at = None
+            self._line.note_answer()
             self._device.free_cell(store.cell)
 
     def _attach_again(self) -> None:
@@ -418,7 +422,7 @@ class ServedCache:
         self._line.resume(attachment.connection)
         self._tiers.below = attachment.below
         self._has_shares = attachment.has_shares
-        self._is_alone, self._asked_at = False, None
+        self._is_alone = False
         self._stores.claim()
         if self._changes.watches:
             self._line.put(wire.Watch())
@@ -426,7 +430,6 @@ class ServedCache:
         logger.info("attached to the service of FlexKV again")
 
     def _hear(self, message: wire.ToEngine) -> None:
-        self._asked_at = None
         match message:
             case wire.Granted():
                 # The service may grant slots again of stores that it has published meanwhile.

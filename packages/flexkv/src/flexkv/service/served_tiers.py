@@ -11,6 +11,7 @@ from flexkv.client import AwaitedBlocks, FetchId, FetchState
 from flexkv.index.block_index import IndexReader
 from flexkv.index.key_set import KeySet
 from flexkv.service import messages as wire
+from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.line import Line
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -45,6 +46,7 @@ class ServedTiers:
         line: carries the messages.
         media: the media of the tiers, the fastest first.
         below: what disks have.
+        rows: how far fetches are, as the service writes it; borrowed.
         asks_stores: whether a tier has to be asked what it has.
 
     Attributes:
@@ -57,6 +59,7 @@ class ServedTiers:
         line: Line,
         media: Sequence[Medium],
         below: KeySet,
+        rows: FetchRows,
         *,
         asks_stores: bool,
     ) -> None:
@@ -64,14 +67,15 @@ class ServedTiers:
         self._reader = reader
         self._line = line
         self._media = media
+        self._rows = rows
         self._asks_stores = asks_stores
         self._fetches: dict[FetchId, _ServedFetch] = {}
         self._next_fetch = 1
 
     @property
     def awaits_news(self) -> bool:
-        """Whether the service is to send, several times a second, how far a fetch is."""
-        return any(not each.is_known or not each.state.done for each in self._fetches.values())
+        """Whether the service is to tell, several times a second, how far a fetch is."""
+        return any(not self._look(*each) for each in self._fetches.items())
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
         """The place of each block, in host memory or below."""
@@ -122,6 +126,7 @@ class ServedTiers:
         self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant))
         for start in range(most, len(keys), most):
             self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
+        self._line.await_answer()
         return fetch
 
     def extend(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
@@ -142,6 +147,7 @@ class ServedTiers:
         known = self._fetches.get(fetch)
         if known is None:
             return FetchState(time.monotonic())
+        self._look(fetch, known)
         waits = known.is_known or known.is_sure
         if not waits and time.monotonic() - known.state.begun > ANSWER_SECONDS:
             return FetchState(known.state.begun)
@@ -167,6 +173,18 @@ class ServedTiers:
         if fetch is not None:
             fetch.state = message.state or FetchState(fetch.state.begun)
             fetch.is_known = True
+
+    def _look(self, fetch: FetchId, known: _ServedFetch) -> bool:
+        """Read how far a fetch is. Returns whether it is known and has ended, unless the service
+        has yet to extend it."""
+        news = self._rows.read(fetch)
+        if news is not None:
+            self._line.note_answer()
+            self.hear(news)
+        if known.is_known and known.state.done:
+            return True
+        self._line.await_answer()
+        return False
 
     @property
     def _knows_all(self) -> bool:
