@@ -7,7 +7,6 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from flexkv.service import messages as wire
 from flexkv.service.engine_page import PUBLISHED, READ, SENT
@@ -86,14 +85,6 @@ class Line:
         if len(self._messages) < MOST_WAITING or isinstance(messages[0], _STATE):
             self._messages.extend(messages)
         return True
-
-    def put_pins(
-        self, keys: Sequence[bytes], owner: str, seconds: float | None, *, retain: bool
-    ) -> None:
-        """Have blocks pinned or retained; see `wire.Pin`."""
-        for start in range(0, len(keys), wire.MOST_KEYS):
-            part = list(keys[start : start + wire.MOST_KEYS])
-            self.put(wire.Pin(part, owner, seconds, retain))
 
     def listen(self) -> None:
         """Read what has come."""

@@ -30,6 +30,7 @@ from flexkv.service.pool_changes import PoolChanges
 from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
+from flexkv.service.served_uses import ServedUses
 from flexkv.session.wire import SessionInfo
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Changes, Medium
@@ -87,6 +88,7 @@ class ServedCache:
             FetchRows(attached.page.fetches),
             asks_stores=answer.asks_stores,
         )
+        self._uses = ServedUses(self._line)
         self._has_shares = answer.has_shares
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
@@ -96,7 +98,6 @@ class ServedCache:
         self._stores = ServedStores(self._reader, self._line)
         self._changes = PoolChanges(self._reader)
         self._node = wire.NodeFigures({}, is_suspended=False)
-        self._pins: set[str] = set()
         self._off = self._stopped = self._recovering = False
 
     # What is there.
@@ -299,50 +300,33 @@ class ServedCache:
         prompt: Sequence[bytes] | None = None,
     ) -> None:
         """See `CacheClient.record`."""
-        whole = list(keys if prompt is None else prompt)
-        found = len(keys)
-        is_prefix = not found or (found <= len(whole) and whole[found - 1] == keys[-1])
-        others = [] if is_prefix else list(keys)
-        most = wire.MOST_KEYS
-        for start in range(0, max(len(whole), 1), most):
-            is_last = start + most >= len(whole) and not others
-            part = whole[start : start + most]
-            self._line.put(wire.RecordUse(part, found, [], context if is_last else None))
-        for start in range(0, len(others), most):
-            is_last = start + most >= len(others)
-            part = others[start : start + most]
-            self._line.put(wire.RecordUse([], found, part, context if is_last else None))
+        self._uses.record(keys, context, prompt)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.touch`."""
-        # The first part last: every tier evicts the end of the prefix before its beginning.
-        for start in reversed(range(0, len(keys), wire.MOST_KEYS)):
-            self._line.put(wire.Touch(list(keys[start : start + wire.MOST_KEYS])))
+        self._uses.touch(keys)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
         """See `CacheClient.ended`."""
-        self._line.put(wire.RequestEnded(request_id, output_tokens))
+        self._uses.ended(request_id, output_tokens)
 
     def pin(
         self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
     ) -> None:
         """See `CacheClient.pin`."""
-        self._pins.add(repr(owner))
-        self._line.put_pins(keys, repr(owner), seconds, retain=False)
+        self._uses.pin(keys, owner, seconds)
 
     def unpin(self, owner: Hashable = None) -> None:
         """See `CacheClient.unpin`."""
-        self._pins.discard(repr(owner))
-        self._line.put(wire.Unpin(repr(owner), None))
+        self._uses.unpin(owner)
 
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
         """See `CacheClient.retain`."""
-        self._line.put_pins(keys, repr(owner), seconds, retain=True)
+        self._uses.retain(keys, owner, seconds)
 
     def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
         """See `CacheClient.release`."""
-        for start in range(0, len(keys), wire.MOST_KEYS):
-            self._line.put(wire.Unpin(repr(owner), list(keys[start : start + wire.MOST_KEYS])))
+        self._uses.release(keys, owner)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`. The pool's blocks stay, which other engines use."""
@@ -411,7 +395,7 @@ class ServedCache:
             )
             self._line.come.clear()
             self._tiers.lose()
-            self._pins.clear()
+            self._uses.lose()
             told = self._stores.lose_told()
             self._changes.lose([store.keys for store in told])
             for store in told:
@@ -512,9 +496,7 @@ class ServedCache:
         """Publish no store that is under way, and end all fetches and pins."""
         self._stores.discard_all()
         self._tiers.end_all()
-        for owner in self._pins:
-            self._line.put(wire.Unpin(owner, None))
-        self._pins.clear()
+        self._uses.unpin_all()
 
     def recover(self) -> None:
         """See `CacheClient.recover`."""

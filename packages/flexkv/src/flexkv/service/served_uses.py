@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells the service of the uses of blocks, and which of them must stay."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from flexkv.eviction import RequestContext
+from flexkv.service import messages as wire
+from flexkv.service.line import Line
+
+
+class ServedUses:
+    """Messages about uses and pins, none longer than a packet. Single-threaded.
+
+    Args:
+        line: to the service; borrowed.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._pins: set[str] = set()
+
+    def record(
+        self, keys: Sequence[bytes], context: RequestContext, prompt: Sequence[bytes] | None
+    ) -> None:
+        """See `CacheClient.record`."""
+        whole = list(keys if prompt is None else prompt)
+        found = len(keys)
+        is_prefix = not found or (found <= len(whole) and whole[found - 1] == keys[-1])
+        others = [] if is_prefix else list(keys)
+        parts = [wire.RecordUse(part, found, [], None) for part in _parts(whole)]
+        parts += [wire.RecordUse([], found, part, None) for part in _parts(others)]
+        last = parts.pop() if parts else wire.RecordUse([], found, [], None)
+        for part in parts:
+            self._line.put(part)
+        self._line.put(wire.RecordUse(last.prompt, found, last.others, context))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.touch`."""
+        # The first part last: every tier evicts the end of the prefix before its beginning.
+        for part in reversed([*_parts(keys)]):
+            self._line.put(wire.Touch(part))
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """See `CacheClient.ended`."""
+        self._line.put(wire.RequestEnded(request_id, output_tokens))
+
+    def pin(self, keys: Sequence[bytes], owner: Hashable, seconds: float | None) -> None:
+        """See `CacheClient.pin`."""
+        self._pins.add(repr(owner))
+        self._put_pins(keys, owner, seconds, retain=False)
+
+    def unpin(self, owner: Hashable) -> None:
+        """See `CacheClient.unpin`."""
+        self._pins.discard(repr(owner))
+        self._line.put(wire.Unpin(repr(owner), None))
+
+    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
+        """See `CacheClient.retain`."""
+        self._put_pins(keys, owner, seconds, retain=True)
+
+    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
+        """See `CacheClient.release`."""
+        for part in _parts(keys):
+            self._line.put(wire.Unpin(repr(owner), part))
+
+    def unpin_all(self) -> None:
+        """End the pins of all owners."""
+        for owner in self._pins:
+            self._line.put(wire.Unpin(owner, None))
+        self._pins.clear()
+
+    def lose(self) -> None:
+        """The service is gone, and all pins with it."""
+        self._pins.clear()
+
+    def _put_pins(
+        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, *, retain: bool
+    ) -> None:
+        for part in _parts(keys):
+            self._line.put(wire.Pin(part, repr(owner), seconds, retain))
+
+
+def _parts(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """The keys, as many as fit into a message at a time."""
+    for start in range(0, len(keys), wire.MOST_KEYS):
+        yield list(keys[start : start + wire.MOST_KEYS])
