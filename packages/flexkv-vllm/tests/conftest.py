@@ -42,16 +42,18 @@ def log_reaches_pytest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_tier_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexKV does not wait for a tier that gives nothing for 20 ms, measures again what it has not
-    measured for 30 s, and gives a recording 2 s to end. A busy machine takes as long for anything.
-    """
+    measured for 30 s, gives a recording 2 s to end, and takes a service that owes an answer for 1 s
+    for one that hangs. A busy machine takes as long for anything."""
     from patience import PATIENCE_SECONDS
 
     from flexkv.engine import recorder
     from flexkv.engine.choice import cost, wait_choice
+    from flexkv.service import served_cache
 
     monkeypatch.setattr(wait_choice, "_PROBE_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(cost, "_TRUST_SECONDS", 10 * PATIENCE_SECONDS)
     monkeypatch.setattr(recorder, "_CLOSE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(served_cache, "_SILENT_SECONDS", 10 * PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from patience import wait_until
 
 from packages.flexkv.tests.service.served import Service
-from packages.inside import assert_served_rest, awaits_service, index_of
+from packages.inside import assert_served_rest, awaits_service, index_of, line_of, stores_of
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 SLOT_BYTES = 4096 * -(-BLOCK_TOKENS * HEAD_BYTES * HEADS * LAYERS // 4096)
@@ -37,12 +37,23 @@ def assert_nothing_is_lost(service: Service) -> None:
 class ServedWorld(World):
     """A world whose blocks are the service's."""
 
+    def settle(self) -> None:
+        """As in any world, and until the service has published what was stored, so that other
+        engines find it, and has granted slots again."""
+        super().settle()
+        if self.is_on:
+            wait_until(lambda: self._is_served, self.poll)
+
+    @property
+    def _is_served(self) -> bool:
+        cache = self.cache
+        return line_of(cache).is_cut or (not awaits_service(cache) and bool(stores_of(cache).free))
+
     def assert_at_rest(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.num_blocks - 1
         if not self.is_on:
             return
         self.settle()
-        wait_until(lambda: not awaits_service(self.cache), self.cache.poll)
         assert_served_rest(self.cache)
         self.assert_untracked()

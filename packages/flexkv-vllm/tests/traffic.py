@@ -32,6 +32,11 @@ def loaded(world: World) -> Any:
     return world.cache.counters.loaded_blocks
 
 
+def loads_more_than(blocks: int) -> Callable[[World], bool]:
+    """Whether a world has loaded more blocks than these."""
+    return lambda world: loaded(world) > blocks
+
+
 def fetched(world: World) -> Any:
     """Blocks."""
     return world.cache.counters.fetched_blocks

@@ -120,6 +120,10 @@ class Service:
             self.stop()
         self.server.close(0)
 
+    def evicted(self, *_: object) -> int:
+        """Blocks that have left the memory for others."""
+        return self.pool.cache.counters.evicted_blocks
+
     def accounted(self) -> bool:
         """Whether each slot is free, has a ready block, or is granted."""
         index = index_of(self.pool.cache)
