@@ -304,6 +304,7 @@ def _room(names: Names) -> Row:
                 (
                     Query(f"sum by (tier) ({names.rate('stored_blocks')})", "stored in {{tier}}"),
                     Query(f"sum by (tier) ({names.rate('evicted_blocks')})", "evicted: {{tier}}"),
+                    Query(f"sum by (tier) ({names.rate('expired_blocks')})", "expired: {{tier}}"),
                 ),
             ),
             Panel(

@@ -14,6 +14,7 @@ from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv import CacheConfig, ConfigError
+from flexkv.figures.definitions import sample
 from packages.inside import index_of
 
 PROMPT = [*range(3 * BLOCK)]
@@ -47,6 +48,12 @@ def tiers(world: ToyWorld, prompt: list[int]) -> list[int]:
     return [sum(map(bool, has)) for has in world.engine.cache.where(keys).values()]
 
 
+def expired(world: ToyWorld) -> list[float]:
+    """Blocks that were too old for host memory and for the disk."""
+    shared = world.engine.cache.figures().shared
+    return [shared.get(sample("expired_blocks", tier), 0) for tier in ("host", "disk")]
+
+
 def test_a_block_that_is_too_old_is_nowhere(make_world: MakeWorld, clock: AgesClock) -> None:
     world = make_world()
     world.generate(PROMPT)
@@ -77,8 +84,10 @@ def test_old_blocks_free_their_slots(
     assert [figures().shared[name] for name in names] == [3] * len(names)
     clock.pass_by(AGE)
     assert world.engine.cache.busy
+    assert expired(world) == [0, 0]
     world.settle()
     assert [figures().shared[name] for name in names] == [0] * len(names)
+    assert expired(world) == [3, 3 if disk_slots else 0]
     assert not world.engine.cache.busy
 
 
@@ -105,6 +114,7 @@ def test_what_became_too_old_while_no_engine_ran_is_erased(
     clock.pass_by(AGE)
     world = make_world()
     assert tiers(world, PROMPT) == [0, 0]
+    assert expired(world) == [0, 3]
     world.close()
     assert tiers(make_world(max_age_seconds=None), PROMPT) == [0, 0]
 

@@ -544,7 +544,9 @@ class KVCache:
 
     def _remove_old(self) -> None:
         if self._ages is not None and self._ages.is_due and not self._off:
+            before = len(self._index)
             self._drop(self._ages.take_old(_REMOVED_BLOCKS))
+            self._counters.expired_blocks += before - len(self._index)
             self._below.remove_old()
 
     def _recover(self) -> None:

@@ -76,6 +76,7 @@ class Served:
             sample("guard_hit_blocks", "host", "used"): 30,
             sample("guard_hit_blocks", "host", "lru"): 24,
             sample("guard_fallbacks", "host"): 1,
+            sample("expired_blocks", "host"): 1_500,
             sample("failures", "stalled", "objects"): 2,
             slow[0]: 4,
             slow[1]: 0.08,

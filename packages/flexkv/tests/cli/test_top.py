@@ -23,8 +23,10 @@ def test_an_engine_is_shown_once_where_there_is_no_terminal(flexkv: Flexkv) -> N
     assert "vllm, chat" in ended.out
     assert "50.0 % since its start" in ended.out
     assert "prefill saved 2.5 s" in ended.out
-    said = "host evicts by hazard, hits 1.25 of those of lru, in the order of lru now, disk evicts"
+    said = "host evicts by hazard, hits 1.25 of those of lru, in the order of lru now, 1,500 blocks"
     assert f"FlexKV {__version__}, {said}" in ended.out
+    flat = " ".join(ended.out.replace("│", " ").split())
+    assert "1,500 blocks expired in host, disk evicts by lru" in flat
     assert "2 x stalled of objects" in ended.out
     (host,) = re.findall(r"│ host .*", ended.out)
     assert host.split()[2:4] == ["25.0", "%"]

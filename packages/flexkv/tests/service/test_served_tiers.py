@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from ages_clock import AgesClock
 
+from flexkv.cli.stat_service import print_service
 from flexkv.client import FetchId, FetchState
 from flexkv.eviction import RequestContext
+from flexkv.figures.definitions import sample
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
+from flexkv.service.ask import state_of
 from flexkv.service.engine_page import READ
 from flexkv.service.tier_keys import TierKeys
 from flexkv.types.changes import Changes, Medium
@@ -47,6 +50,7 @@ def test_old_blocks_leave_the_memory_and_disks_of_all_engines(
     attach: Attach,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = AgesClock(monkeypatch)
     service = make_service(
@@ -68,6 +72,10 @@ def test_old_blocks_leave_the_memory_and_disks_of_all_engines(
     assert other.cache.presence(late) == [HOST] * 2
     figures = service.pool.cache.figures
     until(lambda: figures().shared["blocks:disk"] == 2)
+    for tier in ("host", "disk"):
+        assert figures().shared[sample("expired_blocks", tier)] == 4
+    print_service(service.root, state_of(service.root))
+    assert capsys.readouterr().out.count("blocks, 4 expired\n") == 2
 
 
 def messages_of(one: Scheduler) -> list[wire.ToService]:

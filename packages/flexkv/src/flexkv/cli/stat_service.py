@@ -12,6 +12,7 @@ from flexkv.figures.definitions import (
     BYTES,
     CAPACITY_BLOCKS,
     CAPACITY_BYTES,
+    EXPIRED_BLOCKS,
     PINNED_BLOCKS,
     TIERS,
     sample,
@@ -69,8 +70,11 @@ def _print_pool(pool: PoolState) -> None:
             continue
         used, of = (figures[sample(each.name, tier)] for each in (BYTES, CAPACITY_BYTES))
         count = figures[sample(BLOCKS.name, tier)]
+        expired = figures.get(sample(EXPIRED_BLOCKS.name, tier))
         _print_line(
-            tier, f"{size(int(used))} of {size(int(of))}, {count:,.0f} of {room:,.0f} blocks"
+            tier,
+            f"{size(int(used))} of {size(int(of))}, {count:,.0f} of {room:,.0f} blocks"
+            + (f", {expired:,.0f} expired" if expired else ""),
         )
     _print_line("block size", size(pool.slot_bytes))
     _print_line("policy", pool.policy)

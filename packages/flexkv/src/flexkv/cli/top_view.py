@@ -191,8 +191,8 @@ def _tenants(change: Change) -> list[Rows]:
 
 
 def _eviction(change: Change, tier: str) -> list[str]:
-    """The eviction policy of a tier, what it brings, and whether its guard has fallen back to
-    lru."""
+    """The eviction policy of a tier, what it brings, whether its guard has fallen back to lru, and
+    the blocks that have left because of their age."""
     used = (each for each in POLICIES if change.total("eviction_policies", tier, each))
     found = [f"{tier} evicts by {each}" for each in used]
     lru, hits = (change.total("guard_hit_blocks", tier, each) for each in ("lru", "used"))
@@ -200,6 +200,9 @@ def _eviction(change: Change, tier: str) -> list[str]:
         found.append(f"hits {hits / lru:.2f} of those of lru")
     if change.total("guard_fallbacks", tier):
         found.append("in the order of lru now")
+    expired = change.total("expired_blocks", tier)
+    if expired:
+        found.append(f"{expired:,.0f} blocks expired in {tier}")
     return found
 
 

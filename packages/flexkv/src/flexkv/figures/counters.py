@@ -72,6 +72,8 @@ class Counters(TierCounters):
     """Blocks that were not stored because no slot or no place on the board could be had."""
     evicted_blocks: int = 0
     """Blocks that host memory evicted for others."""
+    expired_blocks: int = 0
+    """Blocks that left host memory because they were too old."""
     refused_pins: int = 0
     """Blocks that were not pinned or retained because of the limits on both."""
     resets: int = 0

@@ -302,6 +302,14 @@ EVICTED_BLOCKS = _counter(
     tiers={(TIER,): _attribute("figures.evicted_blocks")},
     media=_INDEXED,
 )
+EXPIRED_BLOCKS = _counter(
+    "expired_blocks",
+    "FlexKV blocks that left the tier because they were older than max_age_seconds.",
+    ("tier",),
+    shared={(_HOST,): _attribute("counters.expired_blocks")},
+    tiers={(TIER,): _attribute("figures.expired_blocks")},
+    media=_INDEXED,
+)
 FAILURES = _counter(
     "failures",
     "Failures by cause; each one reached requests only as a miss or a failed load.",

@@ -12,6 +12,7 @@ from flexkv.figures.definitions import (
     COPY_SECONDS,
     DROPPED_BLOCKS,
     EVICTED_BLOCKS,
+    EXPIRED_BLOCKS,
     FAILURES,
     HIT_TOKENS,
     LEFT_TOKENS,
@@ -224,6 +225,7 @@ def summary(samples: Mapping[str, float]) -> dict[str, int | float]:
             line[f"{' '.join(way)} (GB/s per copy)"] = round(size / seconds / 1e9, 2)
     for tier in TIERS:
         _put(line, f"{tier} evictions (blocks)", total(EVICTED_BLOCKS, tier))
+        _put(line, f"{tier} expired (blocks)", total(EXPIRED_BLOCKS, tier))
         _put(line, f"{tier} drops (blocks)", total(DROPPED_BLOCKS, tier))
     _put(line, "failures", all_of(FAILURES))
     return line

@@ -317,7 +317,8 @@ class CacheConfig:
         count(60, _MOST_AGE_SECONDS, "seconds"),
         None,
         "Blocks that were computed longer ago are not loaded any more, and leave host memory and "
-        "disk, also after a restart and also if they are pinned. Blocks on disk whose time is "
+        "disk, also after a restart and also if they are pinned; the metric "
+        "`expired_blocks_total` counts them. Blocks on disk whose time is "
         "unknown, because they were stored without this setting, leave at the next start. It takes "
         "about 200 bytes of memory for a block in host memory, and 4 bytes for a block on disk. "
         "FlexKV cannot remove single blocks from stores that engines share: with "

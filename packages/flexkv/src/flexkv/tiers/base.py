@@ -96,6 +96,7 @@ class TierFigures:
         traffic: bytes and seconds since the start.
         policy: name of the eviction policy; empty if the tier evicts by none of ours.
         guard: state of the policy's guard; None if it has none.
+        expired_blocks: blocks that have left because they were too old, at the start or since.
     """
 
     blocks: int
@@ -110,6 +111,7 @@ class TierFigures:
     traffic: Traffic
     policy: str = ""
     guard: GuardState | None = None
+    expired_blocks: int = 0
 
 
 class States(Protocol):

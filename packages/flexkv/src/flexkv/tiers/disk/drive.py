@@ -136,6 +136,7 @@ class Drive:
         index: the slots of its blocks.
         slot_bytes: bytes of a slot.
         traffic: of blocks.
+        expired_blocks: see `TierFigures`.
         reads: counts the jobs that read; what takes longer than the link's stall time has failed.
         writes: counts the jobs that write.
     """
@@ -155,6 +156,7 @@ class Drive:
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._described = DescribedSlots(None, self.index.num_slots)
         self._ages = store.ages
+        self.expired_blocks = 0 if self._ages is None else len(self._ages.old_slots)
         self._unerased: set[int] = set()
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
@@ -256,11 +258,13 @@ class Drive:
                 )
                 self._upkeep.renew(slot, record)
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """See `IndexedTier.remove`."""
-        for slot in self.index.lease_all(list(dict.fromkeys(keys))):
-            if slot is not None:
-                self._erase(slot)
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """See `IndexedTier.remove`. Returns the number of removed blocks."""
+        leased = self.index.lease_all(list(dict.fromkeys(keys)))
+        slots = [slot for slot in leased if slot is not None]
+        for slot in slots:
+            self._erase(slot)
+        return len(slots)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether its block is here and not too old."""
@@ -270,7 +274,7 @@ class Drive:
     def remove_old(self) -> None:
         """Remove some of the blocks that are too old."""
         if self._ages is not None:
-            self.remove(self._ages.take_old(self.index, _REMOVED_BLOCKS))
+            self.expired_blocks += self.remove(self._ages.take_old(self.index, _REMOVED_BLOCKS))
 
     def watch(self) -> None:
         """See `IndexedTier.watch`. The blocks of a slot are changes once their descriptions are

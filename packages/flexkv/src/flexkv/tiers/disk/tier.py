@@ -78,7 +78,7 @@ class DiskTier:
         reads = Counter([CircuitState.CONNECTING] * len(self.connecting))
         writes = Counter(reads)
         traffic = Traffic()
-        written = blocks = slots = evicted = queued = openings = 0
+        written = blocks = slots = evicted = expired = queued = openings = 0
         for drive in self._drives:
             own, index, link = drive.traffic, drive.index, drive.link
             traffic.read_bytes += own.read_bytes
@@ -89,6 +89,7 @@ class DiskTier:
             blocks += len(index)
             slots += index.num_slots
             evicted += index.evictions
+            expired += drive.expired_blocks
             queued += link.queued_bytes
             stalled = link.stalled
             reads[drive.reads.shown(stalled)] += 1
@@ -99,6 +100,7 @@ class DiskTier:
             blocks=blocks,
             slots=slots,
             evicted_blocks=evicted,
+            expired_blocks=expired,
             queued_blocks=self._queued_blocks,
             queued_bytes=queued,
             reads=reads,
