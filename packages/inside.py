@@ -179,6 +179,11 @@ def assert_no_lease(cache: KVCache) -> None:
     assert [b.key for b in ready_blocks(cache._index).values() if b.leases] == []
 
 
+def announced(cache: Any) -> set[bytes]:
+    """The blocks of a pool that engines have announced."""
+    return set(cache.fetcher._announced)
+
+
 def stores_of(cache: ServedCache) -> ServedStores:
     """The stores of an engine that uses the node's service, and its granted slots."""
     return cache._stores

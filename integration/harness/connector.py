@@ -29,13 +29,19 @@ class Connector:
 NONE = Connector("none")
 
 
-def plugin(*, engine_id: str | None = None, recompute: bool = False, **extra: Any) -> Connector:
+def plugin(
+    *,
+    engine_id: str | None = None,
+    recompute: bool = False,
+    role: str = "kv_both",
+    **extra: Any,
+) -> Connector:
     """FlexKV as users start it: the plugin registers the connector under its name.
 
     ``extra`` becomes ``kv_connector_extra_config``; without an ``engine_id`` vLLM draws one.
     ``recompute`` has vLLM compute what a failed load did not bring, instead of failing the request.
     """
-    config = _flexkv(extra)
+    config = _flexkv(extra) | {"kv_role": role}
     if recompute:
         config["kv_load_failure_policy"] = "recompute"
     if engine_id is not None:

@@ -21,7 +21,7 @@ from integration.tests.disks import restorable, restored
 from integration.tests.node_service import NodeService
 from integration.tests.nodes import PATIENCE_SECONDS, Nodes
 from integration.tests.reference import Reference
-from integration.tests.steps import ask_each, ask_together
+from integration.tests.steps import ask, ask_each, ask_together
 
 FIRST = ABORTED[:1] + WARM
 LATE = EVICTED[:4]
@@ -69,6 +69,29 @@ def test_what_one_engine_has_computed_another_loads(
         found = ask_each(each, FIRST)
         reference.check_all(FIRST, found, what="after the restart")
         assert restored(found) == restorable(FIRST)
+
+
+def test_a_decode_engine_gets_whole_prompts_of_a_prefill_engine(
+    nodes: Nodes,
+    service: NodeService,
+    reference: Reference,
+    flexkv: Callable[..., dict[str, Any]],
+) -> None:
+    """At once: what is still being stored is worth a wait."""
+    settings = flexkv(service=str(service.root), always_load=True)
+    prefill, decode = (
+        nodes.start_with(connector.plugin(role=role, recompute=True, **settings))
+        for role in ("kv_producer", "kv_consumer")
+    )
+    answers = []
+    for prompt in EVICTED:
+        prefill.generate(prompt, max_tokens=1)
+        answers.append(ask(decode, prompt))
+    reference.check_all(EVICTED, answers, what="the decode engine")
+    assert restored(answers) == restorable(EVICTED)
+    prefill.forget()
+    again = prefill.generate(EVICTED[0], max_tokens=1)
+    assert restored([again]) == [0]
 
 
 def test_data_parallel_engines_of_a_server_share_it(

@@ -22,7 +22,9 @@ from sglang_world import (
 
 from flexkv import CacheConfig
 from flexkv.service.server import NodeServer
+from flexkv.types.presence import Presence
 from flexkv_sglang import start
+from packages.inside import cache_of, stores_of
 
 HASHES = hashes_of("a", 3)
 
@@ -78,6 +80,28 @@ def test_what_one_engine_has_stored_another_loads(
     assert not one.side.delays, "the other engine wants the pages at once"
     stores(other, hashes_of("b", 2), [1, 2])
     until(one, lambda: one.side.lookup("s", hashes_of("b", 2)) == [2])
+
+
+def test_an_engine_waits_for_pages_that_another_is_storing(
+    serve: Callable[..., str], engine: Callable[[str], Rank]
+) -> None:
+    root = serve()
+    one, other = engine(root), engine(root)
+    stored = one.fill([1, 2, 3], seed=1)
+    until(one, lambda: stores_of(cache_of(one.side)).free)
+    one.side.offload(HASHES, lambda: [1, 2, 3])
+    cache = cache_of(other.side)
+    until(other, lambda: Presence.BELOW in cache.presence(other.side.keys_of(HASHES)))
+    other.look_ahead("r", HASHES)
+    for _ in range(5):
+        assert other.side.held(["r"]) == [True]
+        other.side.ended_offloads()
+    until(one, one.side.ended_offloads)
+    assert one.side.take_offload()
+    until(other, lambda: other.side.held(["r"]) == [False])
+    assert other.side.lookup("r", HASHES) == [3]
+    assert other.load("r", HASHES, [7, 8, 9])
+    assert same(other.read([7, 8, 9]), stored)
 
 
 def test_a_disk_of_the_service_gives_pages_to_each_engine(

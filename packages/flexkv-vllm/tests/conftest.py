@@ -48,12 +48,12 @@ def no_tier_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from flexkv.engine import recorder
     from flexkv.engine.choice import cost, wait_choice
-    from flexkv.service import served_cache
+    from flexkv.service import line
 
     monkeypatch.setattr(wait_choice, "_PROBE_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(cost, "_TRUST_SECONDS", 10 * PATIENCE_SECONDS)
     monkeypatch.setattr(recorder, "_CLOSE_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(served_cache, "_SILENT_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(line, "_SILENT_SECONDS", 10 * PATIENCE_SECONDS)
 
 
 @pytest.fixture

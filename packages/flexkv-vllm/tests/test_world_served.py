@@ -16,9 +16,10 @@ from patience import PATIENCE_SECONDS, wait_until
 from served_world import MakeService, ServedWorld, assert_nothing_is_lost
 from traffic import Traffic, loaded, loads_more_than, make_stems
 
+from flexkv.client import FetchId
 from flexkv.engine.scheduler.held_hits import HeldHits
 from packages.flexkv.tests.service.served import Service
-from packages.inside import line_of, stores_of
+from packages.inside import announced, line_of, stores_of
 
 
 def served(make_world: MakeWorld, service: Service, **options: Any) -> ServedWorld:
@@ -48,6 +49,33 @@ def test_an_engine_loads_what_another_has_stored(
     assert hits(other, text) == PROMPT_BLOCKS
     other.check_outputs()
     assert one.cache.counters.stored_blocks > 0 == other.cache.counters.stored_blocks
+    assert_nothing_is_lost(service)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_engine_waits_for_what_another_is_storing(
+    make_service: MakeService, make_world: MakeWorld, comes: bool
+) -> None:
+    service = make_service()
+    one, other = served(make_world, service), served(make_world, service)
+    (text,) = prompts(1, 1)
+    (mover,) = one.slow_down(random.Random(1), (1 << 30, 1 << 30))
+    one.add(text)
+    one.step()
+    wait_until(lambda: announced(service.pool.cache), lambda: None)
+    request = other.add(text)
+    wait_until(lambda: other.cache.fetch_state(FetchId(1)).missing == {}, other.step)
+    for _ in range(20):
+        other.step()
+    assert other.outputs[request] == []
+    if not comes:
+        mover.close()
+    one.settle()
+    one.run()
+    other.run()
+    assert other.external_tokens[request] == comes * PROMPT_BLOCKS * BLOCK_TOKENS
+    other.check_outputs()
+    one.settle()
     assert_nothing_is_lost(service)
 
 

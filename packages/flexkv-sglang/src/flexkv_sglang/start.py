@@ -125,7 +125,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 undo.callback(cache.close)
                 name = worker.session.info.fingerprint
                 _log_start(cache.info.num_slots, cache.info.slot_bytes, name, engine.page_size)
-        (waits,) = ranks.agree([int(cache is not None and bool(cache.info.media))], 1)
+        (waits,) = ranks.agree([int(cache is not None and cache.info.may_fetch)], 1)
         with together(ranks):
             chooser = make_chooser(
                 config,

@@ -45,7 +45,7 @@ class WaitingRequests:
         self.ahead = LookAhead(cache, self.awaited, keys_of, boundary)
         self._shares = not trailing.have_states
         self.shared = SharedPrefixes(lambda page: bool(cache.lookup(keys_of([page]))))
-        self._has_tiers = bool(cache.info.media)
+        self._may_fetch = cache.info.may_fetch
         self._seen: set[str] = set()
 
     def is_new(self, rid: str) -> bool:
@@ -57,7 +57,7 @@ class WaitingRequests:
     def look_up(self, rid: str, prompt: Prompt, kind: Hashable) -> None:
         """Find out what a request lacks, and what lower tiers have of it; see `LookAhead` and
         `SharedPrefixes.waits`."""
-        if self._has_tiers and rid not in self.awaited:
+        if self._may_fetch and rid not in self.awaited:
             self.ahead.begin(rid, prompt)
         if prompt.pages and self._shares:
             self.shared.waits(rid, prompt.hashes(0, 1, None)[0], kind)

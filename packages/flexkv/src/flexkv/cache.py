@@ -298,7 +298,7 @@ class KVCache:
         self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
-        if self._off or self._recovering or not self._has_tiers:
+        if self._off or self._recovering or not self.info.may_fetch:
             return None
         priority = Priority.PREFETCH if queued else Priority.LOAD
         own = self._tenant if tenant is None else tenant

@@ -151,6 +151,12 @@ class CacheInfo:
     is_shared: bool = False
     drops_old: bool = False
 
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a fetch may bring blocks: from a lower tier, or from another engine that stores
+        them."""
+        return self.is_shared or bool(self.media)
+
 
 class CacheClient(Protocol):
     """A cache as an engine's adapter calls it. Single-threaded; nothing but `close` waits."""
@@ -230,7 +236,8 @@ class CacheClient(Protocol):
     def fetch(
         self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
     ) -> FetchId | None:
-        """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them.
+        """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them,
+        or wait for other engines that are storing them there.
 
         Args:
             keys: keys of the prefix from some block on, first block first.

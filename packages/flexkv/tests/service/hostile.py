@@ -106,6 +106,8 @@ class Chance:
         choices: Sequence[Callable[[], wire.ToService]] = (
             self.publish,
             self.greeting,
+            lambda: wire.Announce(self.integer(), self.keys()),
+            lambda: wire.Retract(self.integer()),
             lambda: wire.Claim(self.slots(), self.rng.random() < 0.5),
             lambda: wire.Return(self.slots()),
             lambda: wire.RecordUse(self.keys(), self.integer(), self.keys(), self.context()),

@@ -193,6 +193,10 @@ class Scheduler:
         """Until the service has heard all."""
         until(lambda: not self.cache.busy and not awaits_service(self.cache), self.cache.poll)
 
+    def settle_line(self) -> None:
+        """Until the service has what was sent."""
+        until(lambda: not line_of(self.cache).busy, self.cache.poll)
+
     def close(self) -> None:
         """Leave the service. Idempotent."""
         self.cache.close()

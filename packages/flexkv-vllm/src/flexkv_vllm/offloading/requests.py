@@ -107,7 +107,7 @@ class RequestBlocks:
         self._from_host = options.load and may_load_from(context, Medium.HOST)
         # A fetch takes a block from whichever lower tier has it.
         allowed = all(may_load_from(context, medium) for medium in cache.info.media)
-        self._from_below = bool(cache.info.media) and options.load and allowed
+        self._from_below = cache.info.may_fetch and options.load and allowed
         self.options = options
         self.request: EngineRequest | None = None
         self.groups: Sequence[GroupBlocks] = ()

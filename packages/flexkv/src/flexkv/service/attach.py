@@ -70,10 +70,11 @@ class Attached:
         self._guard = threading.Lock()
         ticket = self._ticket
         greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks, tenant)
-        self.connection, answer, self._fds = _greet(ticket.root, greeting, 3)
+        self.connection, answer, self._fds = _greet(ticket.root, greeting, 4)
         try:
             if not isinstance(answer, wire.Scheduled):
                 raise _unexpected(ticket.root, answer)
+            self.announced = _map_keys(self._fds.pop())
             self.below = _map_keys(self._fds.pop())
             for fd in self._fds:
                 check_seals(fd)
@@ -128,11 +129,11 @@ class Attached:
                 raise ArenaError("the engine has left the service")
             lent = [os.dup(fd) for fd in (self._arena.fd, *self._fds)]
         try:
-            connection, answer, fds = _greet(ticket.root, greeting, 1, lent)
+            connection, answer, fds = _greet(ticket.root, greeting, 2, lent)
         finally:
             _close(lent)
         try:
-            below = _map_keys(fds.pop())
+            announced, below = _map_keys(fds.pop()), _map_keys(fds.pop())
             if not isinstance(answer, wire.Resumed):
                 raise _unexpected(ticket.root, answer)
             connection.setblocking(False)
@@ -141,7 +142,7 @@ class Attached:
             if isinstance(error, ValueError):
                 raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
             raise
-        return Attachment(connection, below, answer.has_shares)
+        return Attachment(connection, below, announced, answer.has_shares)
 
     def close(self) -> None:
         """Let go of the memory of the index and of the holds. Idempotent."""

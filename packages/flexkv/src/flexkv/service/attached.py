@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
+from flexkv.service.announcements import Announcements
 from flexkv.service.engine_fetches import EngineFetches
 from flexkv.service.engine_holds import EngineHolds
 from flexkv.service.engine_page import PUBLISHED, READ, SENT
@@ -109,6 +110,7 @@ class AttachedEngine:
         self._reading: Process | None = None  # who holds slots, connected or not
         self._holds: EngineHolds | None = None
         self._fetches: EngineFetches | None = None
+        self._announced = Announcements(pool.announced, pool.num_slots)
         self._bell = memoryview(bytearray(12)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
@@ -185,7 +187,8 @@ class AttachedEngine:
             )
         self._take_page(clear=True)
         self._begin(process, greeting, engines)
-        return [self.pool.index_fd, self.pool.pages_fd, self.pool.below.fd]
+        pool = self.pool
+        return [pool.index_fd, pool.pages_fd, pool.below.fd, pool.announced.fd]
 
     def _take_page(self, *, clear: bool) -> None:
         page = self.pool.page_of(self.number)
@@ -250,6 +253,7 @@ class AttachedEngine:
             self._holds.look(now, is_short=self.pool.is_short)
         if self._fetches is not None:
             self._fetches.look(now, has_read=self._has_read)
+        self._announced.end_old(now)
 
     # Messages.
 
@@ -261,10 +265,15 @@ class AttachedEngine:
             ValueError, IndexError: parts of it do not fit each other.
         """
         cache = self.pool.cache
-        self._has_news = True
+        # Figures that an engine has not read yet would delay what it waits for.
+        self._has_news = self._has_news or not isinstance(message, wire.Announce | wire.Retract)
         match message:
             case wire.Publish():
                 self._publish(message)
+            case wire.Announce():
+                self._announced.begin(message.cell, message.keys)
+            case wire.Retract():
+                self._announced.end(message.cell)
             case wire.Return():
                 self._take_back(message.slots)
             case wire.RecordUse():
@@ -348,6 +357,7 @@ class AttachedEngine:
             self._granted.update(filter(self.pool.cache.is_granted, message.slots))
             raise
         if message.last:
+            self._announced.end(message.cell)
             self._bell[PUBLISHED] = (self._bell[PUBLISHED] + 1) % (1 << 32)
 
     def _take_back(self, slots: Sequence[int]) -> None:
@@ -463,6 +473,7 @@ class AttachedEngine:
         self._waiting.clear()
         self._messages.clear()
         cache = self.pool.cache
+        self._announced.clear()
         if self._fetches is not None:
             self._fetches.clear()
         for owner in self._pins:

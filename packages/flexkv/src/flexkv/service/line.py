@@ -18,7 +18,7 @@ depend on, and of these there are no more than granted slots and fetches. Not tu
 _SILENT_SECONDS = 1.0
 """A service that owes an answer for so long counts as one that hangs. Not tuned."""
 
-_STATE = (wire.Claim, wire.Publish, wire.Return, wire.EndFetch, wire.Watch)
+_STATE = (wire.Claim, wire.Publish, wire.Retract, wire.Return, wire.EndFetch, wire.Watch)
 
 
 class Line:

@@ -151,6 +151,25 @@ class Claim(Message, frozen=True, tag="claim"):
     last: bool
 
 
+class Announce(Message, frozen=True, tag="announce"):
+    """Blocks that the engine is storing, beside others: those of prompts. Another engine waits for
+    them. The announcement ends with the last `Publish` of the store, or with `Retract`.
+
+    Attributes:
+        cell: the store's cell of the board.
+        keys: keys of the blocks.
+    """
+
+    cell: int
+    keys: list[bytes]
+
+
+class Retract(Message, frozen=True, tag="retract"):
+    """The store of this cell publishes nothing. Nothing may be announced for it."""
+
+    cell: int
+
+
 class Publish(Message, frozen=True, tag="publish"):
     """Blocks of a store whose ranks have all reported DONE.
 
@@ -255,6 +274,8 @@ ToService: TypeAlias = (
     | Schedule
     | Resume
     | Claim
+    | Announce
+    | Retract
     | Publish
     | Return
     | RecordUse
@@ -285,8 +306,8 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Scheduled(Message, frozen=True, tag="scheduled"):
-    """The answer to `Schedule`, with descriptors of the memory of the index, of the holds, and of
-    what disks have; see `flexkv.service.tier_keys`.
+    """The answer to `Schedule`, with descriptors of the memory of the index, of the holds, of what
+    disks have (`tier_keys`), and of what engines are storing (`announcements`).
 
     Attributes:
         media: the lower tiers, the fastest first.
@@ -302,7 +323,7 @@ class Scheduled(Message, frozen=True, tag="scheduled"):
 
 
 class Resumed(Message, frozen=True, tag="resumed"):
-    """The answer to `Resume`, with the last of the descriptors of `Scheduled`.
+    """The answer to `Resume`, with the last two descriptors of `Scheduled`.
 
     Attributes:
         has_shares: as in `Scheduled`.

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from flexkv.cache import KVCache
 from flexkv.figures.counters import ResetCause
@@ -17,6 +18,7 @@ from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.block_index import index_bytes, publish
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
+from flexkv.service.announcements import AnnouncedKeys
 from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.messages import PoolBlocks
 from flexkv.service.state import TenantState
@@ -26,6 +28,7 @@ from flexkv.session.reservation import Reservation
 from flexkv.session.wire import SessionInfo
 from flexkv.settings import GIB, CacheConfig
 from flexkv.system.available import Promise
+from flexkv.transfer.fetcher import Fetcher
 from flexkv.types.changes import Changes
 from flexkv.types.errors import ArenaError
 from flexkv.types.tenants import NO_TENANT, tenant_number
@@ -46,6 +49,11 @@ the byte of the engine's number."""
 
 class SharedCache(KVCache):
     """The cache of a pool. Engines hold its blocks, and write to slots that it grants."""
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """The fetches of all engines."""
+        return self._below.fetcher
 
     def grant(self, most: int, engine: int, tenant: int) -> list[int]:
         """Up to `most` slots for stores of the engine of this number, all of whose blocks count for
@@ -144,6 +152,7 @@ class SharedPool:
         arena: its memory; owned.
         index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
         below: what its disks have; owned.
+        announced: the blocks that its engines store; owned.
         policy: name of the eviction policy.
         has_shares: whether tenants have shares of the memory.
         prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
@@ -187,9 +196,12 @@ class SharedPool:
                 ages=ages,
             )
             undo.callback(self.cache.close)
+            self.cache.info = replace(self.cache.info, is_shared=True)
             self.cache.watch()
             disk_bytes = int((config.ssd_cache_gb or 0) * GIB)
             self.below = TierKeys(disk_bytes // self.cache.info.slot_bytes)
+            undo.callback(self.below.close)
+            self.announced = AnnouncedKeys(slots, self.cache.fetcher)
             undo.pop_all()
 
     @property
@@ -247,6 +259,7 @@ class SharedPool:
         """Close the lower tiers, which may write waiting blocks for `flush_seconds`, and leave the
         memory to the engines that have it."""
         self.below.close()
+        self.announced.close()
         is_quiet = self.cache.close(flush_seconds)
         self._memory.close(unmap=is_quiet)
 

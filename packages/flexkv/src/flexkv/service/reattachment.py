@@ -33,11 +33,13 @@ class Attachment(NamedTuple):
     Attributes:
         connection: to the service.
         below: what the disks of the pool have.
+        announced: the blocks that engines of the pool are storing.
         has_shares: whether tenants have shares of the memory.
     """
 
     connection: socket.socket
     below: KeySet
+    announced: KeySet
     has_shares: bool
 
 

@@ -84,8 +84,9 @@ class ServedCache:
             self._reader,
             self._line,
             answer.media,
-            attached.below,
-            FetchRows(attached.page.fetches),
+            below=attached.below,
+            announced=attached.announced,
+            rows=FetchRows(attached.page.fetches),
             asks_stores=answer.asks_stores,
         )
         self._uses = ServedUses(self._line)
@@ -225,7 +226,8 @@ class ServedCache:
             self._stores.undo(store)
             self.counters.refused_blocks += len(store.keys)
             return None
-        self._stores.begin(transfer.id, transfer.cell, store)
+        if self._stores.begin(transfer.id, transfer.cell, store):
+            self._line.send()  # others wait for what this step computes
         self.counters.stores += 1
         return transfer
 
@@ -282,9 +284,9 @@ class ServedCache:
 
     @property
     def _may_fetch(self) -> bool:
-        """Whether lower tiers can give blocks now."""
+        """Whether lower tiers and other engines can give blocks now."""
         is_silent = self._line.is_cut or self._hangs
-        return bool(self.info.media) and not (self._recovering or is_silent)
+        return not (self._recovering or is_silent)
 
     @property
     def _hangs(self) -> bool:
@@ -405,6 +407,7 @@ class ServedCache:
             return
         self._line.resume(attachment.connection)
         self._tiers.below = attachment.below
+        self._tiers.announced = attachment.announced
         self._has_shares = attachment.has_shares
         self._is_alone = False
         self._stores.claim()

@@ -39,6 +39,7 @@ class PlannedStore:
         cell: its cell of the board.
         dropped: positions of blocks that must not be published.
         has_ended: whether all ranks have copied it.
+        is_announced: whether the service knows of its keys.
         is_told: whether the service knows.
         is_void: whether its blocks may be stored anew.
     """
@@ -52,8 +53,15 @@ class PlannedStore:
     cell: int = -1
     dropped: set[int] = field(default_factory=set)
     has_ended: bool = False
+    is_announced: bool = False
     is_told: bool = False
     is_void: bool = False
+
+    def runs(self) -> list[bytes]:
+        """The keys of blocks that follow each other, as those of prompts do."""
+        follows = [before == b"" for before in self.before]
+        follows_next = zip(follows, [*follows[1:], False], strict=False)
+        return [key for key, near in zip(self.keys, follows_next, strict=True) if any(near)]
 
     def parts(self) -> list[wire.Publish]:
         """The messages that publish its blocks."""
@@ -196,15 +204,27 @@ class ServedStores:
         stores = ((number, store) for number, store in self.by_id.items() if not store.is_void)
         return next((number for number, store in stores if key in store.keys), None)
 
-    def begin(self, number: int, cell: int, store: PlannedStore) -> None:
-        """A planned store is under way."""
+    def begin(self, number: int, cell: int, store: PlannedStore) -> bool:
+        """A planned store is under way. Returns whether to tell the service of it at once, because
+        other engines may wait for its blocks."""
         store.cell = cell
         self.by_id[number] = store
         self.keys.update(store.keys)
+        announced = store.runs()
+        for start in range(0, len(announced), wire.MOST_KEYS):
+            self._line.put(wire.Announce(cell, announced[start : start + wire.MOST_KEYS]))
+        store.is_announced = bool(announced)
+        return store.is_announced
 
     def undo(self, store: PlannedStore) -> None:
-        """A planned store could not begin."""
+        """A planned store could not begin, or has failed."""
         self.free += store.slots
+        self._retract(store)
+
+    def _retract(self, store: PlannedStore) -> None:
+        if store.is_announced:
+            store.is_announced = False
+            self._line.put(wire.Retract(store.cell))
 
     def end(self, number: int) -> PlannedStore:
         """A store is over: nobody knows of it any more. Its slots are the caller's."""
@@ -228,6 +248,8 @@ class ServedStores:
             if any(each is not None and not each.is_told for each in before):
                 continue
             parts = store.parts()
+            if not parts:
+                self._retract(store)
             # In one statement: no error can come between the messages and the note of them.
             store.is_told = bool(parts) and self._line.put(*parts)
             if store.is_told:

@@ -46,11 +46,12 @@ class ServedTiers:
         line: carries the messages.
         media: the media of the tiers, the fastest first.
         below: what disks have.
+        announced: the blocks that engines of the pool are storing.
         rows: how far fetches are, as the service writes it; borrowed.
         asks_stores: whether a tier has to be asked what it has.
 
     Attributes:
-        below: as given; another one after each new attachment.
+        below, announced: as given; others after each new attachment.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class ServedTiers:
         reader: IndexReader,
         line: Line,
         media: Sequence[Medium],
-        below: KeySet,
-        rows: FetchRows,
         *,
+        below: KeySet,
+        announced: KeySet,
+        rows: FetchRows,
         asks_stores: bool,
     ) -> None:
         self.below = below
+        self.announced = announced
         self._reader = reader
         self._line = line
         self._media = media
@@ -81,7 +84,8 @@ class ServedTiers:
         """The place of each block, in host memory or below."""
         there = self._reader.present(keys)
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
-        below = iter(self.below.contains(absent) if absent else ())
+        come = zip(self.below.contains(absent), self.announced.contains(absent), strict=True)
+        below = map(any, come)
         other = Presence.ABSENT if self._knows_all else Presence.UNKNOWN
         return [
             Presence.HOST if each else Presence.BELOW if next(below) else other for each in there
@@ -101,7 +105,7 @@ class ServedTiers:
         if there == len(keys):
             return None
         if is_sure:
-            reach = there + self.below.lookup(keys[there:] if there else keys)
+            reach = self._reach(keys, there)
             if reach == there:
                 return None  # as for most new prompts
             if reach < len(keys):
@@ -109,8 +113,10 @@ class ServedTiers:
                 ends = Presence.ABSENT in presence
                 if ends:
                     keys = keys[: reach + presence.index(Presence.ABSENT)]
-        fetch, medium = FetchId(self._next_fetch), self._media[0]
+        fetch = FetchId(self._next_fetch)
         self._next_fetch += 1
+        reads = not is_sure or self.below.contains(keys[there : there + 1])[0]
+        medium = self._media[0] if reads else None
         state = FetchState(
             time.monotonic(),
             len(keys),
@@ -118,8 +124,8 @@ class ServedTiers:
             there,
             len(keys),
             medium,
-            {medium: len(keys) - there},
-            awaited=(AwaitedBlocks(there, len(keys), medium),),
+            {} if medium is None else {medium: len(keys) - there},
+            awaited=(AwaitedBlocks(there, len(keys), medium or Medium.HOST),),
         )
         self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
         most = wire.MOST_KEYS
@@ -128,6 +134,17 @@ class ServedTiers:
             self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
         self._line.await_answer()
         return fetch
+
+    def _reach(self, keys: Sequence[bytes], start: int) -> int:
+        """How many of these blocks, the first `start` included, host memory, disks or other engines
+        give."""
+        while start < len(keys):
+            rest = keys[start:] if start else keys
+            more = self.below.lookup(rest) or self.announced.lookup(rest)
+            if not more:
+                break
+            start += more
+        return start
 
     def extend(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""

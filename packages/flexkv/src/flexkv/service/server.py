@@ -280,7 +280,8 @@ class NodeServer:
                 lent = [engine.pool.arena.fd]
             elif isinstance(greeting, wire.Resume):
                 engine = self._resume(greeting, process, newcomer.memory[0])
-                answer, lent = wire.Resumed(engine.pool.has_shares), [engine.pool.below.fd]
+                pool = engine.pool
+                answer, lent = wire.Resumed(pool.has_shares), [pool.below.fd, pool.announced.fd]
             else:
                 engine = self._named(greeting.ticket)
                 answer = wire.Joined()

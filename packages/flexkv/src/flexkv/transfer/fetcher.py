@@ -6,154 +6,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from flexkv.client import AwaitedBlocks, FetchId, FetchState
+from flexkv.client import FetchId, FetchState
 from flexkv.figures.meter import Histogram
 from flexkv.index.block_index import Block, BlockIndex, BlockState
 from flexkv.tiers.job import Priority
 from flexkv.transfer.reads import Read, Reads
+from flexkv.transfer.running_fetch import RunningFetch
 from flexkv.transfer.sources import Source
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import NO_TENANT
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A prefix that a request wants in the arena. Times are time.monotonic(), in seconds.
-
-    Attributes:
-        id: the caller's name for it.
-        keys: keys of the prefix, first block first. The list grows if the fetch is extended.
-        priority: priority of the reads.
-        tenant: number of the tenant for whom the blocks count.
-        begun: when the fetch began.
-        progressed: when `arrived` last grew or another tier was tried; `begun` before that.
-        blocks: the blocks by position; None for one that the arena lacks. The fetch leases the
-            others. The list is shorter than `keys` while tiers are queried.
-        media: the medium of each of `blocks`; None for one that the arena had at once. See
-            `AwaitedBlocks`.
-        arrived, stop, first, queried, gave: see `FetchState`.
-        expected: how many blocks each tier is expected to give, beside those it is queried about.
-    """
-
-    id: FetchId
-    keys: list[bytes]
-    priority: Priority
-    tenant: int
-    begun: float
-    progressed: float
-    blocks: list[Block | None]
-    media: list[Medium | None]
-    arrived: int = 0
-    stop: int = 0
-    first: int = 0
-    queried: Medium | None = None
-    gave: dict[Medium, tuple[int, float]] = field(default_factory=dict)
-    expected: dict[Medium, int] = field(default_factory=dict)
-    _runs: list[AwaitedBlocks] = field(default_factory=list)
-    _grouped: int = 0
-    _state: FetchState | None = None
-
-    @property
-    def state(self) -> FetchState:
-        """The state for the caller. Made anew only after a change."""
-        state = self._state
-        if state is None:
-            state = self._state = FetchState(
-                self.begun,
-                len(self.keys),
-                self.first,
-                self.arrived,
-                self.stop,
-                self.queried,
-                self._count_missing(),
-                dict(self.gave),
-                self._next_medium(),
-                self._list_awaited(),
-            )
-        return state
-
-    def add(self, blocks: Sequence[Block | None], media: Sequence[Medium | None]) -> None:
-        """Add blocks behind the others, which end the prefix unless `wait_for_answer` is called."""
-        self.blocks += blocks
-        self.media += media
-        for medium in media:
-            if medium is not None and medium is not Medium.HOST:
-                self.expected[medium] = self.expected.get(medium, 0) + 1
-        self.stop = len(self.blocks)
-        self.queried = self._state = None
-
-    def wait_for_answer(self, medium: Medium | None, count: int) -> None:
-        """Further `count` blocks may arrive, about the first of which a tier is queried."""
-        self.stop += count
-        self.queried, self._state = medium, None
-
-    def complete(
-        self, positions: Sequence[int], blocks: Sequence[Block | None], medium: Medium | None
-    ) -> None:
-        """The blocks at `positions` are no longer being written.
-
-        Args:
-            positions: positions of blocks.
-            blocks: these blocks, leased; None for one that nobody gave.
-            medium: the tier that gave them; None if none did.
-        """
-        came = medium or Medium.HOST
-        for position, block in zip(positions, blocks, strict=True):
-            expected = self.media[position]
-            if expected in self.expected:
-                self.expected[expected] -= 1
-            if expected is not came:
-                self.media[position] = came
-                self._runs, self._grouped = [], 0
-            self.blocks[position] = block
-            if block is None:
-                self.cut(position)
-        if medium is not None:
-            count, _ = self.gave.get(medium, (0, 0.0))
-            self.gave[medium] = count + len(positions), time.monotonic()
-        self._state = None
-
-    def advance(self) -> bool:
-        """Recount `arrived`. Returns whether it has grown."""
-        blocks, arrived, end = self.blocks, self.arrived, min(self.stop, len(self.blocks))
-        while arrived < end and blocks[arrived] is not None:
-            arrived += 1
-        if arrived == self.arrived:
-            return False
-        self.arrived, self.progressed, self._state = arrived, time.monotonic(), None
-        return True
-
-    def cut(self, position: int) -> None:
-        """End the prefix before the block at `position`."""
-        self.stop = min(self.stop, position)
-        self.arrived = min(self.arrived, self.stop)
-        self.queried = self._state = None
-
-    def _next_medium(self) -> Medium | None:
-        if self.arrived >= min(self.stop, len(self.media)):
-            return None
-        medium = self.media[self.arrived]
-        return None if medium is Medium.HOST else medium
-
-    def _count_missing(self) -> dict[Medium, int]:
-        left = self.stop - self.arrived
-        missing = {medium: min(count, left) for medium, count in self.expected.items() if count}
-        if self.queried is not None:
-            unknown = self.stop - len(self.blocks)
-            missing[self.queried] = missing.get(self.queried, 0) + unknown
-        return missing
-
-    def _list_awaited(self) -> Sequence[AwaitedBlocks]:
-        for medium, group in itertools.groupby(self.media[self._grouped :]):
-            start, self._grouped = self._grouped, self._grouped + len(list(group))
-            if medium is not None:
-                self._runs.append(AwaitedBlocks(start, self._grouped, medium))
-        if self.queried is None:
-            return tuple(self._runs)
-        return *self._runs, AwaitedBlocks(len(self.blocks), self.stop, self.queried)
 
 
 class Fetcher:
@@ -193,9 +57,10 @@ class Fetcher:
         self._seconds = seconds
         self.reads = Reads(index, slot_view, sources, self._priority_of, self.complete)
         self._ids = itertools.count(1)
-        self._fetches: dict[FetchId, _Fetch] = {}
-        self._waiting: dict[bytes, list[tuple[_Fetch, int]]] = {}
-        self._came: dict[_Fetch, int] = {}
+        self._fetches: dict[FetchId, RunningFetch] = {}
+        self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
+        self._came: dict[RunningFetch, int] = {}
+        self._announced: Counter[bytes] = Counter()
         self._longest_stall = max((source.stall_seconds for source in sources), default=0.0)
 
     @property
@@ -235,7 +100,7 @@ class Fetcher:
         leased = self._index.lease(keys[:first]) or ()
         now, fetch_id = time.monotonic(), FetchId(next(self._ids))
         media: list[Medium | None] = [None] * len(leased)
-        fetch = _Fetch(fetch_id, list(keys), priority, tenant, now, now, [*leased], media)
+        fetch = RunningFetch(fetch_id, list(keys), priority, tenant, now, now, [*leased], media)
         self._fetches[fetch_id] = fetch
         with contextlib.ExitStack() as undo:
             undo.callback(self.end, fetch_id)  # nobody else could
@@ -314,7 +179,7 @@ class Fetcher:
             source: the tier that gave them, if one did.
         """
         medium = None if source is None else source.medium
-        completed: dict[_Fetch, list[int]] = {}
+        completed: dict[RunningFetch, list[int]] = {}
         for key in keys if self._waiting else ():
             for fetch, position in self._waiting.pop(key, ()):
                 completed.setdefault(fetch, []).append(position)
@@ -322,6 +187,25 @@ class Fetcher:
             blocks = self._lease([fetch.keys[position] for position in positions])
             fetch.complete(positions, blocks, medium)
             self._advance(fetch)
+
+    def announce(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Somebody stores blocks of these keys, which have no slots yet: fetches wait for them, as
+        long as they are announced. Returns those that were not announced before."""
+        announced = self._announced
+        new = [key for key in dict.fromkeys(keys) if not announced[key]]
+        announced.update(keys)
+        return new
+
+    def retract(self, keys: Iterable[bytes]) -> list[bytes]:
+        """What `announce` was called for has ended, after the blocks that were stored are ready.
+        Returns the keys that are announced no more."""
+        announced = self._announced
+        announced.subtract(keys)
+        gone = [key for key in dict.fromkeys(keys) if announced[key] <= 0]
+        for key in gone:
+            del announced[key]
+        self.complete(gone)
+        return gone
 
     def cut_dropped(self) -> None:
         """End each fetch before its first block that the arena has dropped as unreadable."""
@@ -395,10 +279,12 @@ class Fetcher:
         return self._index.num_slots // 2 - held
 
     def _may_come(self, key: bytes) -> bool:
-        """Whether a lower tier has the block of `key` or has to be queried."""
-        return any(source.contains([key])[0] is not False for source in self._sources)
+        """Whether a lower tier has the block of `key` or has to be queried, or it is announced."""
+        return key in self._announced or any(
+            source.contains([key])[0] is not False for source in self._sources
+        )
 
-    def _extend(self, fetch: _Fetch) -> None:
+    def _extend(self, fetch: RunningFetch) -> None:
         """Add further blocks to a fetch, up to the first for which a tier has to be queried."""
         start = len(fetch.blocks)
         plan, reach, queried = self._plan(fetch.keys[start:])
@@ -408,7 +294,7 @@ class Fetcher:
             fetch.wait_for_answer(queried, reach - len(plan))
         self._advance(fetch)
 
-    def _advance(self, fetch: _Fetch) -> None:
+    def _advance(self, fetch: RunningFetch) -> None:
         start = fetch.arrived
         if fetch.advance() and len(self._sources) > 1:
             self._came.setdefault(fetch, start)
@@ -422,12 +308,14 @@ class Fetcher:
 
         Returns:
             For each key up to the first unknown one, the tier that reads its block, or None if the
-            arena has the block or a read of it is under way; how many of `wanted` can arrive, from
-            the first on; and the first tier that is queried.
+            arena has the block, a read of it is under way, or it is announced; how many of
+            `wanted` can arrive, from the first on; and the first tier that is queried.
         """
         answers = [source.contains(wanted) for source in self._sources]
         end = self._reroute_hung(wanted, answers) if self.reads.by_key else len(wanted)
         absent = set(self._index.missing(wanted))
+        if self._announced:
+            absent = {i for i in absent if wanted[i] not in self._announced}
         plan: list[Source | None] = []
         queries: dict[Source, list[bytes]] = {}
         reach = 0
@@ -473,7 +361,7 @@ class Fetcher:
                 return i
         return len(wanted)
 
-    def _fill(self, fetch: _Fetch, plan: Sequence[Source | None]) -> None:
+    def _fill(self, fetch: RunningFetch, plan: Sequence[Source | None]) -> None:
         """Lease the blocks that the arena has and read the others, until no slot is left."""
         index, first, by_key = self._index, len(fetch.blocks), self.reads.by_key
         wanted = fetch.keys[first : first + len(plan)]
@@ -520,7 +408,7 @@ class Fetcher:
         before: Sequence[bytes],
         keys: Sequence[bytes],
         absent: Sequence[int],
-        fetch: _Fetch,
+        fetch: RunningFetch,
     ) -> list[Block]:
         """Reserve slots for blocks without one, up to the first for which there is none.
 
@@ -566,6 +454,8 @@ class Fetcher:
             if fetch.arrived >= fetch.stop:
                 continue
             key = fetch.keys[fetch.arrived]
+            if key in self._announced:
+                continue
             read = self.reads.by_key.get(key)
             stall = self._longest_stall if read is None else read.source.stall_seconds
             if fetch.progressed >= now - stall:
@@ -579,6 +469,6 @@ class Fetcher:
             fetch.cut(fetch.arrived)
 
 
-def _lacking(fetch: _Fetch) -> list[bytes]:
+def _lacking(fetch: RunningFetch) -> list[bytes]:
     """Keys of the blocks that a fetch waits for."""
     return [key for key, block in zip(fetch.keys, fetch.blocks, strict=False) if block is None]

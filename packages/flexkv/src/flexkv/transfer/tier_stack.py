@@ -181,8 +181,6 @@ class TierStack:
             keys: keys of the blocks of the store.
             ready: whether they were copied; else the store has failed.
         """
-        if not self.tiers:
-            return
         self.fetcher.complete(keys)
         if ready:
             for demoter in self._on_store:

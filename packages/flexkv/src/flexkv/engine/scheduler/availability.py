@@ -39,7 +39,7 @@ class Availability:
         self._cache = cache
         self._tracked = tracked
         self._keys = keys
-        self._below = below and bool(cache.info.media)
+        self._below = below and cache.info.may_fetch
         self.in_host = True
         self._gaps: dict[tuple[int, int], tuple[int, int]] = {}
         self._ends: dict[int, tuple[int, list[bool]]] = {}

@@ -32,7 +32,7 @@ class Fetches:
         self, cache: CacheClient, ahead: bool, ended: Callable[[FetchId, FetchState], None]
     ) -> None:
         self._cache = cache
-        self._has_tiers = bool(cache.info.media)
+        self._may_fetch = cache.info.may_fetch
         self._ahead = ahead
         self._ended = ended
 
@@ -58,7 +58,7 @@ class Fetches:
         only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, and the
         position in the request where it ends, since host memory may have no room for more.
         """
-        if not self._has_tiers:
+        if not self._may_fetch:
             return self._cache.lookup(keys)
         fetch = tracked.waiting
         if fetch is None or fetch.start > start:
@@ -96,7 +96,7 @@ class Fetches:
 
     def end(self, tracked: TrackedRequest) -> None:
         """The request has its blocks, or needs no more. Idempotent."""
-        if self._has_tiers:
+        if self._may_fetch:
             self._replace(tracked, None)
             tracked.awaited = {}
 

@@ -136,7 +136,7 @@ class RequestSide(Generic[Orders]):
             return
         with self._boundary.guard("prefetching", "it is fetched when it is scheduled"):
             tracked = self._requests.track(request)
-            if self._cache.info.media and tracked.may_load:
+            if self._cache.info.may_fetch and tracked.may_load:
                 self._loads.prefetch(tracked)
 
     def match(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines wait for blocks that another one is storing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from flexkv.client import FetchId, FetchState, Transfer
+from flexkv.service import announcements, reattachment
+from flexkv.service import messages as wire
+from flexkv.service.lobby import RefusalError
+from flexkv.types.mover import Status
+from flexkv.types.presence import Presence
+from packages.flexkv.tests.service.served import (
+    Scheduler,
+    Service,
+    attached_again,
+    keys_of,
+    until,
+)
+from packages.inside import announced, index_of
+
+Attach = Callable[..., Scheduler]
+
+KEYS = keys_of("a", 6)
+SLOTS = 128
+"""Enough for three engines to be granted as many slots as there are keys."""
+
+
+@pytest.fixture(autouse=True)
+def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends because it takes long."""
+    monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 1e9)
+
+
+@pytest.fixture
+def service(make_service: Callable[..., Service]) -> Service:
+    return make_service(SLOTS)
+
+
+def ordered(one: Scheduler, keys: Sequence[bytes], places: Sequence[int]) -> Transfer:
+    """A store that no rank has copied yet."""
+    transfer = one.cache.store(keys, places)
+    assert transfer is not None
+    return transfer
+
+
+def awaited(other: Scheduler, keys: Sequence[bytes]) -> FetchId:
+    """A fetch of blocks that have been announced."""
+    until(lambda: other.cache.presence(keys)[-1] is Presence.BELOW)
+    fetch = other.cache.fetch(keys)
+    assert fetch is not None
+    other.cache.poll()
+    return fetch
+
+
+def state(other: Scheduler, fetch: FetchId) -> FetchState:
+    """The state once it is done."""
+    until(lambda: other.cache.fetch_state(fetch).done, other.cache.poll)
+    return other.cache.fetch_state(fetch)
+
+
+def settled(service: Service, *engines: Scheduler) -> None:
+    for engine in engines:
+        engine.settle()
+    until(service.accounted)
+    index = index_of(service.pool.cache)
+    assert not any(service.pool.announced._keys.contains(KEYS))
+    assert not announced(service.pool.cache)
+    assert not index.stale_blocks
+
+
+def test_an_engine_waits_for_what_another_is_storing(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    transfer = ordered(one, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    until(lambda: other.cache.fetch_state(fetch).missing == {}, other.cache.poll)
+    assert not other.cache.fetch_state(fetch).done
+    assert other.cache.lookup(KEYS) == 0
+    one.copy(transfer)
+    one.settle()
+    assert state(other, fetch).arrived == 6
+    assert other.load(KEYS)
+    other.cache.end_fetch(fetch)
+    settled(service, one, other)
+
+
+def test_a_prompt_of_several_steps_comes_as_far_as_it_is_ordered(
+    service: Service, attach: Attach
+) -> None:
+    one, other = attach(service), attach(service)
+    one.store(KEYS[:2])
+    transfer = ordered(one, KEYS[:5], [2, 3, 4])
+    until(lambda: other.cache.presence(KEYS)[4] is Presence.BELOW)
+    assert other.cache.presence(KEYS) == [
+        *[Presence.HOST] * 2,
+        *[Presence.BELOW] * 3,
+        Presence.ABSENT,
+    ]
+    fetch = awaited(other, KEYS[:5])
+    assert other.cache.fetch([*KEYS[3:], b"x"]) is not None, "without what is behind them"
+    other.settle_line()
+    one.copy(transfer)
+    one.settle()
+    done = state(other, fetch)
+    assert (done.first, done.arrived, done.stop) == (2, 5, 5)
+    other.cache.end_fetch(fetch)
+    settled(service, one, other)
+
+
+def test_blocks_that_requests_fill_one_by_one_are_not_announced(
+    service: Service, attach: Attach
+) -> None:
+    """A step that decodes stores a block here and there, and each message costs it time."""
+    one, other = attach(service), attach(service)
+    one.store(KEYS[:1])
+    one.store(keys_of("b", 1))
+    chain = [*KEYS[:2], *keys_of("b", 2)]
+    transfer = one.cache.store(chain, [1, 3], prefix_starts=(0, 2))
+    assert transfer is not None
+    one.settle_line()
+    assert other.cache.presence(chain) == [Presence.HOST, Presence.ABSENT] * 2
+    one.copy(transfer)
+    settled(service, one, other)
+    assert other.cache.lookup(KEYS) == 2
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled", "is discarded", "is reset", "leaves"])
+def test_a_store_that_comes_to_nothing_ends_the_wait(
+    service: Service, attach: Attach, how: str
+) -> None:
+    one, other = attach(service), attach(service)
+    transfer = ordered(one, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    if how == "fails":
+        one.copy(transfer, Status.FAILED)
+    elif how == "is cancelled":
+        one.cache.cancel(transfer.id)
+    elif how == "is discarded":
+        one.cache.discard(transfer.id)
+        one.copy(transfer)
+    elif how == "is reset":
+        one.cache.clear()
+        one.copy(transfer)
+    if how == "leaves":
+        one.close()
+    else:
+        one.settle()
+    assert state(other, fetch).arrived == 0
+    assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
+    other.cache.end_fetch(fetch)
+    assert other.store(KEYS) == KEYS
+    settled(service, other)
+
+
+def test_a_part_that_is_not_published_ends_the_prefix(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    transfer = ordered(one, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    one.cache.discard(transfer.id, [3])
+    one.copy(transfer)
+    one.settle()
+    done = state(other, fetch)
+    assert (done.arrived, done.stop) == (3, 3)
+    other.cache.end_fetch(fetch)
+    settled(service, one, other)
+
+
+def test_of_two_that_store_the_same_one_is_enough(service: Service, attach: Attach) -> None:
+    first, second, other = attach(service), attach(service), attach(service)
+    failing, coming = ordered(first, KEYS, range(6)), ordered(second, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    first.copy(failing, Status.FAILED)
+    first.settle()
+    assert not other.cache.fetch_state(fetch).done
+    second.copy(coming)
+    second.settle()
+    assert state(other, fetch).arrived == 6
+    assert other.load(KEYS)
+    other.cache.end_fetch(fetch)
+    settled(service, first, second, other)
+
+
+def test_nobody_waits_longer_for_an_engine_that_hangs(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = attach(service), attach(service)
+    transfer = ordered(one, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 0.0)
+    assert state(other, fetch).arrived == 0
+    other.cache.end_fetch(fetch)
+    one.copy(transfer)
+    one.settle()
+    assert other.load(KEYS), "published all the same"
+    settled(service, one, other)
+
+
+def test_blocks_of_a_disk_and_of_another_engine_come_as_one_prefix(
+    make_service: Callable[..., Service], attach: Attach, tmp_path: Path
+) -> None:
+    service = make_service(
+        SLOTS,
+        eviction_policy="lru",
+        ssd_cache_gb=0.01,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=60.0,
+    )
+    one, other = attach(service), attach(service)
+    one.store(KEYS[:3])
+    names = (f"b {number}" for number in count())
+    until(
+        lambda: other.cache.presence(KEYS[:3]) == [Presence.BELOW] * 3,
+        lambda: one.store(keys_of(next(names), 8)),
+    )
+    back = one.cache.fetch(KEYS[:3])
+    assert back is not None
+    assert state(one, back).arrived == 3
+    transfer = ordered(one, KEYS, [3, 4, 5])
+    fetch = awaited(other, KEYS)
+    one.copy(transfer)
+    one.settle()
+    assert state(other, fetch).arrived == 6
+    assert other.load(KEYS)
+    for engine, each in ((one, back), (other, fetch)):
+        engine.cache.end_fetch(each)
+    settled(service, one, other)
+
+
+def test_a_new_service_knows_no_announcement_of_the_last(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
+    one, other = attach(service), attach(service)
+    transfer = ordered(one, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    service.close()
+    assert state(other, fetch).arrived == 0
+    other.cache.end_fetch(fetch)
+    service.start()
+    until(lambda: attached_again(service, one, other))
+    assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
+    one.copy(transfer)
+    until(lambda: other.cache.lookup(KEYS) == 6, lambda: (one.cache.poll(), other.cache.poll()))
+    settled(service, one, other)
+
+
+@pytest.mark.parametrize(
+    ("cell", "blocks", "reason"),
+    [
+        (-1, 1, "cell -1 is none of the board"),
+        (1 << 20, 1, "none of the board"),
+        (0, SLOTS + 1, "more"),
+    ],
+)
+def test_no_engine_announces_what_cannot_be(
+    service: Service, attach: Attach, cell: int, blocks: int, reason: str
+) -> None:
+    attach(service)
+    with pytest.raises(RefusalError, match=reason):
+        service.engine.handle(wire.Announce(cell, keys_of("x", blocks)))
