@@ -144,6 +144,26 @@ def test_no_group_keeps_a_block_of_a_removed_prompt(make_world: MakeWorld) -> No
     world.assert_at_rest()
 
 
+def test_no_group_keeps_a_block_of_a_removed_conversation(make_world: MakeWorld) -> None:
+    world = make_world(slots=60, disk_slots=200, windows=WINDOWS)
+    prompt, other = prompts(5, 2)
+    world.generate(prompt, max_tokens=20, params={"flexkv.session": "a"})
+    world.settle()
+    keys = list(ready_blocks(index_of(world.cache)))
+    world.generate(other, params={"flexkv.session": "b"})
+    world.settle()
+    others = ready_blocks(index_of(world.cache)).keys() - set(keys)
+    assert len(keys) > PROMPT_BLOCKS + 1
+    removed = call_engine(world, "/remove_session", session="a")
+    assert (removed["blocks"] >= len(keys), removed["reason"]) == (True, "")
+    assert not any(map(any, world.cache.where(keys).values()))
+    assert ready_blocks(index_of(world.cache)).keys() == others
+    world.forget()
+    assert hits(world, prompt) == 0
+    assert hits(world, other) == PROMPT_BLOCKS
+    world.assert_at_rest()
+
+
 def test_between_a_lookup_and_its_load_no_call_begins(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,12 +54,10 @@ class EngineCache:
     def operator_access(
         self, may_begin: Callable[[], bool], poll: Callable[[], None], sessions: Sessions
     ) -> OperatorAccess | None:
-        """How operators look prompts up and change the cache; see `OperatorCalls`. The blocks of
-        conversations are known in one group only."""
+        """How operators look prompts up and change the cache; see `OperatorCalls`."""
         if self.access is None:
             return None
-        known = sessions if self.groups.plain else None
-        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, known)
+        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, sessions)
         return self.access.changing(calls)
 
     def close(self, flush_seconds: float) -> None:

@@ -37,6 +37,8 @@ _ACTIONS = {
     "kv.offload": "demote",
 }
 """Types of actions in vLLM's `kv_hints`, and the labels of the metric."""
+_ALWAYS = ("fetch", "prefetch")
+"""Actions that ask for what is done for every queued request."""
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -167,6 +169,8 @@ def _actions(envelope: object) -> Iterator[Hint]:
             yield Hint(action, HintResult.UNSUPPORTED)
         elif action == "release":
             yield Hint(action, HintResult.ACCEPTED, "release", True)
+        elif action in _ALWAYS:
+            yield Hint(action, HintResult.ACCEPTED)
         elif action == "retain" and (found := list(_retentions(payload))):
             yield from found
         else:

@@ -56,6 +56,7 @@ class HitReports:
         *,
         keys: tuple[Sequence[bytes], Sequence[bytes]],
         fetched: HitTokens | None,
+        others: Callable[[], Sequence[bytes]] = tuple,
     ) -> None:
         """The engine has given blocks to a request.
 
@@ -68,12 +69,15 @@ class HitReports:
                 of the prompt.
             fetched: tokens of the load that came from lower tiers; None if the request may not
                 load.
+            others: returns the keys of the prompt's blocks in other groups; only a conversation
+                needs them.
         """
         hit_tokens = match.local_tokens + tokens
         context = context_of(request, options, hit_tokens)
         used, prompt = keys
         self._cache.record(used, context, prompt)
-        self.sessions.began(request.request_id, context.session, prompt)
+        if context.session:
+            self.sessions.began(request.request_id, context.session, [*prompt, *others()])
         if self._recorder is not None:
             own, length = match.local_tokens, request.num_prompt_tokens
             self._recorder.scheduled(request.request_id, length, own, tokens, context.session)
@@ -86,14 +90,26 @@ class HitReports:
             self.figures.left(reason, left)
             self._chooser.left(reason)
 
-    def ended(self, request: EngineRequest, keys: Callable[[], Sequence[bytes]]) -> None:
-        """A request has ended. `keys` returns those of its complete blocks in the group that
-        reaches furthest back; only a recording and a conversation need them."""
+    def ended(
+        self,
+        request: EngineRequest,
+        keys: Callable[[], Sequence[bytes]],
+        others: Callable[[], Sequence[bytes]] = tuple,
+    ) -> None:
+        """A request has ended.
+
+        Args:
+            request: the engine's request.
+            keys: returns the keys of its complete blocks in the group that reaches furthest back;
+                only a recording and a conversation need them.
+            others: returns those in other groups; only a conversation needs them.
+        """
         output = request.num_tokens - request.num_prompt_tokens
         self._cache.ended(request.request_id, output)
         follows = self.sessions.follows(request.request_id)
         names = keys() if follows or self._recorder is not None else ()
-        self.sessions.ended(request.request_id, names)
+        if follows:
+            self.sessions.ended(request.request_id, [*names, *others()])
         if self._recorder is not None:
             self._recorder.ended(request.request_id, output, len(names), lambda: names)
 

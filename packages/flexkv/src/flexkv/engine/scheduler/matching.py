@@ -115,6 +115,14 @@ class Matcher:
         group = self._groups.furthest
         return self._keys.of(tracked, group, 0, tokens // group.block_tokens)
 
+    def others_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
+        """Keys of the complete blocks of the first `tokens` tokens in all other groups."""
+        furthest, found = self._groups.furthest, list[bytes]()
+        for group in self._groups.members:
+            if group is not furthest:
+                found += self._keys.of(tracked, group, 0, tokens // group.block_tokens)
+        return found
+
     def _match_plain(
         self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
     ) -> tuple[int, Match] | None:

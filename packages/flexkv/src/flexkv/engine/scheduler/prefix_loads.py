@@ -120,6 +120,7 @@ class PrefixLoads:
                 tokens,
                 keys=self._matcher.used_by(tracked, match.local_tokens + tokens),
                 fetched=tracked.fetched if tracked.may_load else None,
+                others=lambda: self._matcher.others_of(tracked, tracked.request.num_tokens),
             )
         if tokens == 0 or match is None:
             self._fetches.end(tracked)
@@ -156,10 +157,15 @@ class PrefixLoads:
     def used(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count the use of an ended request's prefix, which has `tokens` tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
+        matcher = self._matcher
         if tracked.options.release:
-            keys = self._matcher.keys_of(tracked, tokens)
+            keys = [*matcher.keys_of(tracked, tokens), *matcher.others_of(tracked, tokens)]
             self._cache.release(keys, tenant_of(tracked.request))
-        self._reports.ended(tracked.request, lambda: self._matcher.keys_of(tracked, tokens))
+        self._reports.ended(
+            tracked.request,
+            lambda: matcher.keys_of(tracked, tokens),
+            lambda: matcher.others_of(tracked, tokens),
+        )
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """See `Loads.abandon`."""
