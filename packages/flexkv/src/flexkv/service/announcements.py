@@ -20,19 +20,23 @@ ANNOUNCED_SECONDS = 10.0
 others should wait. Not tuned."""
 
 
+_SHARE, _LEAST = 4, 1024
+"""Engines are granted a fourth of a pool's slots at most, which bounds what they store at once."""
+
+
 class AnnouncedKeys:
     """The keys of these blocks in one pool, in memory that its engines read. Single-threaded.
 
     Args:
-        blocks: the most that are announced.
+        slots: of the pool.
         fetcher: of the pool; its fetches wait for the blocks.
 
     Attributes:
         fd: descriptor of the memory; owned.
     """
 
-    def __init__(self, blocks: int, fetcher: Fetcher) -> None:
-        size = key_set_bytes(blocks)
+    def __init__(self, slots: int, fetcher: Fetcher) -> None:
+        size = key_set_bytes(max(_LEAST, slots // _SHARE))
         self.fd = create_file(size, Pages.ORDINARY)
         self._keys = key_set(mmap.mmap(self.fd, size), is_owner=True)
         self._fetcher = fetcher
