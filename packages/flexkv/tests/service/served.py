@@ -175,6 +175,7 @@ class Scheduler:
         tenants = None if tenant is None else [tenant_number(tenant)] * len(keys)
         transfer = self.cache.store(keys, range(len(keys)), tenants=tenants)
         if transfer is None:
+            self.cache.poll()  # slots may have been granted since the last one
             return []
         self.copy(transfer)
         self.settle()

@@ -8,6 +8,7 @@ import errno
 import http.client
 import socket
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -281,10 +282,8 @@ def test_a_clear_reaches_the_disk_and_later_blocks_outlast_the_service(
     def leave(keys: Sequence[bytes], name: str) -> None:
         """Until the blocks are on disk alone."""
         until(lambda: one.store(keys) and one.load(keys), one.cache.poll)
-        number = 0
-        while one.cache.lookup(keys):
-            one.store(keys_of(f"{name} {number}", 1))
-            number += 1
+        fillers = (keys_of(f"{name} {number}", 1) for number in count())
+        until(lambda: not one.cache.lookup(keys), lambda: one.store(next(fillers)))
 
     leave(keys, "first")
     clear_pools(first.root, None)

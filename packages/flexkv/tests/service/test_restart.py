@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -299,10 +300,8 @@ def test_events_and_fetches_go_on(
     keys = keys_of("a", 4)
     one.store(keys)
     until(lambda: not service.pool.busy)
-    number = 0
-    while one.cache.lookup(keys):
-        one.store(keys_of(f"filler {number}", 1))
-        number += 1
+    fillers = (keys_of(f"filler {number}", 1) for number in count())
+    until(lambda: not one.cache.lookup(keys), lambda: one.store(next(fillers)))
     until(lambda: not service.pool.busy)
     lost = one.cache.fetch(keys)
     assert lost is not None
