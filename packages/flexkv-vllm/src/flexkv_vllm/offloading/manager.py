@@ -314,15 +314,14 @@ class FlexKVOffloadingManager(OffloadingManager):
         request.settle()  # it runs
         if request.stale or not request.options.store:
             return None
+        keys = request.storable(keys)
         chain, positions = request.offer(keys)
         transfer = self._cache.store(chain, positions, held=True) if positions else None
         if transfer is not None:
             self._figures.note_activity()
             request.reserved(transfer.keys)
             self.held.hold(request_id, transfer)
-        if request.options.pin:
-            # vLLM does not pass on the cache salt here, which else is part of the owner.
-            self._cache.pin(keys, request.options.pin_name, request.options.pin_seconds)
+        request.keep(keys)
         return transfer
 
     def _poll(self) -> None:

@@ -109,14 +109,16 @@ class OffloadedPrompts:
         blocks.match = None
         with self._boundary.guard("reporting a hit", "it is not counted"):
             hit = match.local_tokens + tokens
+            used = blocks.used(hit)
             self._reports.allocated(
                 request,
                 blocks.options,
                 match,
                 tokens,
-                keys=(blocks.used(hit), blocks.prompt()),
+                keys=(used, blocks.prompt()),
                 fetched=limited(match.fetched, tokens) if blocks.may_load else None,
             )
+            blocks.keep(used)
 
     @answers(always(None), "it counts as another request for a step more")
     def finished(self, request: EngineRequest) -> None:
@@ -208,7 +210,8 @@ class OffloadedPrompts:
         return self.by_id.pop(request_id, None)
 
     def report_ended(self, blocks: RequestBlocks) -> None:
-        """Report the end of a request."""
+        """Report the end of a request, and release its blocks if it says so."""
+        blocks.release()
         if blocks.request is not None:
             self._reports.ended(blocks.request, blocks.prompt)
 

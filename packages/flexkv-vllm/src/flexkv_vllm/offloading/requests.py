@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import (
@@ -19,7 +20,12 @@ from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.hints import EngineHints
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request import Match
-from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions
+from flexkv.engine.scheduler.request_options import (
+    OptionsReader,
+    RequestOptions,
+    pin_owner,
+    tenant_of,
+)
 from flexkv.figures.meter import Meter
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -219,6 +225,30 @@ class RequestBlocks:
         for key in keys:
             self._ends[get_offload_group_idx(OffloadKey(key))] = key
 
+    def storable(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the blocks that may be stored."""
+        most = self.options.max_store_tokens
+        if most is None:
+            return list(keys)
+        allowed = {key for each in self.groups for key in each.keys[: most // each.tokens]}
+        return [key for key in keys if key in allowed]
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """Pin or retain blocks that it uses, if it asks for that."""
+        options, request = self.options, self.request
+        if request is None or not keys:
+            return
+        if options.pin:
+            self._cache.pin(keys, pin_owner(request, options), options.pin_seconds)
+        if options.retain_seconds is not None:
+            self._cache.retain(keys, tenant_of(request), options.retain_seconds)
+
+    def release(self) -> None:
+        """It has ended: retain its blocks no longer, if it asks for that."""
+        if self.options.release and self.request is not None:
+            keys = [key for group in self.groups for key in group.keys]
+            self._cache.release(keys, tenant_of(self.request))
+
     def used(self, tokens: int) -> list[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
         used: list[bytes] = []
@@ -299,9 +329,9 @@ class RequestBlocks:
 
 
 _OPTIONS = (
-    *("load", "store", "max_load_tokens"),
+    *("load", "store", "max_load_tokens", "max_store_tokens"),
     *("pin", "pin_seconds", "pin_name", "unpin"),
-    *("session", "returns", "release"),
+    *("session", "returns", "retain_seconds", "release"),
 )
 """Parameters of requests that FlexKV follows here: all but `load_mode`."""
 
@@ -330,15 +360,29 @@ class RequestMaker:
         self._options.put_counts(meter)
 
     def follow(self, blocks: RequestBlocks, request: EngineRequest) -> None:
-        """vLLM's own object of the request is known from now on."""
-        if blocks.request is not request:
-            blocks.options = self._options.name(blocks.options, request)
-        blocks.request = request
+        """vLLM's own object of the request is known from now on. Its pins end, if it says so."""
+        if blocks.request is request:
+            return
+        blocks.request, options = request, blocks.options
+        blocks.options = self._add_hints(options, request)
+        if options.unpin:
+            self._cache.unpin(pin_owner(request, options))
 
     def make(self, context: ReqContext) -> RequestBlocks:
-        """The state of a new request. Its pins end, if it says so."""
+        """The state of a new request."""
         hints = EngineHints(envelope=getattr(context, "kv_hints", None))
         options = self._options.read(context.req_id, context.kv_transfer_params, hints)
-        if options.unpin:
-            self._cache.unpin(options.pin_name)
         return RequestBlocks(self._cache, context, options, self._fetch_ended)
+
+    def _add_hints(self, options: RequestOptions, request: EngineRequest) -> RequestOptions:
+        """`options`, with hints of vLLM's own object, which its context of the request lacks."""
+        session = None if options.session else getattr(request, "session_id", None)
+        extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
+        found = self._options.read(request.request_id, None, EngineHints(session, extra))
+        returns, seconds = options.returns, options.retain_seconds
+        return replace(
+            options,
+            session=options.session or found.session,
+            returns=found.returns if returns is None else returns,
+            retain_seconds=found.retain_seconds if seconds is None else seconds,
+        )
