@@ -13,9 +13,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flexkv.client import CacheClient
+from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.types.changes import BELOW, Changes, Medium
@@ -51,6 +52,18 @@ again: some milliseconds of work, as for the changes of a tier. Not tuned."""
 _LOST = 4096
 """The most descriptions that are kept of blocks that host memory has lost and no lower tier has
 reported: more than the blocks of a failed load whose writes to disk have not ended. Not tuned."""
+
+
+class NamedKeys(Protocol):
+    """What the keys of blocks say; see `BlockKeys`, whose attributes these are."""
+
+    @property
+    def hash_tokens(self) -> int: ...
+    @property
+    def epoch(self) -> KeyEpoch: ...
+    def origin(self, key: bytes) -> tuple[int, bytes] | None:
+        """See `BlockKeys.origin`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,7 @@ class BlockEvents:
 
     Args:
         cache: the cache of the engine; watched from now on.
-        keys: makes the keys of blocks.
+        keys: of the blocks.
         has_stamps: whether keys may end with the stamp of a LoRA adapter. Blocks that are on disk
             at the start may then be those of an adapter that has changed, so they are not reported
             until a request asks for them.
@@ -170,7 +183,7 @@ class BlockEvents:
     def __init__(
         self,
         cache: CacheClient,
-        keys: BlockKeys,
+        keys: NamedKeys,
         has_stamps: bool,
         traits: Mapping[int, dict[str, Any]],
     ) -> None:
@@ -182,10 +195,11 @@ class BlockEvents:
         self._outdated: deque[tuple[Medium, _Reported]] = deque()
         self._described: dict[bytes, Description] = {}
         self._reported = {medium: _Reported() for medium in Medium}
+        self._bare: set[bytes] = set()  # on disk, and reported without a description
         self._again: list[bytes] = []  # described after the event for the disk
         self._unsure: set[bytes] = set()  # described, and may have no slot in host memory
         self._lost: dict[bytes, None] = {}  # described, not in host memory, not yet on disk
-        self._failed = False
+        self._failed = self._was_cleared = False
         self._pool: Pool | None = None
         self._pool_blocks: object = None
         self._repeated: Iterator[tuple[Medium, bytes]] | None = None
@@ -211,8 +225,13 @@ class BlockEvents:
             self._described[key] = self._description(request, group, position)
             self._lost.pop(key, None)
             self._unsure.add(key)
-            if key in self._reported[Medium.DISK].named:
+            if key in self._bare:
                 self._again.append(key)
+
+    def cleared(self) -> None:
+        """The cache was cleared, and its keys may be stored again. The next changes say which have
+        left."""
+        self._was_cleared = True
 
     @property
     def pending(self) -> bool:
@@ -252,9 +271,8 @@ class BlockEvents:
         fresh: dict[bytes, Description] = {}
         again, self._again = self._again, []
         for key in again:
-            named = self._reported[Medium.DISK].named.get(key)
             description = self._described.get(key)
-            if description and named is not None and named != self._name(key, description):
+            if description and key in self._bare:
                 self._remove(Medium.DISK, key, removed)
                 fresh[key] = description
                 self._add(Medium.DISK, key, stored, description)
@@ -267,6 +285,7 @@ class BlockEvents:
         self._keep(fresh)
         if self._unsure:
             self._forget()
+        self._was_cleared = self._was_cleared and self._cache.has_changes
         # A block's prefix before the block.
         stored.sort(key=lambda each: each[0])
         early += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
@@ -297,7 +316,7 @@ class BlockEvents:
         self._epoch = self._keys.epoch.end
         self._outdated += (each for each in self._reported.items() if each[1].named)
         self._reported = {medium: _Reported() for medium in Medium}
-        for described in (self._described, self._again, self._unsure, self._lost):
+        for described in (self._described, self._bare, self._again, self._unsure, self._lost):
             described.clear()
         self._repeated = None
 
@@ -312,9 +331,12 @@ class BlockEvents:
             return
         self._pool_blocks = self._pool.blocks_by_hash
         self._named_again.clear()
-        # The disk has the descriptions of its blocks: they are reported as after a restart.
-        if not self._has_stamps and self._cache.watch_lower_again():
+        # The disk has the descriptions of its blocks: they are reported as after a restart, unless
+        # they are about to be removed.
+        watches_again = not (self._has_stamps or self._was_cleared)
+        if watches_again and self._cache.watch_lower_again():
             self._reported |= {medium: _Reported() for medium in BELOW}
+            self._bare.clear()
             self._again.clear()
         # Until the last of them is reported, nothing is added or removed. A block comes after those
         # that it builds on.
@@ -373,6 +395,8 @@ class BlockEvents:
         """Append the event of a new block to `stored`, after its position in its prefix."""
         group, hashes = self._name(key, description)
         known = self._reported[medium].add(key, group, hashes)
+        if medium is Medium.DISK and description is None:
+            self._bare.add(key)
         if hashes:
             position = -1 if description is None else description.position
             stored.append((position, self._stored(medium, group, hashes[known:], description)))
@@ -388,6 +412,8 @@ class BlockEvents:
         has."""
         group, hashes = self._reported[medium].remove(key)
         removed[medium, group] += hashes
+        if medium is Medium.DISK:
+            self._bare.discard(key)
 
     def _forget(self) -> None:
         """Discard the descriptions of blocks without a slot in host memory, unless a lower tier may

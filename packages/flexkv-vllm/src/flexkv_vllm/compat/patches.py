@@ -232,7 +232,12 @@ class ConnectorCalls(Protocol):
         ...
 
     def bound(
-        self, algorithm: str, hash_tokens: int, groups: Sequence[tuple[int, int, int | None]]
+        self,
+        algorithm: str,
+        hash_tokens: int,
+        groups: Sequence[tuple[int, int, int | None]],
+        pool: Any,
+        kv_cache_config: Any,
     ) -> None:
         """vLLM's scheduler is about to begin.
 
@@ -241,6 +246,8 @@ class ConnectorCalls(Protocol):
             hash_tokens: tokens of a hash.
             groups: number, tokens of a block, and window in blocks of each KV cache group; None for
                 all blocks. Empty if this release has them elsewhere.
+            pool: vLLM's own prefix cache.
+            kv_cache_config: the configuration of the groups; None if this release has it elsewhere.
         """
         ...
 
@@ -255,7 +262,8 @@ class ConnectorCalls(Protocol):
 
 
 def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> None:
-    """Make the scheduler side of vLLM's offloading connector pass its calls on.
+    """Make the scheduler side of vLLM's offloading connector pass its calls on, and publish the
+    events of its manager as they are.
 
     `calls_of` returns what to call for a manager; None for managers of other specs. A second call
     changes nothing.
@@ -266,7 +274,7 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
     side: Any = scheduler.OffloadingConnectorScheduler
     match, allocate = side.get_num_new_matched_tokens, side.update_state_after_alloc
     build, update = side.build_connector_meta, side.update_connector_output
-    finish = side.request_finished
+    finish, take_events = side.request_finished, side.take_events
     if hasattr(update, "__wrapped__"):
         return
 
@@ -312,17 +320,26 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
             calls.step_ended(connector_output, self)
         return update(self, connector_output)
 
+    @functools.wraps(take_events)
+    def take_whole(self: Any) -> Any:
+        if calls_of(self.manager) is None:
+            return take_events(self)
+        tracker = getattr(self, "_events_tracker", None)  # since 0.28
+        if tracker is not None:
+            tracker.reset()  # nothing else empties what it notes
+        return self.manager.take_events()
+
     def bind_pool(self: Any, pool: Any) -> None:
         side = self.connector_scheduler
         side.flexkv_pool = pool
         calls = calls_of(side.manager)
         if calls is not None:
             algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
-            calls.bound(algorithm, *_groups_of(side))
+            calls.bound(algorithm, *_groups_of(side), pool, getattr(self, "_kv_cache_config", None))
 
     side.get_num_new_matched_tokens, side.update_state_after_alloc = follow_match, follow_allocation
     side.build_connector_meta, side.update_connector_output = follow_step, follow_end
-    side.request_finished = follow_finish
+    side.request_finished, side.take_events = follow_finish, take_whole
     connector: Any = offloading_connector.OffloadingConnector
     connector.bind_gpu_block_pool = bind_pool
 

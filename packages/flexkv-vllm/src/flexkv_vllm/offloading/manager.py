@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
-    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -56,7 +55,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         cache: the cache of the engine; owned.
         unmap: closes the session with the arena; called once the cache is closed.
         boundary: catches errors.
-        tells_events: whether KV events are on.
+        events: reports loadable blocks; None if KV events are off. Owned.
         settings: settings of the engine, which metrics show, too.
         prompts: follows requests through vLLM's connector; owned.
 
@@ -74,7 +73,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         cache: CacheClient,
         unmap: Callable[[], None],
         boundary: ErrorBoundary,
-        tells_events: bool,
+        events: OffloadedBlocks | None,
         *,
         settings: CacheConfig,
         prompts: OffloadedPrompts,
@@ -82,7 +81,9 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._cache = cache
         self._unmap = unmap
         self._boundary = boundary
-        self._events = OffloadedBlocks(cache) if tells_events else None
+        self._events = events
+        if events is not None:
+            prompts.got_slots, prompts.pool_bound = events.describe, events.bind
         self.prompts = prompts
         prompts.before_match = self._poll
         self._requests, self._answers = prompts.by_id, prompts.answers
@@ -234,13 +235,16 @@ class FlexKVOffloadingManager(OffloadingManager):
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
             self.prompts.forget()
             self._cache.clear(cause)
+            if self._events is not None:
+                self._events.cleared()
             self.held.release_all()
             self._figures.note_activity()
             return True
         return False
 
     @answers(always(()), "they are told later, or lost")
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> Iterable[Any]:
+        """The events for vLLM's subscribers; see `follow_connector`."""
         if self._events is not None:
             with self._boundary.guard("telling events", "they are told later, or lost"):
                 return self._events.take()
@@ -314,14 +318,15 @@ class FlexKVOffloadingManager(OffloadingManager):
         request.settle()  # it runs
         if request.stale or not request.options.store:
             return None
-        keys = request.storable(keys)
-        chain, positions = request.offer(keys)
+        wanted = request.storable(keys)
+        chain, positions = request.offer(wanted)
         transfer = self._cache.store(chain, positions, held=True) if positions else None
         if transfer is not None:
             self._figures.note_activity()
             request.reserved(transfer.keys)
             self.held.hold(request_id, transfer)
-        request.keep(keys)
+            self.prompts.describe(request, transfer.keys)
+        request.keep(wanted)
         return transfer
 
     def _poll(self) -> None:

@@ -52,6 +52,8 @@ class OffloadedPrompts:
         before_match: called before the first match of each step.
         open_door: called with what makes the keys of prompts for operators, once it is known, and
             whether the model has one group of full attention.
+        got_slots: called with a request and those of its blocks that have got slots.
+        pool_bound: called with vLLM's own prefix cache, and the configuration of its groups.
         distrust: called with vLLM's blocks that loads of an ended step, another connector's too,
             did not fill, and the scheduler side of vLLM's connector; see `HeldStores.discard`.
     """
@@ -74,6 +76,8 @@ class OffloadedPrompts:
         self.before_match: Callable[[], None] = lambda: None
         self.open_door: Callable[[OffloadedPromptKeys, bool], None] = lambda *_: None
         self.distrust: Callable[[set[int], Any], None] = lambda *_: None
+        self.got_slots: Callable[[RequestBlocks, Sequence[bytes]], None] = lambda *_: None
+        self.pool_bound: Callable[[Any, Any], None] = lambda *_: None
         self._chooser = chooser
         self._reports = reports
         self._boundary = boundary
@@ -147,9 +151,16 @@ class OffloadedPrompts:
 
     @answers(always(None), "operators get no answers")
     def bound(
-        self, algorithm: str, hash_tokens: int, groups: Sequence[tuple[int, int, int | None]]
+        self,
+        algorithm: str,
+        hash_tokens: int,
+        groups: Sequence[tuple[int, int, int | None]],
+        pool: Any,
+        kv_cache_config: Any,
     ) -> None:
         """See `ConnectorCalls.bound`."""
+        with self._boundary.guard("following resets", "events are not repeated", loses=False):
+            self.pool_bound(pool, kv_cache_config)
         if groups:
             keys = OffloadedPromptKeys(algorithm, hash_tokens, groups)
             self.open_door(keys, keys.is_plain)
@@ -176,6 +187,11 @@ class OffloadedPrompts:
             return result if result is LookupResult.HIT else LookupResult.MISS
         return self._lookups.lookup(key)
 
+    def describe(self, request: RequestBlocks, keys: Sequence[bytes]) -> None:
+        """Blocks of a request have got slots in host memory: events describe them."""
+        with self._boundary.guard("describing blocks", "events only name them", loses=False):
+            self.got_slots(request, keys)
+
     def fetch_lacking(self) -> None:
         """The step's matches are over: fetch the blocks that lower tiers have."""
         self._matches_step = False
@@ -183,7 +199,9 @@ class OffloadedPrompts:
             request_id, lookups = next(iter(self._lacking.items()))
             request = self.by_id.get(request_id)
             if request is not None:
-                request.fetch_lacking(lookups.wanted(), lookups.pending(), lookups.place)
+                pending = lookups.pending()
+                request.fetch_lacking(lookups.wanted(), pending, lookups.place)
+                self.describe(request, pending)
             del self._lacking[request_id]
 
     def fetch_nothing(self) -> None:

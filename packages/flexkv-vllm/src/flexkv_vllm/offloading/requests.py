@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -128,6 +128,7 @@ class RequestBlocks:
         self._noted: FetchState | None = None
         self._tried: set[bytes] = set()
         self._awaited: dict[bytes, Medium] = {}
+        self._places: dict[int, dict[bytes, int]] = {}
 
     def find(self, keys: Sequence[bytes]) -> list[LookupResult]:
         """Whether each block can be loaded, or will be once a lower tier has given it."""
@@ -232,6 +233,17 @@ class RequestBlocks:
             return list(keys)
         allowed = {key for each in self.groups for key in each.keys[: most // each.tokens]}
         return [key for key in keys if key in allowed]
+
+    def places(
+        self, keys: Iterable[bytes]
+    ) -> Iterator[tuple[GroupBlocks, list[tuple[int, bytes]]]]:
+        """The positions of those of the blocks that it has, by group."""
+        wanted = list(keys)
+        for group in self.groups:
+            known = self._places.setdefault(group.number, {})
+            for at in range(len(known), len(group.keys)):
+                known[group.keys[at]] = at
+            yield group, [(known[key], key) for key in wanted if key in known]
 
     def keep(self, keys: Sequence[bytes]) -> None:
         """Pin or retain blocks that it uses, if it asks for that."""

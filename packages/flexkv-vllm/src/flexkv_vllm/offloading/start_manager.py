@@ -20,6 +20,7 @@ from flexkv.engine.start import (
 )
 from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.patches import follow_connector, offer_only_what_was_computed
+from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.offloading.prompts import OffloadedPrompts
 from flexkv_vllm.offloading.start_prompts import make_prompts
@@ -85,11 +86,14 @@ def make_manager(
             tokens=tokens,
             fingerprint=session.info.fingerprint,
         )
+        events = None
+        if config.enable_kv_cache_events:
+            events = OffloadedBlocks(cache, config.cache.tokens_per_hash, chunk)
         manager = FlexKVOffloadingManager(
             cache,
             session.close,
             boundary,
-            config.enable_kv_cache_events,
+            events,
             settings=settings,
             prompts=prompts,
         )

@@ -39,6 +39,11 @@ class EpochCache:
         self.recover, self.close = cache.recover, cache.close
 
     @property
+    def epoch(self) -> KeyEpoch:
+        """The epoch of the keys."""
+        return self._epoch
+
+    @property
     def info(self) -> CacheInfo:
         """See `CacheClient.info`."""
         return self._cache.info
@@ -205,6 +210,11 @@ class EpochCache:
         end = len(self._epoch.end)
         own = filter(self._epoch.has, keys)
         return [key[:-end] for key in own] if end else list(own)
+
+
+def epoch_of(cache: CacheClient) -> KeyEpoch:
+    """The epoch of the keys of a cache that `of_epochs` has made."""
+    return cache.epoch if isinstance(cache, EpochCache) else KeyEpoch()
 
 
 def of_epochs(cache: CacheClient, *, alone: bool) -> CacheClient:
