@@ -25,9 +25,13 @@ KUBERNETES: list[dict[str, Any]] = [
 (POD,) = [each["spec"]["template"]["spec"] for each in KUBERNETES if each["kind"] == "StatefulSet"]
 (CONTAINER,) = POD["containers"]
 (MONITOR,) = yaml.safe_load_all((DEPLOY / "kubernetes/monitoring/servicemonitor.yaml").read_text())
+KUBERNETES_NODE: list[dict[str, Any]] = list(
+    yaml.safe_load_all((DEPLOY / "node" / "kubernetes.yaml").read_text())
+)
 NODE: dict[str, dict[str, Any]] = {
     each["kind"]: each["spec"]["template"]["spec"]
-    for each in yaml.safe_load_all((DEPLOY / "node" / "kubernetes.yaml").read_text())
+    for each in KUBERNETES_NODE
+    if "template" in each["spec"]
 }
 """Pods of the node's service and of its engines, by the kind of what makes them."""
 (NODE_CACHE,), (NODE_ENGINE,) = (NODE[kind]["containers"] for kind in ("DaemonSet", "Deployment"))

@@ -24,6 +24,7 @@ from docs.tests.deployed import (
     DEPLOY,
     ENGINES,
     KUBERNETES,
+    KUBERNETES_NODE,
     MONITOR,
     NODE,
     NODE_CACHE,
@@ -125,7 +126,8 @@ def test_engines_of_a_node_find_its_service() -> None:
     ]
     assert len(paths) == 2
     assert len(set(paths)) == 1
-    assert NODE_CACHE["securityContext"] == NODE_ENGINE["securityContext"], "the same user"
+    own = NODE_ENGINE["securityContext"] | {"readOnlyRootFilesystem": True}
+    assert NODE_CACHE["securityContext"] == own, "the same user"
     assert not any({"hostIPC", "hostPID"} & pod.keys() for pod in NODE.values())
 
 
@@ -243,13 +245,25 @@ def test_probes_wait_longer_than_a_busy_server_takes(container: dict[str, Any]) 
     assert all(each["httpGet"]["path"] == "/health" for each in probes.values())
 
 
-def test_the_network_and_prometheus_find_the_engines() -> None:
-    by_kind = {(each["kind"], each["metadata"]["name"]): each for each in KUBERNETES}
-    labels = by_kind["StatefulSet", "flexkv-engine"]["spec"]["template"]["metadata"]["labels"]
-    policy = by_kind["NetworkPolicy", "flexkv-engine"]["spec"]
-    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    ports = {each["name"] for each in CONTAINER["ports"]}
-    assert {each["port"] for rule in policy["ingress"] for each in rule["ports"]} == ports
+@pytest.mark.parametrize("documents", [KUBERNETES, KUBERNETES_NODE], ids=["engines", "node"])
+def test_every_pod_has_a_policy_of_the_network(documents: list[dict[str, Any]]) -> None:
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in documents
+        if each["kind"] == "NetworkPolicy"
+    }
+    for each in (each for each in documents if "template" in each.get("spec", {})):
+        pod, policy = each["spec"]["template"], policies.pop(each["metadata"]["name"])
+        assert policy["policyTypes"] == ["Ingress"]
+        chosen = policy["podSelector"]["matchLabels"].items()
+        assert chosen <= pod["metadata"]["labels"].items()
+        (container,) = pod["spec"]["containers"]
+        ports = {port["name"] for port in container["ports"]}
+        assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == ports
+    assert not policies
+
+
+def test_prometheus_finds_the_engines() -> None:
     wanted = MONITOR["spec"]["selector"]["matchLabels"].items()
     services = [
         each
