@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, hits, prompts
+from kv_pages import BLOCK_TOKENS
 from offloading_world import HYBRID
 from patience import PATIENCE_SECONDS, wait_until
 from served_offloading_world import ServedOffloadingWorld
@@ -19,7 +20,7 @@ from traffic import Traffic, loaded, loads_more_than, make_stems
 
 from flexkv.engine.scheduler.held_hits import HeldHits
 from packages.flexkv.tests.service.served import Service
-from packages.inside import line_of, stores_of
+from packages.inside import announced, line_of, stores_of
 
 MakeServed = Callable[..., ServedOffloadingWorld]
 
@@ -52,6 +53,32 @@ def test_an_engine_loads_what_another_has_stored(
     one.settle()
     assert hits(other, text) == PROMPT_BLOCKS
     other.check_outputs()
+    assert_nothing_is_lost(service)
+
+
+@HYBRID
+def test_an_engine_waits_for_what_another_is_storing(
+    make_service: MakeService, make_served: MakeServed, windows: tuple[int, ...]
+) -> None:
+    service = make_service(128)
+    one, other = (make_served(service, windows=windows) for _ in range(2))
+    (text,) = prompts(1, 1)
+    movers = one.slow_down(random.Random(1), (1 << 30, 1 << 30))
+    one.add(text)
+    one.step()
+    wait_until(lambda: announced(service.pool.cache), lambda: None)
+    request = other.add(text)
+    for _ in range(20):
+        other.step()
+    assert other.outputs[request] == []
+    for mover in movers:
+        mover.polls = (0, 0)
+        mover.catch_up()
+    one.run()
+    other.run()
+    assert other.external_tokens[request] == PROMPT_BLOCKS * BLOCK_TOKENS
+    other.check_outputs()
+    one.settle()
     assert_nothing_is_lost(service)
 
 
