@@ -41,7 +41,6 @@ class VllmPromptKeys:
 
     Attributes:
         block_tokens: tokens of a block.
-        is_plain: see `Groups`.
     """
 
     def __init__(self, algorithm: str, groups: Groups, keys: KeysOfHashes) -> None:
@@ -49,7 +48,6 @@ class VllmPromptKeys:
         self._keys = keys
         self._hash = get_hash_fn_by_name(algorithm)
         self.block_tokens = groups.furthest.block_tokens
-        self.is_plain = groups.plain
 
     def count(self, question: PromptQuestion) -> int:
         """See `PromptKeys.count`."""

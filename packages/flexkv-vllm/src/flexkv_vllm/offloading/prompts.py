@@ -74,7 +74,7 @@ class OffloadedPrompts:
         self.may_find: Callable[[], bool] = lambda: True
         self.may_change: Callable[[], bool] = lambda: False
         self.before_match: Callable[[], None] = lambda: None
-        self.open_door: Callable[[OffloadedPromptKeys, bool], None] = lambda *_: None
+        self.open_door: Callable[[OffloadedPromptKeys], None] = lambda _: None
         self.distrust: Callable[[set[int], Any], None] = lambda *_: None
         self.got_slots: Callable[[RequestBlocks, Sequence[bytes]], None] = lambda *_: None
         self.pool_bound: Callable[[Any, Any], None] = lambda *_: None
@@ -121,6 +121,7 @@ class OffloadedPrompts:
                 tokens,
                 keys=(used, blocks.prompt()),
                 fetched=limited(match.fetched, tokens) if blocks.may_load else None,
+                others=blocks.others,
             )
             blocks.keep(used)
 
@@ -163,7 +164,7 @@ class OffloadedPrompts:
             self.pool_bound(pool, kv_cache_config)
         if groups:
             keys = OffloadedPromptKeys(algorithm, hash_tokens, groups)
-            self.open_door(keys, keys.is_plain)
+            self.open_door(keys)
 
     # Calls of the manager.
 
@@ -231,7 +232,7 @@ class OffloadedPrompts:
         """Report the end of a request, and release its blocks if it says so."""
         blocks.release()
         if blocks.request is not None:
-            self._reports.ended(blocks.request, blocks.prompt)
+            self._reports.ended(blocks.request, blocks.prompt, blocks.others)
 
     def close(self) -> None:
         """Close the recorder."""

@@ -271,9 +271,18 @@ class RequestBlocks:
 
     def prompt(self) -> Sequence[bytes]:
         """Keys of all of its complete blocks in the group that reaches furthest back."""
-        full = (group for group in self.groups if group.window is None)
-        furthest = next(full, max(self.groups, key=lambda group: group.window or 0, default=None))
+        furthest = self._furthest
         return () if furthest is None else list(furthest.keys)
+
+    def others(self) -> list[bytes]:
+        """Keys of all of its complete blocks in the other groups."""
+        furthest = self._furthest
+        return [key for group in self.groups if group is not furthest for key in group.keys]
+
+    @property
+    def _furthest(self) -> GroupBlocks | None:
+        full = (group for group in self.groups if group.window is None)
+        return next(full, max(self.groups, key=lambda group: group.window or 0, default=None))
 
     def give_up(self) -> None:
         """End the fetch, whose blocks are not worth waiting for. They are not fetched again before

@@ -47,9 +47,10 @@ def make_prompts(
     reports = HitReports(cache, chooser, figures, recorder, tokens)
     prompts = OffloadedPrompts(cache, maker, chooser, reports, boundary)
 
-    def open_door(keys: PromptKeys, is_plain: bool) -> None:
-        known = reports.sessions if is_plain else None
-        calls = OperatorCalls(cache, boundary, prompts.may_change, prompts.before_match, known)
+    def open_door(keys: PromptKeys) -> None:
+        calls = OperatorCalls(
+            cache, boundary, prompts.may_change, prompts.before_match, reports.sessions
+        )
         access = OperatorAccess(keys, calls, http)
         figures.answer(settings.session_root, "vllm", fingerprint, access)
 

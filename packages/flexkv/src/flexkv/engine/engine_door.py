@@ -94,14 +94,7 @@ class PromptKeys(Protocol):
 
 
 class CacheCalls(Protocol):
-    """Changes an engine's cache; see `flexkv.engine.scheduler.operator_calls`.
-
-    Attributes:
-        knows_sessions: whether `release_session` and `remove_session` are possible.
-    """
-
-    @property
-    def knows_sessions(self) -> bool: ...
+    """Changes an engine's cache; see `flexkv.engine.scheduler.operator_calls`."""
 
     def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
         """Bring the blocks of a prefix into host memory. Returns why not all; empty for none."""
@@ -253,10 +246,9 @@ class EngineDoor:
             ("POST", "/pin"): partial(self._pin, calls),
             ("POST", "/unpin"): partial(self._unpin, calls),
             ("POST", "/remove"): partial(self._remove, calls),
+            ("POST", "/release"): partial(self._release, calls),
+            ("POST", "/remove_session"): partial(self._remove_session, calls),
         }
-        if calls.knows_sessions:
-            routes["POST", "/release"] = partial(self._release, calls)
-            routes["POST", "/remove_session"] = partial(self._remove_session, calls)
         return routes
 
     def _lookup(self, asked: DoorRequest) -> tuple[bytes, str]:

@@ -48,11 +48,8 @@ class OperatorCalls:
         may_begin: whether the scheduler is not between its lookup of a request and the load that
             follows. A block that it has found then must stay. Called with `turn` held.
         poll: handles what has ended, as a step does. Called with `turn` held.
-        sessions: the conversations of the engine's requests; None if they are unknown.
+        sessions: the conversations of the engine's requests.
         others: returns, for keys of a conversation, those of all further blocks of these tokens.
-
-    Attributes:
-        knows_sessions: whether they are known.
     """
 
     def __init__(
@@ -61,13 +58,12 @@ class OperatorCalls:
         boundary: ErrorBoundary,
         may_begin: Callable[[], bool],
         poll: Callable[[], None],
-        sessions: Sessions | None = None,
+        sessions: Sessions,
         *,
         others: Callable[[Sequence[bytes]], Sequence[bytes]] = lambda keys: (),
     ) -> None:
         self._sessions = sessions
         self._others = others
-        self.knows_sessions = sessions is not None
         self._releases = itertools.count()
         self._cache = cache
         self._boundary = boundary
@@ -154,11 +150,10 @@ class OperatorCalls:
             How many blocks of its own it has had, and why some may stay.
         """
         name = tenant_session(cache_salt, name_of(session))
-        sessions = self._known_sessions
-        keys = own_keys(name, self._turn(sessions.known))
+        keys = own_keys(name, self._turn(self._sessions.known))
         whole = [*keys, *self._others(keys)]
         reason = self.remove(whole[i : i + _PART] for i in range(0, len(whole), _PART))
-        self._turn(partial(sessions.forget, name))
+        self._turn(partial(self._sessions.forget, name))
         return len(keys), reason
 
     def release_session(self, session: str, cache_salt: str) -> int:
@@ -172,16 +167,10 @@ class OperatorCalls:
             How many blocks it has.
         """
         name = tenant_session(cache_salt, name_of(session))
-        keys = self._turn(partial(self._known_sessions.keys_of, name))
+        keys = self._turn(partial(self._sessions.keys_of, name))
         if keys:
             self._turn(partial(self._release, name, cache_salt, keys))
         return len(keys)
-
-    @property
-    def _known_sessions(self) -> Sessions:
-        if self._sessions is None:
-            raise RefusedError("the engine does not know which blocks a conversation has")
-        return self._sessions
 
     def _release(self, name: str, cache_salt: str, keys: Sequence[bytes]) -> None:
         self._cache.release([*keys, *self._others(keys)], retaining(cache_salt))
