@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from integration.bench.rows import Goal, Row
 from integration.bench.service_process import service_process
@@ -31,46 +31,52 @@ Samples = dict[str, list[float]]
 
 
 def ttft_rows(bench: Bench, say: Callable[[str], None]) -> list[Row]:
-    """Engines with both take turns."""
+    """Both engines run, and take turns prompt by prompt: what else the machine does meets both."""
     own: Samples = defaultdict(list)
     served: Samples = defaultdict(list)
     for pair in range(1, bench.pairs + 1):
-        say(f"pair {pair} of {bench.pairs}: an engine with a cache of its own")
+        say(f"pair {pair} of {bench.pairs}: an engine with a cache of its own beside a served one")
         folder = bench.folder / f"service {pair}"
         folder.mkdir()
-        chosen = connector.plugin(
+        alone = connector.plugin(
             cpu_cache_gb=ARENA_GB,
             ssd_cache_gb=DISK_GB,
             ssd_cache_dir=str(folder / "own"),
             runtime_dir=str(bench.folder / "run"),
             recompute=True,
         )
-        with bench.engine(chosen) as engine:
-            _measure(bench, engine, own)
-        say(f"pair {pair} of {bench.pairs}: an engine of a service")
         memory = _GRANTED * ARENA_GB
-        with service_process(folder, memory, DISK_GB) as service:
-            chosen = connector.plugin(
+        with bench.engine(alone) as one, service_process(folder, memory, DISK_GB) as service:
+            shared = connector.plugin(
                 service=service.root, runtime_dir=str(bench.folder / "run"), recompute=True
             )
-            with bench.engine(chosen) as engine:
-                _measure(bench, engine, served)
+            with bench.engine(shared) as other:
+                _measure(bench, [(one, own), (other, served)])
     return [_row(source, own, served) for source in ("host hit", "disk hit")]
 
 
-def _measure(bench: Bench, engine: Engine, samples: Samples) -> None:
+def _measure(bench: Bench, sides: list[tuple[Engine, Samples]]) -> None:
     prompts = [bench.fresh_prompt(LENGTH) for _ in range(PROMPTS)]
     for prompt in prompts:
-        engine.generate(prompt, max_tokens=1)
+        for engine, _ in sides:
+            engine.generate(prompt, max_tokens=1)
     for sample in range(bench.samples + 1):
         for prompt in prompts:
-            for source in ("disk hit", "host hit"):
-                engine.reset_prefix_cache()
-                before = engine.counter("vllm:external_prefix_cache_hits")
-                answer = engine.generate(prompt, max_tokens=1)
-                hits = engine.counter("vllm:external_prefix_cache_hits") - before
-                if sample > 0 and hits >= 0.9 * LENGTH:  # the first round warms up
-                    samples[source].append(answer.ttft)
+            sides.reverse()
+            for engine, samples in sides:
+                for source in ("disk hit", "host hit"):
+                    ttft = _ttft(engine, prompt)
+                    if sample > 0 and ttft is not None:  # the first round warms up
+                        samples[source].append(ttft)
+
+
+def _ttft(engine: Engine, prompt: Sequence[int]) -> float | None:
+    """Seconds to the first token of a hit; None if the engine has computed the prompt."""
+    engine.reset_prefix_cache()
+    before = engine.counter("vllm:external_prefix_cache_hits")
+    answer = engine.generate(prompt, max_tokens=1)
+    hits = engine.counter("vllm:external_prefix_cache_hits") - before
+    return answer.ttft if hits >= 0.9 * LENGTH else None
 
 
 def _row(source: str, own: Samples, served: Samples) -> Row:
