@@ -31,7 +31,7 @@ from flexkv.host.board import CELLS
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier, BlockResult
 from flexkv.tiers.job import Outcome
-from flexkv.transfer import demote, fetcher, reads, sources
+from flexkv.transfer import demote, fetcher, reads, running_fetch, sources
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Direction, Status
 from flexkv.types.presence import Presence
@@ -101,7 +101,7 @@ class FaultModel(RuleBasedStateMachine):
     def start(self, admission: str) -> None:
         self.clock = StillClock()
         self.patch = pytest.MonkeyPatch()
-        for module in (client, fetcher, demote, reads, sources):
+        for module in (client, fetcher, demote, reads, running_fetch, sources):
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(demote, "_BLOCKS", 2)  # some of a chain waits
         self.arena = Arena.create(ArenaSpec(FORMAT, SLOTS), threads=1)
