@@ -116,7 +116,7 @@ def test_the_policy_is_told_of_the_whole_prompt(
     assert request.prefix_len == known
     keys = list(world.rank.side.keys_of(world.hashes(request)))
     tenant = tenant_number(whose.get("cache_salt", ""))
-    context = RequestContext(21, known, "r", tenant=tenant)
+    context = RequestContext(21, known, "r", tenant=tenant, stores=True)
     assert world.told == [(keys[: known // 4], context, keys)]
 
 

@@ -80,7 +80,7 @@ def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) ->
     world.schedule(Request("r", PROMPT, prefix=16))
     side.start_batch()
     assert side.finish_batch()
-    context = RequestContext(21, 16, "r")
+    context = RequestContext(21, 16, "r", stores=True)
     assert world.told.began_with == [(world.keys(HASHES), context)]
     assert sorted(world.told.hits) == sorted(world.keys(HASHES[:4]))
 
@@ -88,7 +88,7 @@ def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) ->
 def test_a_request_that_finds_nothing_is_told_too(world: World) -> None:
     assert world.rank.side.lookup("r", HASHES) == []
     world.schedule(Request("r", PROMPT))
-    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r"))]
+    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r", stores=True))]
 
 
 def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
@@ -96,7 +96,7 @@ def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
     world.rank.side.lookup("r", HASHES)  # before another request computed its prompt
     world.pages.own = HASHES
     world.schedule(Request("r", PROMPT, prefix=20))
-    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 20, "r"))]
+    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 20, "r", stores=True))]
 
 
 def test_a_lookup_before_a_change_of_weights_counts_for_nothing(world: World) -> None:
@@ -104,7 +104,9 @@ def test_a_lookup_before_a_change_of_weights_counts_for_nothing(world: World) ->
     world.rank.side.weights_changed(flushed=False)
     world.pages.own = HASHES[:2]
     world.schedule(Request("r", PROMPT, prefix=8))
-    assert world.told.began_with == [(world.keys(HASHES[:2]), RequestContext(21, 8, "r"))]
+    assert world.told.began_with == [
+        (world.keys(HASHES[:2]), RequestContext(21, 8, "r", stores=True))
+    ]
 
 
 def test_chunks_of_a_prompt_are_one_request(world: World) -> None:
@@ -144,7 +146,7 @@ def test_a_cancelled_load_is_no_hit(world: World) -> None:
     assert side.load("r", HASHES[:2], [3, 4])
     side.cancel("r")
     world.schedule(Request("r", PROMPT))
-    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r"))]
+    assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r", stores=True))]
     assert world.told.hits == []
 
 

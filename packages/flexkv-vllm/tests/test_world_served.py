@@ -79,6 +79,30 @@ def test_an_engine_waits_for_what_another_is_storing(
     assert_nothing_is_lost(service)
 
 
+def test_an_engine_computes_nothing_of_a_prompt_that_another_computes(
+    make_service: MakeService, make_world: MakeWorld
+) -> None:
+    """In many steps, between which no store is under way."""
+    service = make_service(512)
+    options: dict[str, Any] = {"num_blocks": 128, "max_requests": 1}
+    one, other = (served(make_world, service, **options) for _ in range(2))
+    text = random_prompt(random.Random(3), 60 * BLOCK_TOKENS + 5)
+    one.add(text)
+    one.step()
+    wait_until(lambda: len(announced(service.pool.cache)) == 60, lambda: None)
+    request = other.add(text)
+    while not one.is_idle():
+        one.step()
+        one.settle()
+        for _ in range(3):
+            other.step()
+    other.run()
+    assert other.external_tokens[request] == 60 * BLOCK_TOKENS
+    other.check_outputs()
+    assert not announced(service.pool.cache)
+    assert_nothing_is_lost(service)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_prompt_of_many_steps_is_stored_whole(
     make_service: MakeService, make_world: MakeWorld, ahead: bool

@@ -64,7 +64,7 @@ def test_a_scheduled_request_hits_each_block_once(
     own = BLOCK_TOKENS + 5
     request_id = world.generate(stem + random_prompt(rng, own), max_tokens=2 * BLOCK_TOKENS)
     world.settle()
-    hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id)
+    hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id, stores=True)
     prompt, context = policy.prompts[-1]
     assert (set(prompt[:4]), len(prompt), context) == (stored, 5, hit)
     assert policy.answers[request_id] == 2 * BLOCK_TOKENS

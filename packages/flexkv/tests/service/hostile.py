@@ -65,8 +65,10 @@ class Chance:
         if self.rng.random() < 0.3:
             return None
         returns = self.rng.choice((None, True, False))
+        stores = self.rng.random() < 0.5
+        names = self.text(), self.text()
         return RequestContext(
-            self.integer(), self.integer(), self.text(), self.text(), returns, self.integer()
+            self.integer(), self.integer(), *names, returns, self.integer(), stores
         )
 
     def publish(self) -> wire.Publish:
@@ -107,7 +109,7 @@ class Chance:
             self.publish,
             self.greeting,
             lambda: wire.Announce(self.integer(), self.keys()),
-            lambda: wire.Retract(self.integer()),
+            lambda: wire.Retract(self.rng.choice((None, self.integer()))),
             lambda: wire.Claim(self.slots(), self.rng.random() < 0.5),
             lambda: wire.Return(self.slots()),
             lambda: wire.RecordUse(self.keys(), self.integer(), self.keys(), self.context()),

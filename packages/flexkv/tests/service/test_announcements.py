@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.client import FetchId, FetchState, Transfer
+from flexkv.eviction import RequestContext
 from flexkv.service import announcements, reattachment
 from flexkv.service import messages as wire
 from flexkv.service.lobby import RefusalError
@@ -22,7 +23,7 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import announced, index_of
+from packages.inside import announced, index_of, stores_of
 
 Attach = Callable[..., Scheduler]
 
@@ -246,6 +247,83 @@ def test_a_new_service_knows_no_announcement_of_the_last(
     assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
     one.copy(transfer)
     until(lambda: other.cache.lookup(KEYS) == 6, lambda: (one.cache.poll(), other.cache.poll()))
+    settled(service, one, other)
+
+
+COMPUTES = RequestContext(request_id="r", stores=True)
+
+
+def test_an_engine_waits_for_all_of_a_prompt_that_another_computes(
+    service: Service, attach: Attach
+) -> None:
+    """It takes several steps, between which nothing is being stored."""
+    one, other = attach(service), attach(service)
+    one.cache.record((), COMPUTES, KEYS)
+    fetch = awaited(other, KEYS)
+    for stop in (2, 4, 6):
+        one.store(KEYS[:stop])
+        until(lambda stop=stop: other.cache.fetch_state(fetch).arrived == stop, other.cache.poll)
+    assert other.load(KEYS)
+    other.cache.end_fetch(fetch)
+    settled(service, one, other)
+    one.cache.ended("r", 1)
+    one.settle_line()
+
+
+@pytest.mark.parametrize("how", ["ends", "has no slots", "hangs", "leaves"])
+def test_what_a_request_does_not_compute_or_store_ends_the_wait(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    one, other = attach(service), attach(service)
+    one.cache.record((), COMPUTES, KEYS)
+    fetch = awaited(other, KEYS)
+    one.store(KEYS[:3])
+    until(lambda: other.cache.fetch_state(fetch).arrived == 3, other.cache.poll)
+    assert not other.cache.fetch_state(fetch).done
+    if how == "ends":
+        one.cache.ended("r", 0)
+    elif how == "has no slots":
+        stores_of(one.cache).free.clear()
+        assert one.cache.store(KEYS, [3, 4, 5]) is None
+    elif how == "hangs":
+        monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 0.0)
+    else:
+        one.close()
+    if how != "leaves":
+        one.settle_line()
+    done = state(other, fetch)
+    assert (done.arrived, done.stop) == (3, 3)
+    assert other.cache.presence(KEYS)[3:] == [Presence.ABSENT] * 3
+    other.cache.end_fetch(fetch)
+    assert not announced(service.pool.cache)
+
+
+@pytest.mark.parametrize(
+    ("context", "found"),
+    [(RequestContext(request_id="r"), 0), (COMPUTES, 6), (RequestContext(stores=True), 0)],
+    ids=["not stored", "found", "no request"],
+)
+def test_what_nobody_computes_and_stores_is_not_announced(
+    service: Service, attach: Attach, context: RequestContext, found: int
+) -> None:
+    one, other = attach(service), attach(service)
+    one.cache.record(KEYS[:found], context, KEYS)
+    one.store(keys_of("b", 1))
+    assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
+    assert other.cache.fetch(KEYS) is None
+
+
+def test_two_requests_with_one_prompt_announce_it_once(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    one.cache.record((), COMPUTES, KEYS)
+    one.cache.record((), RequestContext(request_id="s", stores=True), [*KEYS, b"x"])
+    fetch = awaited(other, [*KEYS, b"x"])
+    one.cache.ended("s", 0)
+    left = [*[Presence.BELOW] * 6, Presence.ABSENT]
+    until(lambda: other.cache.presence([*KEYS, b"x"]) == left, one.cache.poll)
+    one.store(KEYS)
+    assert state(other, fetch).arrived == 6
+    other.cache.end_fetch(fetch)
     settled(service, one, other)
 
 

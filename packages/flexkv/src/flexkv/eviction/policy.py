@@ -23,6 +23,7 @@ class RequestContext:
         returns: whether the client expects to send a prompt that begins with this one soon; None
             if the client did not say.
         tenant: number of its tenant; see `flexkv.types.tenants`.
+        stores: whether the engine stores all blocks of its prompt that it computes.
     """
 
     prompt_tokens: int = 0
@@ -31,6 +32,7 @@ class RequestContext:
     session: str = ""
     returns: bool | None = None
     tenant: int = NO_TENANT
+    stores: bool = False
 
 
 class GuardState(NamedTuple):

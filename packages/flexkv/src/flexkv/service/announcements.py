@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that engines of a pool are storing. Requests of other engines wait for them instead of
-computing them."""
+"""Blocks that engines of a pool are computing or storing. Requests of other engines wait for them
+instead of computing them."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flexkv.host.board import CELLS
 from flexkv.host.memory_file import Pages, create_file
@@ -16,12 +17,12 @@ from flexkv.service.lobby import RefusalError
 from flexkv.transfer.fetcher import Fetcher
 
 ANNOUNCED_SECONDS = 10.0
-"""An announcement ends after so long: the engine hangs, or computes the blocks for longer than
-others should wait. Not tuned."""
+"""An announcement ends after so long without a block that is published: the engine hangs, or takes
+longer for them than others should wait. Not tuned."""
 
 
-_SHARE, _LEAST = 4, 1024
-"""Engines are granted a fourth of a pool's slots at most, which bounds what they store at once."""
+_LEAST = 1024
+"""The set has room for as many keys at least, and for those of a whole pool. Not tuned."""
 
 
 class AnnouncedKeys:
@@ -36,7 +37,7 @@ class AnnouncedKeys:
     """
 
     def __init__(self, slots: int, fetcher: Fetcher) -> None:
-        size = key_set_bytes(max(_LEAST, slots // _SHARE))
+        size = key_set_bytes(max(_LEAST, slots))
         self.fd = create_file(size, Pages.ORDINARY)
         self._keys = key_set(mmap.mmap(self.fd, size), is_owner=True)
         self._fetcher = fetcher
@@ -56,8 +57,22 @@ class AnnouncedKeys:
             self.fd = -1
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that computes blocks which the engine is to store.
+
+    Attributes:
+        progressed: when it began, or when the last of its blocks was published; time.monotonic().
+        keys: keys of its blocks that are not published.
+    """
+
+    progressed: float
+    keys: set[bytes]
+
+
 class Announcements:
-    """The announcements of one engine. Single-threaded.
+    """The announcements of one engine: of stores that are ordered, and of prompts that its requests
+    compute. A block may be announced as both. Single-threaded.
 
     Args:
         keys: of its pool; borrowed.
@@ -69,6 +84,8 @@ class Announcements:
         self._most = most
         self._stores: dict[int, tuple[float, list[bytes]]] = {}
         self._blocks = 0
+        self._requests: dict[str, _Request] = {}
+        self._by_key: dict[bytes, str] = {}
 
     def begin(self, cell: int, keys: Sequence[bytes]) -> None:
         """The store of this cell of the board has these blocks, beside others.
@@ -92,15 +109,56 @@ class Announcements:
             self._blocks -= len(keys)
             self._keys.end(keys)
 
+    def begin_request(self, request: str, keys: Sequence[bytes]) -> None:
+        """A request computes these blocks of its prompt. Blocks that another one of this engine
+        computes, or for which there is no room, are left out."""
+        self.end_request(request)
+        room = self._most - len(self._by_key)
+        new = [key for key in dict.fromkeys(keys[:room]) if key not in self._by_key]
+        if not new:
+            return
+        self._requests[request] = _Request(time.monotonic(), set(new))
+        self._by_key.update(dict.fromkeys(new, request))
+        self._keys.begin(new)
+
+    def end_request(self, request: str) -> None:
+        """A request computes no more. Idempotent."""
+        ended = self._requests.pop(request, None)
+        if ended is not None:
+            for key in ended.keys:
+                del self._by_key[key]
+            self._keys.end(list(ended.keys))
+
+    def end_requests(self) -> None:
+        """What requests compute is not stored."""
+        for request in list(self._requests):
+            self.end_request(request)
+
+    def published(self, keys: Sequence[bytes]) -> None:
+        """These blocks are ready."""
+        there = [key for key in dict.fromkeys(keys) if key in self._by_key]
+        if not there:
+            return
+        now = time.monotonic()
+        for key in there:
+            name = self._by_key.pop(key)
+            request = self._requests[name]
+            request.keys.discard(key)
+            request.progressed = now
+            if not request.keys:
+                del self._requests[name]
+        self._keys.end(there)
+
     def end_old(self, now: float) -> None:
         """End announcements whose time is over."""
-        old = [cell for cell, (begun, _) in self._stores.items() if now > begun + ANNOUNCED_SECONDS]
-        self._end_all(old)
+        late = now - ANNOUNCED_SECONDS
+        for cell in [cell for cell, (begun, _) in self._stores.items() if begun < late]:
+            self.end(cell)
+        for name in [name for name, each in self._requests.items() if each.progressed < late]:
+            self.end_request(name)
 
     def clear(self) -> None:
         """End all."""
-        self._end_all(list(self._stores))
-
-    def _end_all(self, cells: Collection[int]) -> None:
-        for cell in cells:
+        for cell in list(self._stores):
             self.end(cell)
+        self.end_requests()

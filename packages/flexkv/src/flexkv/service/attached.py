@@ -272,8 +272,10 @@ class AttachedEngine:
                 self._publish(message)
             case wire.Announce():
                 self._announced.begin(message.cell, message.keys)
-            case wire.Retract():
-                self._announced.end(message.cell)
+            case wire.Retract(None):
+                self._announced.end_requests()
+            case wire.Retract(int(cell)):
+                self._announced.end(cell)
             case wire.Return():
                 self._take_back(message.slots)
             case wire.RecordUse():
@@ -283,6 +285,7 @@ class AttachedEngine:
             case wire.RequestEnded():
                 request = self._own(message.request_id)
                 self._requests.discard(request)
+                self._announced.end_request(request)
                 cache.ended(request, message.output_tokens)
             case wire.Pin():
                 owner = self._own(message.owner)
@@ -356,6 +359,7 @@ class AttachedEngine:
             # Others have blocks, or are free: they may be granted to another engine at once.
             self._granted.update(filter(self.pool.cache.is_granted, message.slots))
             raise
+        self._announced.published(message.keys)
         if message.last:
             self._announced.end(message.cell)
             self._bell[PUBLISHED] = (self._bell[PUBLISHED] + 1) % (1 << 32)
@@ -391,6 +395,8 @@ class AttachedEngine:
         tenant = self.tenant or context.tenant
         named = replace(context, request_id=request, tenant=tenant)
         self.pool.cache.record(others or prompt[: message.found], named, prompt)
+        if request and context.stores and not others:
+            self._announced.begin_request(request, prompt[message.found :])
 
     # What it is told.
 

@@ -153,7 +153,8 @@ class Claim(Message, frozen=True, tag="claim"):
 
 class Announce(Message, frozen=True, tag="announce"):
     """Blocks that the engine is storing, beside others: those of prompts. Another engine waits for
-    them. The announcement ends with the last `Publish` of the store, or with `Retract`.
+    them. The announcement ends with the last `Publish` of the store, or with `Retract`. `RecordUse`
+    announces what a request computes of its prompt, until `Publish` or `RequestEnded`.
 
     Attributes:
         cell: the store's cell of the board.
@@ -165,9 +166,10 @@ class Announce(Message, frozen=True, tag="announce"):
 
 
 class Retract(Message, frozen=True, tag="retract"):
-    """The store of this cell publishes nothing. Nothing may be announced for it."""
+    """The store of this cell publishes nothing, or without a cell: what requests compute now is not
+    stored, for want of slots. Nothing may be announced."""
 
-    cell: int
+    cell: int | None
 
 
 class Publish(Message, frozen=True, tag="publish"):

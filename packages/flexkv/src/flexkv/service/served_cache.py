@@ -213,6 +213,8 @@ class ServedCache:
             return None
         store = self._stores.plan(keys, positions, prefix_starts, tenants)
         self.counters.refused_blocks += store.refused
+        if store.refused:
+            self._line.put(wire.Retract(None))
         if not store.keys:
             return None
         transfer = self._device.begin(
@@ -302,7 +304,8 @@ class ServedCache:
         prompt: Sequence[bytes] | None = None,
     ) -> None:
         """See `CacheClient.record`."""
-        self._uses.record(keys, context, prompt)
+        if self._uses.record(keys, context, prompt):
+            self._line.send()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.touch`."""

@@ -23,8 +23,9 @@ class ServedUses:
 
     def record(
         self, keys: Sequence[bytes], context: RequestContext, prompt: Sequence[bytes] | None
-    ) -> None:
-        """See `CacheClient.record`."""
+    ) -> bool:
+        """See `CacheClient.record`. Returns whether to tell the service at once, because others may
+        wait for what the request computes."""
         whole = list(keys if prompt is None else prompt)
         found = len(keys)
         is_prefix = not found or (found <= len(whole) and whole[found - 1] == keys[-1])
@@ -35,6 +36,7 @@ class ServedUses:
         for part in parts:
             self._line.put(part)
         self._line.put(wire.RecordUse(last.prompt, found, last.others, context))
+        return context.stores and is_prefix and len(whole) > found
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.touch`."""

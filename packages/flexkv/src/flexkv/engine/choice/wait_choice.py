@@ -22,6 +22,10 @@ _PROBE_SECONDS = 0.02
 step of the engine without work, after which the drive is polled again, takes about as long; on a
 busy machine both take several times that. Not tuned."""
 
+_AS_SLOW = 2
+"""A request waits for blocks that another engine computes, as long as that engine seems to take at
+most this many times as long for the rest as its own would. Not tuned."""
+
 _LATE = 2
 """A tier is expected to be as fast as its fastest recent read. If it delivers nothing in this many
 times that time, it counts as slower. Not tuned."""
@@ -123,10 +127,12 @@ class WaitChooser:
         if gain is None or whole is None:
             return True
         waited = time.monotonic() - state.begun
-        if not state.missing:
-            # An engine is storing them. To compute them takes another one as long as it takes that.
-            return waited < max(gain, SLACK_SECONDS)
         begun = state.arrived > state.first
+        if not state.missing:
+            # An engine computes or stores them. To compute them takes another one as long, and it
+            # computes other prompts meanwhile.
+            enough = max(gain, SLACK_SECONDS)
+            return waited < enough or (begun and state.seconds_left < _AS_SLOW * enough)
         wait.slowest, rest = self._slowest(state, wait, silent=begun)
         if begun:
             # What this fetch has measured says more of the tiers that have given blocks.

@@ -58,7 +58,7 @@ class Fetches:
         only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, and the
         position in the request where it ends, since host memory may have no room for more.
         """
-        if not self._may_fetch:
+        if not (self._may_fetch and keys):  # the engine may have computed them meanwhile
             return self._cache.lookup(keys)
         fetch = tracked.waiting
         if fetch is None or fetch.start > start:

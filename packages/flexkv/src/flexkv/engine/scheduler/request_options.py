@@ -215,6 +215,7 @@ def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int)
         session,
         options.returns,
         tenant_number_of(request),
+        options.store and options.max_store_tokens is None,
     )
 
 
