@@ -60,7 +60,7 @@ def test_a_scheduled_request_hits_each_block_once(
     own = BLOCK_TOKENS + 9
     request_id = world.generate(stem + random_prompt(rng, own), max_tokens=3)
     world.settle()
-    hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id)
+    hit = RequestContext(4 * BLOCK_TOKENS + own, 4 * BLOCK_TOKENS, request_id, stores=True)
     prompt = world.requests[request_id].block_hashes[:5]
     assert policy.prompts[-1] == (prompt, hit)
     assert policy.answers[request_id] == 3

@@ -58,7 +58,7 @@ class AnnouncedKeys:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _Computation:
     """A request that computes blocks which the engine is to store.
 
     Attributes:
@@ -84,7 +84,7 @@ class Announcements:
         self._most = most
         self._stores: dict[int, tuple[float, list[bytes]]] = {}
         self._blocks = 0
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Computation] = {}
         self._by_key: dict[bytes, str] = {}
 
     def begin(self, cell: int, keys: Sequence[bytes]) -> None:
@@ -117,7 +117,7 @@ class Announcements:
         new = [key for key in dict.fromkeys(keys[:room]) if key not in self._by_key]
         if not new:
             return
-        self._requests[request] = _Request(time.monotonic(), set(new))
+        self._requests[request] = _Computation(time.monotonic(), set(new))
         self._by_key.update(dict.fromkeys(new, request))
         self._keys.begin(new)
 
