@@ -320,12 +320,12 @@ class FollowedRequests:
                 made.append(self._keys_at_end(followed))
             return made[0]
 
+        self._reports.ended(request, all_keys)  # first: SGLang may fail to hash the pages
         if followed.keeps:
             self._keep(followed, all_keys())
         if options.release:
             keys = all_keys()
             self._cache.release([*keys, *self._trailing.keys_behind(keys)], tenant_of(request))
-        self._reports.ended(request, all_keys)
 
     def _keys_at_end(self, followed: _Followed) -> PackedKeys:
         """The keys of all pages of a request's prompt and answer."""

@@ -270,7 +270,9 @@ def test_an_engine_waits_for_all_of_a_prompt_that_another_computes(
     one.settle_line()
 
 
-@pytest.mark.parametrize("how", ["ends", "has no slots", "hangs", "leaves"])
+@pytest.mark.parametrize(
+    "how", ["ends", "has no slots", "hangs", "leaves", "is reset", "pauses", "has a failed store"]
+)
 def test_what_a_request_does_not_compute_or_store_ends_the_wait(
     service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -285,11 +287,18 @@ def test_what_a_request_does_not_compute_or_store_ends_the_wait(
     elif how == "has no slots":
         stores_of(one.cache).free.clear()
         assert one.cache.store(KEYS, [3, 4, 5]) is None
+    elif how == "is reset":
+        one.cache.clear()
+    elif how == "pauses":
+        one.cache.pause()
+    elif how == "has a failed store":
+        one.copy(ordered(one, KEYS[:4], [3]), Status.FAILED)
     elif how == "hangs":
         monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 0.0)
     else:
         one.close()
     if how != "leaves":
+        one.cache.poll()
         one.settle_line()
     done = state(other, fetch)
     assert (done.arrived, done.stop) == (3, 3)
@@ -309,6 +318,26 @@ def test_what_nobody_computes_and_stores_is_not_announced(
     one, other = attach(service), attach(service)
     one.cache.record(KEYS[:found], context, KEYS)
     one.store(keys_of("b", 1))
+    assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
+    assert other.cache.fetch(KEYS) is None
+
+
+def test_an_engine_that_stores_nothing_announces_nothing(service: Service, attach: Attach) -> None:
+    one, other = attach(service), attach(service)
+    one.cache.stop()
+    one.cache.record((), COMPUTES, KEYS)
+    one.settle()
+    other.store(keys_of("b", 1))
+    assert other.cache.fetch(KEYS) is None
+
+
+def test_without_a_lower_tier_nobody_asks_for_what_nobody_announces(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a service that has begun again still looks at what is there."""
+    other = attach(service)
+    monkeypatch.setattr(service.pool.below, "note", lambda *_, **__: None)
+    service.pool.below._keys.is_complete = False
     assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
     assert other.cache.fetch(KEYS) is None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
@@ -214,7 +214,7 @@ class ServedCache:
         store = self._stores.plan(keys, positions, prefix_starts, tenants)
         self.counters.refused_blocks += store.refused
         if store.refused:
-            self._line.put(wire.Retract(None))
+            self._stores.announce_nothing()
         if not store.keys:
             return None
         transfer = self._device.begin(
@@ -304,6 +304,8 @@ class ServedCache:
         prompt: Sequence[bytes] | None = None,
     ) -> None:
         """See `CacheClient.record`."""
+        if context.stores and self._off:
+            context = replace(context, stores=False)
         if self._uses.record(keys, context, prompt):
             self._line.send()
 

@@ -220,6 +220,11 @@ class ServedStores:
         """A planned store could not begin, or has failed."""
         self.free += store.slots
         self._retract(store)
+        self.announce_nothing()
+
+    def announce_nothing(self) -> None:
+        """Some blocks of prompts are not stored. It is not known which requests compute them."""
+        self._line.put(wire.Retract(None))
 
     def _retract(self, store: PlannedStore) -> None:
         if store.is_announced:
@@ -307,6 +312,7 @@ class ServedStores:
             if not store.is_told:
                 store.dropped.update(range(len(store.keys)))
         self.keys.clear()
+        self.announce_nothing()
 
     def recover(self, under_way: Collection[int]) -> None:
         """After an error that may have lost some: the stores are those under way, and those that

@@ -206,4 +206,4 @@ class ServedTiers:
     @property
     def _knows_all(self) -> bool:
         """Whether a block that `below` lacks is in no lower tier."""
-        return self.below.is_complete and not self._asks_stores
+        return not self._media or (self.below.is_complete and not self._asks_stores)

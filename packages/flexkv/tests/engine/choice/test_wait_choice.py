@@ -110,3 +110,23 @@ def test_only_the_tier_that_was_silent_is_slower_than_believed(
     chooser.ended(FetchId(-1), state(5.0, {Medium.DISK: 1, Medium.OBJECTS: 9}))
     assert chooser.is_worth_waiting(fetches.begin(state(0.0, {Medium.OBJECTS: 10})), SPAN)
     assert not chooser.is_worth_waiting(fetches.begin(state(0.0, {Medium.DISK: 10})), SPAN)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "came", "waits"),
+    [
+        (0.9, 0, True),
+        (1.1, 0, False),  # to compute all takes a second
+        (1.1, 5, False),  # the rest, 0.5 s: it will take 1.1 s more
+        (0.9, 5, True),
+        (1.9, 8, False),  # 0.2 s: it will take 0.475 s more
+        (1.5, 8, True),
+        (0.3, 8, True),
+    ],
+)
+def test_blocks_that_another_engine_computes_are_awaited_as_long_as_it_is_half_as_fast(
+    chooser: WaitChooser, fetches: FetchStates, seconds: float, came: int, waits: bool
+) -> None:
+    begun = time.monotonic() - seconds
+    fetches[FetchId(1)] = FetchState(begun, 10, 0, came, 10)
+    assert chooser.is_worth_waiting(FetchId(1), SPAN) is waits

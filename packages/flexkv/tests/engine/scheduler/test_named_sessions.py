@@ -19,7 +19,7 @@ def test_a_conversation_has_the_blocks_of_its_latest_request() -> None:
     assert sessions.follows("1")
     sessions.ended("1", names("xyzab"))
     assert not sessions.follows("1")
-    assert sessions.keys_of("a") == tuple(names("xyzab"))
+    assert sessions.keys_of("a") == names("xyzab")
     sessions.began("2", "", names("q"))
     sessions.ended("2", names("q"))
     assert list(sessions.known()) == ["a"]

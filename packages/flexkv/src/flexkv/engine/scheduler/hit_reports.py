@@ -77,7 +77,7 @@ class HitReports:
         used, prompt = keys
         self._cache.record(used, context, prompt)
         if context.session:
-            self.sessions.began(request.request_id, context.session, [*prompt, *others()])
+            self.sessions.began(request.request_id, context.session, _with(prompt, others()))
         if self._recorder is not None:
             own, length = match.local_tokens, request.num_prompt_tokens
             self._recorder.scheduled(request.request_id, length, own, tokens, context.session)
@@ -109,7 +109,7 @@ class HitReports:
         follows = self.sessions.follows(request.request_id)
         names = keys() if follows or self._recorder is not None else ()
         if follows:
-            self.sessions.ended(request.request_id, [*names, *others()])
+            self.sessions.ended(request.request_id, _with(names, others()))
         if self._recorder is not None:
             self._recorder.ended(request.request_id, output, len(names), lambda: names)
 
@@ -117,6 +117,10 @@ class HitReports:
         """Close the recorder."""
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _with(keys: Sequence[bytes], others: Sequence[bytes]) -> Sequence[bytes]:
+    return [*keys, *others] if others else keys
 
 
 class FollowedRequest(Protocol):

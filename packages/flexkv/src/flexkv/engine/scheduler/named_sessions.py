@@ -16,7 +16,7 @@ class Sessions:
     """The keys of each conversation, as its latest request has shown them. Single-threaded."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, tuple[bytes, ...]] = {}  # the one heard of last is last
+        self._keys: dict[str, Sequence[bytes]] = {}  # the one heard of last is last
         self._count = 0
         self._running: dict[str, str] = {}
 
@@ -45,11 +45,11 @@ class Sessions:
         if session is not None:
             self._note(session, keys)
 
-    def keys_of(self, session: str) -> tuple[bytes, ...]:
+    def keys_of(self, session: str) -> Sequence[bytes]:
         """The keys of a conversation, first block first; empty if it is unknown."""
         return self._keys.get(session, ())
 
-    def known(self) -> dict[str, tuple[bytes, ...]]:
+    def known(self) -> dict[str, Sequence[bytes]]:
         """The keys of all conversations."""
         return dict(self._keys)
 
@@ -59,13 +59,13 @@ class Sessions:
 
     def _note(self, session: str, keys: Sequence[bytes]) -> None:
         self.forget(session)
-        self._keys[session] = tuple(keys)
+        self._keys[session] = keys[:]  # packed keys share their memory
         self._count += len(keys)
         while self._count > _MOST_KEYS:
             self.forget(next(iter(self._keys)))
 
 
-def own_keys(session: str, known: dict[str, tuple[bytes, ...]]) -> list[bytes]:
+def own_keys(session: str, known: dict[str, Sequence[bytes]]) -> list[bytes]:
     """The keys of a conversation that no other one has."""
     others = {key for name, keys in known.items() if name != session for key in keys}
     return [key for key in known.get(session, ()) if key not in others]

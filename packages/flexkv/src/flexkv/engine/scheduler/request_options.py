@@ -286,14 +286,6 @@ class OptionsReader:
             options["returns"] = False
         return self._role.limit(RequestOptions(**options) if options else NONE)
 
-    def name(self, options: RequestOptions, request: EngineRequest) -> RequestOptions:
-        """`options` with the name that the engine has for the conversation of `request`."""
-        session = getattr(request, "session_id", None)
-        named: dict[str, Any] = {"session": options.session} if options.session else {}
-        for hint in read_hints({}, EngineHints(session)):
-            self._follow(hint, named)
-        return replace(options, **named)
-
     def put_counts(self, meter: Meter) -> None:
         """Set what `meter` counts of parameters and hints."""
         meter.put(IGNORED_PARAMETERS, self.ignored)
