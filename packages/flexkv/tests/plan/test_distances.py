@@ -65,6 +65,8 @@ def test_hits_of_the_engines_own_cache_are_not_counted(
 
 @settings(max_examples=100, deadline=None)
 @example([([0], 0), ([0] * 6, 0), ([1, 0, 0, 0, 0], 0), ([0], 0)], 6, 10)
+# The disk is full, and a request computes again what only the disk has.
+@example([([2, 0, 1, 2], 1), ([2, 1], 0), ([0] * 3, 1), ([2, 0, 1, 2], 2), ([2, 1], 0)], 6, 10)
 @given(PROMPTS, st.integers(2, 8), st.integers(10, 40))
 def test_a_disk_that_takes_all_is_read_off_the_same_curve(
     prompts: list[tuple[list[int], int]], memory: int, disk: int

@@ -62,6 +62,10 @@ class Source(abc.ABC):
         arguments are those of `QueriedTier.query`."""
 
     @abc.abstractmethod
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count blocks that the tier has as used, if it counts uses; see `IndexedTier.touch`."""
+
+    @abc.abstractmethod
     def note(self, keys: Sequence[bytes], has: bool) -> None:
         """Remember that reads or writes have shown whether the tier has these blocks."""
 
@@ -94,6 +98,9 @@ class IndexedSource(Source):
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
         pass
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._indexed.touch(keys)
 
     def note(self, keys: Sequence[bytes], has: bool) -> None:
         pass
@@ -140,6 +147,9 @@ class QueriedSource(Source):
         # Another query is about the first block: its answer is not that of the next one.
         self._begin(wanted, [])
         self._begin([], others)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        pass
 
     def note(self, keys: Sequence[bytes], has: bool) -> None:
         now = time.monotonic()
