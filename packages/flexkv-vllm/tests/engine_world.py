@@ -185,6 +185,7 @@ class World(StagedWorkers):
         self.texts: dict[str, Text] = {}
         self.outputs: dict[str, list[int]] = {}
         self.external_tokens: dict[str, int] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
         self.stats: list[dict[str, float]] = []
         self.preemptions = 0
         self.late_movers: list[LateMover] = []
@@ -411,6 +412,8 @@ class World(StagedWorkers):
                 self.stats.append(outputs.scheduler_stats.kv_connector_stats)
             for item in outputs.outputs:
                 self.outputs[item.request_id].extend(item.new_token_ids)
+                if item.kv_transfer_params is not None:
+                    self.answers[item.request_id] = item.kv_transfer_params
                 if item.prefill_stats is not None:
                     hits = item.prefill_stats.num_external_cached_tokens
                     self.external_tokens[item.request_id] = hits

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexkv.engine.boundary import always, answers
 from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.request_options import ANNOUNCED, PREFIX
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.compat.steps import read_step
@@ -16,7 +17,12 @@ from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.pool import Pool
-from flexkv_vllm.settings import flush_seconds, read_settings, report_ignored
+from flexkv_vllm.settings import (
+    announces_prompts,
+    flush_seconds,
+    read_settings,
+    report_ignored,
+)
 from flexkv_vllm.start_scheduler import make_request_side
 from flexkv_vllm.worker_calls import WorkerCalls
 
@@ -67,6 +73,7 @@ class Adapter(WorkerCalls):
         self._store_time = store_time
         self._scheduler: RequestSide[StepMetadata] | None = None
         self._events: BlockEvents | None = None
+        self._announces: Callable[[Request], bool] = lambda _: False
         if not self._config.enable:
             logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
@@ -79,6 +86,7 @@ class Adapter(WorkerCalls):
         if self._config.enable:
             warn_if_newer()
             report_ignored(self._config)
+            self._announces = announces_prompts(self._vllm_config)
             self._scheduler, self._events = make_request_side(
                 self._config, self._vllm_config, kv_cache_config, self._store_time, self._boundary
             )
@@ -140,6 +148,15 @@ class Adapter(WorkerCalls):
             # `isinstance` of a subclass of vLLM's abstract class takes longer than the rest.
             ours = report if type(report) is WorkerReport else None
             self._scheduler.step_ended(ours, output.invalid_block_ids)
+
+    @answers(always(None), "another engine computes what it does not find")
+    def announce(self, request: Request) -> dict[str, Any] | None:
+        """What the answer to a prefill request says to the engine that decodes it: how much of the
+        prompt comes to a shared store. None if nothing does. Call it before `finished`."""
+        if self._scheduler is None or not self._announces(request):
+            return None
+        tokens = self._scheduler.announced_tokens(request)
+        return {PREFIX + ANNOUNCED: tokens} if tokens else None
 
     @answers(_off(lambda _: False), _OFF)
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:

@@ -110,7 +110,8 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._adapter.finished(request, block_ids), None
+        announced = self._adapter.announce(request)
+        return self._adapter.finished(request, block_ids), announced
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._adapter.loaded_groups()

@@ -51,7 +51,8 @@ class SchedulerCalls:
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._adapter.finished(request, [block_ids]), None
+        announced = self._adapter.announce(request)
+        return self._adapter.finished(request, [block_ids]), announced
 
     # Both sides.
 

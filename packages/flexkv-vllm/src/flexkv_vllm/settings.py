@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -13,10 +13,12 @@ from flexkv.engine.scheduler.request_options import BOTH, OptionsReader, Role
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import check_version
+from flexkv_vllm.compat.patches import is_made_by_another
 from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 
 def load_extra(extra: Mapping[str, object] | None) -> CacheConfig:
@@ -78,6 +80,24 @@ def _role_of(vllm_config: VllmConfig) -> Role:
             f"kv_role of --kv-transfer-config is {name!r}; allowed: {', '.join(_ROLES)}"
         )
     return _ROLES[name]
+
+
+def announces_prompts(vllm_config: VllmConfig) -> Callable[[Request], bool]:
+    """Which requests compute a prompt for another engine: all of a `kv_producer`, and those that a
+    router marks as vLLM's own P/D connectors want it. Their answers can say what is stored of it.
+
+    None of them inside `MultiConnector`: vLLM ends if two connectors answer.
+    """
+    if is_made_by_another():
+        return lambda _: False
+    if not _role_of(vllm_config).loads:
+        return lambda _: True
+
+    def is_marked(request: Request) -> bool:
+        params = getattr(request, "kv_transfer_params", None)
+        return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+    return is_marked
 
 
 def options_of(config: CacheConfig, vllm_config: VllmConfig) -> OptionsReader:

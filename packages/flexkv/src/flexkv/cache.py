@@ -295,14 +295,19 @@ class KVCache:
 
     @_sound
     def fetch(
-        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        queued: bool = False,
+        tenant: int | None = None,
+        announced: int = 0,
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         if self._off or self._recovering or not self.info.may_fetch:
             return None
         priority = Priority.PREFETCH if queued else Priority.LOAD
-        own = self._tenant if tenant is None else tenant
-        return self._below.fetcher.begin(keys, priority, own if self._has_shares else NO_TENANT)
+        own = (self._tenant if tenant is None else tenant) if self._has_shares else NO_TENANT
+        return self._below.fetcher.begin(keys, priority, own, announced)
 
     @_sound
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:

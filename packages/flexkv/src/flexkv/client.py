@@ -79,7 +79,8 @@ class FetchState:
     mappings and sequences.
 
     Attributes:
-        begun: when the fetch began.
+        begun: when the fetch began. If its first blocks were announced and no tier had them then,
+            when a tier got them.
         length: how many blocks the fetch is to bring, those that the arena had included.
         first: how many blocks the arena had when the fetch began, from the first on.
         arrived: how many blocks the arena has, from the first on without a gap. They stay there
@@ -150,6 +151,11 @@ class CacheInfo:
     policy_name: str
     is_shared: bool = False
     drops_old: bool = False
+
+    @property
+    def has_store(self) -> bool:
+        """Whether one of the lower tiers is shared with other nodes."""
+        return any(medium.is_shared for medium in self.media)
 
     @property
     def may_fetch(self) -> bool:
@@ -234,7 +240,12 @@ class CacheClient(Protocol):
         ...
 
     def fetch(
-        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        queued: bool = False,
+        tenant: int | None = None,
+        announced: int = 0,
     ) -> FetchId | None:
         """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them,
         or wait for other engines that are storing them there.
@@ -244,6 +255,8 @@ class CacheClient(Protocol):
             queued: whether the request is still queued. The fetch then yields to those of requests
                 that wait, and leaves half of the arena to others.
             tenant: number of the tenant for whom the blocks count; None for the engine's own.
+            announced: how many of the blocks, from the first on, another node writes to a shared
+                store, as somebody has told. The fetch waits for them for some seconds at most.
 
         Returns:
             The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no

@@ -18,9 +18,11 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
+from flexkv.service import served_tiers
 from flexkv.service.ask import state_of
 from flexkv.service.engine_page import READ
 from flexkv.service.tier_keys import TierKeys
+from flexkv.transfer import fetcher
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, attached_again, keys_of, until
@@ -214,6 +216,32 @@ def test_blocks_of_a_shared_store_are_asked_for(
         until(lambda fetch=fetch: one.cache.fetch_state(fetch).done, one.cache.poll)
         state = one.cache.end_fetch(fetch)
     assert state.gave[Medium.OBJECTS][0] == 4
+
+
+def test_blocks_on_their_way_to_a_shared_store_are_awaited(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The services of two nodes share a store."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    monkeypatch.setattr(fetcher, "_ANNOUNCED_SECONDS", 60.0)
+    monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 60.0)
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    url = f"file://{tmp_path / 'bucket'}"
+    here, there = (make_service(16, objects_url=url, objects_question_seconds=60.0) for _ in "ab")
+    one, other = attach(here, step_blocks=4), attach(there, step_blocks=4)
+    keys = keys_of("a", 4)
+    fetch = one.cache.fetch(keys, announced=3)
+    assert fetch is not None
+    # The service has heard of what is announced, and that the store lacks it.
+    until(lambda: one.cache.fetch_state(fetch).stop == 3, one.cache.poll)
+    assert not one.cache.fetch_state(fetch).done
+    assert other.store(keys) == keys
+    until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
+    assert one.cache.end_fetch(fetch).gave[Medium.OBJECTS][0] >= 3
+    assert one.load(keys[:3])
 
 
 def fetch_slowly(

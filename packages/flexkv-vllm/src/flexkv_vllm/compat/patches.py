@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +84,18 @@ def connectors_here() -> list[Any]:
     """The connectors of this worker: vLLM's outermost one, and those in a `MultiConnector`."""
     outermost: Any = get_kv_transfer_group()
     return [outermost, *getattr(outermost, "_connectors", ())]
+
+
+def is_made_by_another() -> bool:
+    """Whether a `MultiConnector` calls this now. It gives its connectors nothing that says so."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), MultiConnector):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def implementation_of(connector: Any) -> object:

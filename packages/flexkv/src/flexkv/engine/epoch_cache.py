@@ -108,10 +108,16 @@ class EpochCache:
         return self._engines(self._cache.load(self._own(keys)))
 
     def fetch(
-        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        queued: bool = False,
+        tenant: int | None = None,
+        announced: int = 0,
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
-        return self._cache.fetch(self._own(keys), queued=queued, tenant=tenant)
+        own = self._own(keys)
+        return self._cache.fetch(own, queued=queued, tenant=tenant, announced=announced)
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""

@@ -81,7 +81,12 @@ class EngineFetches:
             if self._may_bring(fetch, len(message.keys)):
                 if message.tenant is not None:
                     tenant = message.tenant
-                fetch.id = self._cache.fetch(message.keys, queued=message.queued, tenant=tenant)
+                fetch.id = self._cache.fetch(
+                    message.keys,
+                    queued=message.queued,
+                    tenant=tenant,
+                    announced=message.announced,
+                )
             return
         fetch = self._open.get(message.fetch, _OpenFetch())
         if isinstance(message, wire.EndFetch):

@@ -22,7 +22,7 @@ from flexkv.session.wire import peer_of
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both sides must have the same, and the same layout of `engine_page`."""
 
 SOCKET = "flexkv service"
@@ -245,6 +245,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     keys: list[bytes]
     queued: bool
     tenant: TenantNumber | None
+    announced: int
 
 
 class ExtendFetch(Message, frozen=True, tag="extend"):

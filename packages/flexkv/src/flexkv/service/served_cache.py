@@ -257,12 +257,17 @@ class ServedCache:
     # Lower tiers.
 
     def fetch(
-        self, keys: Sequence[bytes], *, queued: bool = False, tenant: int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        queued: bool = False,
+        tenant: int | None = None,
+        announced: int = 0,
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         if self._off or not self._may_fetch or self._holds.room == 0:
             return None
-        return self._tiers.fetch(keys, queued, tenant)
+        return self._tiers.fetch(keys, queued, tenant, announced)
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""

@@ -99,7 +99,9 @@ class ServedTiers:
             medium: disks if medium is Medium.DISK else [None] * len(keys) for medium in self._media
         }
 
-    def fetch(self, keys: Sequence[bytes], queued: bool, tenant: int | None) -> FetchId | None:
+    def fetch(
+        self, keys: Sequence[bytes], queued: bool, tenant: int | None, announced: int
+    ) -> FetchId | None:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
         there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False
         if there == len(keys):
@@ -129,7 +131,7 @@ class ServedTiers:
         )
         self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
         most = wire.MOST_KEYS
-        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant))
+        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant, announced))
         for start in range(most, len(keys), most):
             self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
         self._line.await_answer()

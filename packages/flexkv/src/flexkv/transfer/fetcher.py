@@ -19,6 +19,13 @@ from flexkv.transfer.sources import Source
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import NO_TENANT
 
+_ASK_SECONDS = 0.05
+"""Pause between two queries for a block that another node is writing to a store. Not tuned."""
+
+_ANNOUNCED_SECONDS = 10.0
+"""A fetch waits so long for blocks that another node is said to write: that node has failed, or
+takes longer than a request should wait. Not tuned."""
+
 
 class Fetcher:
     """Fetches of requests. Single-threaded.
@@ -29,6 +36,9 @@ class Fetcher:
     A fetch stalls if no block arrives for as long as the tier of its next block may stall. If that
     tier gives nothing to other fetches either, or cannot be read, the fetch takes the block from a
     slower tier. If there is none, the fetch ends with the blocks that it has.
+
+    A fetch may be told that another node writes blocks to a shared store. Then stores are queried
+    for the first that is lacking until it is there, and after that for all others.
 
     Args:
         index: index of the arena; the caller's.
@@ -75,7 +85,11 @@ class Fetcher:
         return False
 
     def begin(
-        self, keys: Sequence[bytes], priority: Priority, tenant: int = NO_TENANT
+        self,
+        keys: Sequence[bytes],
+        priority: Priority,
+        tenant: int = NO_TENANT,
+        announced: int = 0,
     ) -> FetchId | None:
         """Begin to bring the blocks of a prefix into the arena, as many as tiers have and the arena
         has room for. Does not wait.
@@ -87,12 +101,15 @@ class Fetcher:
             keys: keys of the prefix from some block on, first block first.
             priority: LOAD if a request waits, PREFETCH if it is still queued.
             tenant: number of the tenant for whom the blocks count.
+            announced: how many of the blocks, from the first on, another node writes to a store.
 
         Returns:
             None if no lower tier has a block to add.
         """
         first = self._index.lookup(keys)
-        if first == len(keys) or not self._may_come(keys[first]):
+        if first == len(keys):
+            return None
+        if not (self._may_come(keys[first]) or (announced > first and self._store() is not None)):
             return None
         if priority is not Priority.LOAD and first >= self._room():
             self.query(keys[first:])
@@ -101,6 +118,7 @@ class Fetcher:
         now, fetch_id = time.monotonic(), FetchId(next(self._ids))
         media: list[Medium | None] = [None] * len(leased)
         fetch = RunningFetch(fetch_id, list(keys), priority, tenant, now, now, [*leased], media)
+        fetch.announced, fetch.announced_until = announced, now + _ANNOUNCED_SECONDS
         self._fetches[fetch_id] = fetch
         with contextlib.ExitStack() as undo:
             undo.callback(self.end, fetch_id)  # nobody else could
@@ -222,10 +240,9 @@ class Fetcher:
         polled = [source.poll() for source in self._sources]  # `any` would skip some
         news = any(polled)
         self.reads.retry()
-        if news:
-            for fetch in self._fetches.values():
-                if fetch.queried is not None:
-                    self._extend(fetch)
+        for fetch in self._fetches.values():
+            if fetch.queried is not None and (self._asks_again(fetch) or news):
+                self._extend(fetch)
         if self._waiting or news:
             self._end_stalled()
 
@@ -287,7 +304,16 @@ class Fetcher:
     def _extend(self, fetch: RunningFetch) -> None:
         """Add further blocks to a fetch, up to the first for which a tier has to be queried."""
         start = len(fetch.blocks)
-        plan, reach, queried = self._plan(fetch.keys[start:])
+        store = self._store() if fetch.announced > start else None
+        announced = fetch.announced - start if store is not None else 0
+        plan, reach, queried = self._plan(fetch.keys[start:], announced)
+        awaited, fetch.awaits_others = fetch.awaits_others, queried is None and len(plan) < reach
+        if plan and fetch.ask_at and start == fetch.first:
+            fetch.begun = fetch.progressed = time.monotonic()
+        if store is not None and fetch.awaits_others:
+            queried = store.medium
+            if plan or not awaited:
+                fetch.ask_at = time.monotonic() + (0.0 if plan else _ASK_SECONDS)
         most = len(plan) if fetch.priority is Priority.LOAD else max(0, self._room())
         self._fill(fetch, plan[:most])
         if len(fetch.blocks) - start == len(plan) < reach:
@@ -299,17 +325,38 @@ class Fetcher:
         if fetch.advance() and len(self._sources) > 1:
             self._came.setdefault(fetch, start)
 
-    def _plan(self, wanted: Sequence[bytes]) -> tuple[list[Source | None], int, Medium | None]:
+    def _asks_again(self, fetch: RunningFetch) -> bool:
+        """Whether it is time to query stores again for the blocks that are announced to a fetch, or
+        to wait for them no longer."""
+        now, start = time.monotonic(), len(fetch.blocks)
+        if not fetch.awaits_others or now < fetch.ask_at:
+            return False
+        if now > fetch.announced_until:
+            fetch.announced = 0
+        stop = fetch.announced if start > fetch.asked else start + 1
+        for source in self._sources:
+            source.doubt(fetch.keys[start:stop])
+        fetch.asked, fetch.ask_at = start, now + _ASK_SECONDS
+        return True
+
+    def _store(self) -> Source | None:
+        """The fastest tier to which other nodes write, if it can be queried."""
+        return next((source for source in self._sources if source.may_get), None)
+
+    def _plan(
+        self, wanted: Sequence[bytes], announced: int
+    ) -> tuple[list[Source | None], int, Medium | None]:
         """Choose the tier that each block is read from, and query tiers about blocks for which that
         is unknown.
 
         Args:
             wanted: keys of a prefix from some block on, first block first.
+            announced: how many of them another node writes to a store.
 
         Returns:
             For each key up to the first unknown one, the tier that reads its block, or None if the
-            arena has the block, a read of it is under way, or it is announced; how many of
-            `wanted` can arrive, from the first on; and the first tier that is queried.
+            arena has the block, a read of it is under way, or an engine of this node stores it; how
+            many of `wanted` can arrive, from the first on; and the first tier that is queried.
         """
         answers = [source.contains(wanted) for source in self._sources]
         end = self._reroute_hung(wanted, answers) if self.reads.by_key else len(wanted)
@@ -318,14 +365,16 @@ class Fetcher:
             absent = {i for i in absent if wanted[i] not in self._announced}
         plan: list[Source | None] = []
         queries: dict[Source, list[bytes]] = {}
+        is_known = True
         reach = 0
         for i, (source, has) in enumerate(self._fastest(answers, end)):
             if i in absent:
-                if source is None:
+                if source is None and i >= announced:
                     break  # no tier has it
-                if has is None:
+                if source is not None and has is None:
                     queries.setdefault(source, []).append(wanted[i])
-            if not queries:
+                is_known = is_known and has is True
+            if is_known:
                 plan.append(source if i in absent else None)
             reach += 1
         for queried, keys in queries.items():
@@ -454,7 +503,8 @@ class Fetcher:
             if fetch.arrived >= fetch.stop:
                 continue
             key = fetch.keys[fetch.arrived]
-            if key in self._announced:
+            awaits_others = fetch.awaits_others and fetch.arrived == len(fetch.blocks)
+            if awaits_others or key in self._announced:
                 continue
             read = self.reads.by_key.get(key)
             stall = self._longest_stall if read is None else read.source.stall_seconds

@@ -23,12 +23,18 @@ class RunningFetch:
         keys: keys of the prefix, first block first. The list grows if the fetch is extended.
         priority: priority of the reads.
         tenant: number of the tenant for whom the blocks count.
-        begun: when the fetch began.
+        begun: see `FetchState`.
         progressed: when `arrived` last grew or another tier was tried; `begun` before that.
         blocks: the blocks by position; None for one that the arena lacks. The fetch leases the
             others. The list is shorter than `keys` while tiers are queried.
         media: the medium of each of `blocks`; None for one that the arena had at once. See
             `AwaitedBlocks`.
+        announced: how many of `keys`, from the first on, another node writes to a shared store, as
+            far as is known now.
+        announced_until: when they are waited for no longer.
+        awaits_others: whether no tier had the next block when last queried, and it is announced.
+        ask_at: when stores are to be queried about it again; 0 until the first such wait.
+        asked: the number of `blocks` when they were.
         arrived, stop, first, queried, gave: see `FetchState`.
         expected: how many blocks each tier is expected to give, beside those it is queried about.
     """
@@ -41,6 +47,11 @@ class RunningFetch:
     progressed: float
     blocks: list[Block | None]
     media: list[Medium | None]
+    announced: int = 0
+    announced_until: float = 0.0
+    awaits_others: bool = False
+    ask_at: float = 0.0
+    asked: int = 0
     arrived: int = 0
     stop: int = 0
     first: int = 0

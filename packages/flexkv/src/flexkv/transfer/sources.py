@@ -61,6 +61,16 @@ class Source(abc.ABC):
         """Query the tier about keys for which `contains` returned None. Does not wait. The
         arguments are those of `QueriedTier.query`."""
 
+    @property
+    @abc.abstractmethod
+    def may_get(self) -> bool:
+        """Whether other processes write to the tier, and it can be queried now."""
+
+    @abc.abstractmethod
+    def doubt(self, keys: Sequence[bytes]) -> None:
+        """Query the tier again about those of these blocks that it lacks as far as is known: it may
+        have got them."""
+
     @abc.abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count blocks that the tier has as used, if it counts uses; see `IndexedTier.touch`."""
@@ -97,6 +107,13 @@ class IndexedSource(Source):
         return [False] * len(keys) if self.left_out else self._indexed.contains(keys)
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
+        pass
+
+    @property
+    def may_get(self) -> bool:
+        return False
+
+    def doubt(self, keys: Sequence[bytes]) -> None:
         pass
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -147,6 +164,16 @@ class QueriedSource(Source):
         # Another query is about the first block: its answer is not that of the next one.
         self._begin(wanted, [])
         self._begin([], others)
+
+    @property
+    def may_get(self) -> bool:
+        return self._remote.readable and not self.left_out
+
+    def doubt(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            has, _ = self._known.get(key, (True, 0.0))
+            if not has:
+                del self._known[key]
 
     def touch(self, keys: Sequence[bytes]) -> None:
         pass

@@ -130,3 +130,35 @@ def test_blocks_that_another_engine_computes_are_awaited_as_long_as_it_is_half_a
     begun = time.monotonic() - seconds
     fetches[FetchId(1)] = FetchState(begun, 10, 0, came, 10)
     assert chooser.is_worth_waiting(FetchId(1), SPAN) is waits
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (0.9, 0, True),
+        (1.1, 0, False),  # to compute all takes a second
+        (1.1, 5, False),  # the rest, 0.5 s: it will take 1.1 s more
+        (0.9, 5, True),
+    ],
+)
+def test_blocks_on_their_way_to_a_store_are_awaited_as_long_as_computing_takes(
+    chooser: WaitChooser,
+    fetches: FetchStates,
+    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[float, int, bool],
+) -> None:
+    seconds, arrived, waits = case
+    measure(chooser, Medium.OBJECTS, 0.1)
+    asked = replace(state(0.0, {Medium.OBJECTS: 10}), queried=Medium.OBJECTS)
+    fetch = fetches.begin(asked)
+    assert chooser.is_worth_waiting(fetch, SPAN, announced=True)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + seconds)
+    if arrived:
+        fetches[fetch] = replace(asked, arrived=arrived, missing={Medium.OBJECTS: 10 - arrived})
+    assert chooser.is_worth_waiting(fetch, SPAN, announced=True) is waits
+    other = fetches.begin(replace(asked, begun=1000.0))
+    assert not chooser.is_worth_waiting(other, SPAN), "nobody has announced that it comes"
+    chooser.ended(fetch, fetches[fetch])
+    assert chooser.is_worth_waiting(fetches.begin(state(0.0, {Medium.OBJECTS: 10})), SPAN), (
+        "the store was not slow"
+    )

@@ -156,19 +156,22 @@ class LoadChooser:
             return LoadChoice(0, Left.SLOW)
         return self._probe(blocks, computing / loading, whole)
 
-    def is_worth_waiting(self, fetch: FetchId, span: Span, others: int = 0) -> bool:
+    def is_worth_waiting(
+        self, fetch: FetchId, span: Span, others: int = 0, *, announced: bool = False
+    ) -> bool:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
         Args:
             fetch: the fetch, still under way.
             span: the tokens of all its blocks.
             others: other requests that the engine has, queued or running.
+            announced: whether another engine is said to write blocks of it to a shared store.
         """
         computing = self._prefill.seconds(span)
         if not self._always and computing is not None and self._is_delayed(computing, others):
             # Not the tier's fault: its rate is not doubted.
             return False
-        return self._always or self._waits.is_worth_waiting(fetch, span)
+        return self._always or self._waits.is_worth_waiting(fetch, span, announced)
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
         """Whether to load blocks beside the forward pass of the same step.

@@ -40,12 +40,16 @@ class _Wait:
     """A fetch that a request may wait for.
 
     Attributes:
+        since: when the first question about this fetch was asked; time.monotonic().
+        announced: see `WaitChooser.is_worth_waiting`.
         ahead: number of blocks that other requests waited for at the first question about this
             fetch, by tier.
         refused: whether the latest answer was not to wait.
         slowest: the tier whose expected time decided the latest answer; None if no tier's did.
     """
 
+    since: float
+    announced: bool
     ahead: Mapping[Medium, int] = field(default_factory=dict)
     refused: bool = False
     slowest: Medium | None = None
@@ -83,13 +87,13 @@ class WaitChooser:
             fetch: the fetch.
             state: its last state.
         """
-        wait = self._waits.pop(fetch, None) or _Wait()
+        wait = self._waits.pop(fetch, None) or _Wait(state.begun, False)
         for medium, (count, last) in state.gave.items():
             # The tier has read the blocks ahead meanwhile.
             blocks = count + wait.ahead.get(medium, 0)
             self._paces[medium].observe(blocks * self._block_bytes, last - state.begun)
-        if state.gave:
-            return
+        if state.gave or (wait.announced and state.queried is not None):
+            return  # a store is not slow because another engine is
         waited = time.monotonic() - state.begun
         silent = state.next_medium or self._slowest(state, wait)[0]
         if silent is not None and not state.done and waited > self._latest(state, wait):
@@ -101,7 +105,7 @@ class WaitChooser:
             else:
                 pace.refuse()
 
-    def is_worth_waiting(self, fetch: FetchId, span: Span) -> bool:
+    def is_worth_waiting(self, fetch: FetchId, span: Span, announced: bool = False) -> bool:
         """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
 
         Until computing is measured, the answer is to wait. A tier whose pace is unknown or in doubt
@@ -110,14 +114,16 @@ class WaitChooser:
         Args:
             fetch: the fetch. Its request is asked about again with each step.
             span: the tokens of all blocks of the fetch.
+            announced: whether another engine is said to write blocks of it to a shared store.
         """
         wait = self._waits.get(fetch)
         if wait is None:
             ahead: Counter[Medium] = Counter()
             for each in self._waits:
                 ahead.update(self._state_of(each).missing)
-            wait = self._waits[fetch] = _Wait(ahead)
-        wait.refused = not self._is_worth_waiting(self._state_of(fetch), span, wait)
+            wait = self._waits[fetch] = _Wait(time.monotonic(), announced, ahead)
+        state = self._state_of(fetch)
+        wait.refused = not self._is_worth_waiting(state, span, wait)
         return not wait.refused
 
     def _is_worth_waiting(self, state: FetchState, span: Span, wait: _Wait) -> bool:
@@ -128,9 +134,11 @@ class WaitChooser:
             return True
         waited = time.monotonic() - state.begun
         begun = state.arrived > state.first
-        if not state.missing:
+        awaits_store = wait.announced and state.queried is not None
+        if awaits_store or not state.missing:
             # An engine computes or stores them. To compute them takes another one as long, and it
             # computes other prompts meanwhile.
+            waited = time.monotonic() - wait.since if awaits_store else waited
             enough = max(gain, SLACK_SECONDS)
             return waited < enough or (begun and state.seconds_left < _AS_SLOW * enough)
         wait.slowest, rest = self._slowest(state, wait, silent=begun)

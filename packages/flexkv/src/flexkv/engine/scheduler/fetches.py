@@ -36,9 +36,13 @@ class Fetches:
         self._ahead = ahead
         self._ended = ended
 
-    def begin_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> None:
-        """Fetch the blocks `keys` of a queued request before its turn comes."""
-        fetch = self._cache.fetch(keys, queued=True, tenant=self._tenant_of(tracked))
+    def begin_early(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], announced: int = 0
+    ) -> None:
+        """Fetch the blocks `keys` of a queued request before its turn comes. Another engine writes
+        the first `announced` of them to a shared store."""
+        tenant = self._tenant_of(tracked)
+        fetch = self._cache.fetch(keys, queued=True, tenant=tenant, announced=announced)
         if fetch is not None:
             tracked.early = WantedFetch(fetch, keys)
             tracked.awaited = {}
@@ -50,13 +54,15 @@ class Fetches:
         keys: Sequence[bytes],
         start: int,
         is_worth_waiting: Callable[[FetchId, FetchState, int], bool],
+        announced: int = 0,
     ) -> int | None:
         """How many of the request's blocks from `start` on, `keys`, can be loaded now or soon; None
         if the engine should ask again later.
 
         Fetched blocks stay in host memory until `end`. If waiting for the rest is not worthwhile,
         only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, and the
-        position in the request where it ends, since host memory may have no room for more.
+        position in the request where it ends, since host memory may have no room for more. Another
+        engine writes the first `announced` of the blocks to a shared store.
         """
         if not (self._may_fetch and keys):  # the engine may have computed them meanwhile
             return self._cache.lookup(keys)
@@ -65,7 +71,7 @@ class Fetches:
             # The request's turn has come, or the engine has evicted blocks since the fetch began.
             if self._came_early(tracked, keys):
                 return len(keys)
-            fetch = self._begin(tracked, keys, start)
+            fetch = self._begin(tracked, keys, start, announced)
             if fetch is None:
                 return self._cache.lookup(keys)
         state = self._cache.fetch_state(fetch.id)
@@ -111,11 +117,12 @@ class Fetches:
         return self._cache.fetch_state(early.id).arrived == len(keys) and not self._cache.disabled
 
     def _begin(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int
+        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int, announced: int
     ) -> WantedFetch | None:
         if tracked.early is not None:
             self._cache.raise_priority(tracked.early.id)
-        begun = self._cache.fetch(keys, tenant=self._tenant_of(tracked))
+        tenant = self._tenant_of(tracked)
+        begun = self._cache.fetch(keys, tenant=tenant, announced=announced)
         fetch = None if begun is None else WantedFetch(begun, keys, start)
         self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
         if fetch is not None:

@@ -53,7 +53,12 @@ class Matcher:
             (group,) = self._groups.members
             start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
             wanted = [Wanted(group, start, self._keys.of(tracked, group, start, stop))]
+            announced = self._announced(tracked, start)
+        elif hit := self._announced_hit(tracked, local_tokens, limit):
+            wanted = self._needed(tracked, local_tokens, hit)
+            announced = len(flat(wanted))
         else:
+            announced = 0
             if self._awaits_answers(tracked, limit):
                 return  # `match` fetches
             obtainable = self._obtainable(tracked)
@@ -61,7 +66,7 @@ class Matcher:
             if obtainable.in_host:
                 return
             wanted = self._needed(tracked, local_tokens, hit)
-        self._fetches.begin_early(tracked, flat(wanted))
+        self._fetches.begin_early(tracked, flat(wanted), announced)
         self._describe_awaited(tracked, wanted)
 
     def match(
@@ -129,17 +134,18 @@ class Matcher:
         (group,) = self._groups.members
         first = local_tokens // group.block_tokens
         keys = self._keys.of(tracked, group, first, limit // group.block_tokens)
+        announced = self._announced(tracked, first)
 
         not_awaited = first
 
         def is_worth_waiting(fetch: FetchId, _: FetchState, end: int) -> bool:
             nonlocal not_awaited
             span = Span(local_tokens, end * group.block_tokens)
-            worth = self._chooser.is_worth_waiting(fetch, span, others)
+            worth = self._chooser.is_worth_waiting(fetch, span, others, announced=announced > 0)
             not_awaited = first if worth else end
             return worth
 
-        hits = self._fetches.offer(tracked, keys, first, is_worth_waiting)
+        hits = self._fetches.offer(tracked, keys, first, is_worth_waiting, announced)
         if tracked.awaited:
             self._describe_awaited(tracked, [Wanted(group, first, keys)])
         if hits is None:
@@ -164,7 +170,8 @@ class Matcher:
         if local_tokens % self._groups.alignment:
             return 0, Match(local_tokens)
         limit = min(limit, tracked.request.num_tokens - 1)
-        if tracked.plan is None and self._awaits_answers(tracked, limit):
+        announced = self._announced_hit(tracked, local_tokens, limit) > 0
+        if tracked.plan is None and not announced and self._awaits_answers(tracked, limit):
             return None
         plan = self._plan(tracked, local_tokens, limit)
         hit = awaited = plan.hit
@@ -183,11 +190,12 @@ class Matcher:
                 if state.stop < state.length:
                     return False
                 span = Span(local_tokens, plan.hit)
-                worth = self._chooser.is_worth_waiting(fetch, span, others)
+                worth = self._chooser.is_worth_waiting(fetch, span, others, announced=announced)
                 awaited = plan.hit if worth else local_tokens
                 return worth
 
-            found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting)
+            count = len(keys) if announced else 0
+            found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting, count)
             self._describe_awaited(tracked, wanted)
             if found is None:
                 tracked.plan = plan
@@ -222,8 +230,28 @@ class Matcher:
             reach = full_reach(self._groups, obtainable, local_tokens, limit)
             divergence = reach if reach > hit else 0
         in_host = obtainable.in_host
+        announced = self._announced_hit(tracked, local_tokens, limit)
+        if announced > hit:
+            hit, divergence, in_host = announced, 0, False
         wanted = [] if in_host else self._needed(tracked, local_tokens, hit)
         return Plan(local_tokens, limit, hit, divergence, in_host, wanted)
+
+    def _announced(self, tracked: TrackedRequest, start: int) -> int:
+        """How many blocks from `start` on another engine writes to a shared store, in a model with
+        one group."""
+        if not (tracked.options.announced_tokens and self._cache.info.has_store):
+            return 0
+        (group,) = self._groups.members
+        return max(0, tracked.options.announced_tokens // group.block_tokens - start)
+
+    def _announced_hit(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> int:
+        """The end of the hit, in tokens, whose blocks another engine writes to a shared store; 0 if
+        nothing is announced that the engine lacks."""
+        if not (tracked.options.announced_tokens and self._cache.info.has_store):
+            return 0
+        tokens = min(tracked.options.announced_tokens, limit)
+        hit = tokens // self._groups.alignment * self._groups.alignment
+        return hit if hit > local_tokens else 0
 
     def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[Wanted]:
         """Blocks to load for a hit that ends at `hit` tokens."""

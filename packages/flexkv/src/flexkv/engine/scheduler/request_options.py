@@ -35,6 +35,10 @@ from flexkv.types.tenants import tenant_number
 logger = logging.getLogger(__name__)
 
 PREFIX = "flexkv."
+ANNOUNCED = "announced_tokens"
+"""The parameter that the answer of an engine to a prefill request has for the engine that decodes
+it."""
+
 _SHOWN_CHARACTERS = 80
 """The most characters of a key or value in the log, since any client may send them."""
 _WARNINGS = 100
@@ -61,6 +65,8 @@ class RequestOptions:
             None if not said.
         release: whether its conversation ends with it: its blocks need not be retained, and no
             prompt that begins with this one is expected.
+        announced_tokens: the first tokens of its prompt whose blocks another engine writes to a
+            shared store.
     """
 
     load: bool = True
@@ -76,6 +82,7 @@ class RequestOptions:
     max_store_tokens: int | None = None
     retain_seconds: float | None = None
     release: bool = False
+    announced_tokens: int = 0
 
     def limit_stored(self, tokens: int) -> int:
         """How many of the first `tokens` tokens may be cached."""
@@ -149,10 +156,11 @@ def _read_retention(value: object) -> float:
 
 
 _FLAG = "true or false"
+_COUNT = "a whole number from 0 on"
 _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load": (_read_flag, _FLAG),
     "store": (_read_flag, _FLAG),
-    "max_load_tokens": (_read_count, "a whole number from 0 on"),
+    "max_load_tokens": (_read_count, _COUNT),
     "pin": (_read_flag, _FLAG),
     "pin_seconds": (_read_seconds, f"a number above 0, up to {MOST_PIN_SECONDS}"),
     "pin_name": (_read_name, f"a text of 1 to {NAME_CHARACTERS} characters"),
@@ -160,9 +168,10 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load_mode": (LoadMode, ", ".join(mode.value for mode in LoadMode)),
     "session": (_read_session, "a text that is not empty"),
     "returns": (_read_flag, _FLAG),
-    "max_store_tokens": (_read_count, "a whole number from 0 on"),
+    "max_store_tokens": (_read_count, _COUNT),
     "retain_seconds": (_read_retention, f"a number above 0; at most {MOST_RETAIN_SECONDS} count"),
     "release": (_read_flag, _FLAG),
+    ANNOUNCED: (_read_count, _COUNT),
 }
 """For each parameter the function that reads its value or raises ValueError, and the allowed
 values, for errors."""

@@ -190,6 +190,18 @@ class RequestSide(Generic[Orders]):
             return self._requests.hit_tokens(request.request_id, tokens)
         return {}
 
+    def announced_tokens(self, request: EngineRequest) -> int:
+        """How many tokens of a prompt that has been computed another engine will find in a shared
+        store, from the first on; 0 if none. Call it before `finished`."""
+        tracked = self._requests.by_id.get(request.request_id)
+        if self.is_off or not self._cache.info.has_store or tracked is None or not tracked.ran:
+            return 0
+        if not tracked.options.store:
+            return 0
+        tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
+        size = self._groups.alignment
+        return tracked.options.limit_stored(tokens) // size * size
+
     def finished(self, request: EngineRequest, tables: Tables) -> bool:
         """`request` has ended with the blocks `tables`. True if the engine must hold them until the
         workers release it."""
