@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install moto flask flask-cors")
 
+from integration.campaign.counts import Counts
 from integration.harness import connector
 from integration.harness.config import EngineConfig
 from integration.harness.host import EngineHost
-from integration.harness.prometheus import Counts
 from integration.harness.s3_server import BUCKET, S3Server
 from integration.harness.server import Server
 from integration.tests.corpus import EVICTED, NEW_TOKENS, Tokens
