@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexkv.engine.boundary import always, answers
 from flexkv.engine.scheduler.fills import StoreTime
-from flexkv.engine.scheduler.request_options import ANNOUNCED, PREFIX
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.compat.steps import read_step
@@ -18,6 +17,7 @@ from flexkv_vllm.metrics import FlexKVStats
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.pool import Pool
 from flexkv_vllm.settings import (
+    announcement_of,
     announces_prompts,
     flush_seconds,
     read_settings,
@@ -155,8 +155,7 @@ class Adapter(WorkerCalls):
         prompt comes to a shared store. None if nothing does. Call it before `finished`."""
         if self._scheduler is None or not self._announces(request):
             return None
-        tokens = self._scheduler.announced_tokens(request)
-        return {PREFIX + ANNOUNCED: tokens} if tokens else None
+        return announcement_of(self._scheduler.announced_tokens(request))
 
     @answers(_off(lambda _: False), _OFF)
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:

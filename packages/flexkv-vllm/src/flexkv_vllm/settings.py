@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
-from flexkv.engine.scheduler.request_options import BOTH, OptionsReader, Role
+from flexkv.engine.scheduler.request_options import ANNOUNCED, BOTH, PREFIX, OptionsReader, Role
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import check_version
@@ -98,6 +98,12 @@ def announces_prompts(vllm_config: VllmConfig) -> Callable[[Request], bool]:
         return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
     return is_marked
+
+
+def announcement_of(tokens: int) -> dict[str, object] | None:
+    """What an answer says to the engine that decodes the request, if so many tokens of its prompt
+    come to a shared store."""
+    return {PREFIX + ANNOUNCED: tokens} if tokens else None
 
 
 def options_of(config: CacheConfig, vllm_config: VllmConfig) -> OptionsReader:

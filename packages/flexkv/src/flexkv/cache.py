@@ -477,12 +477,11 @@ class KVCache:
     def stop(self) -> None:
         """See `CacheClient.stop`."""
         self._off = True
-        if self._stopped:
-            return
-        self._index.clear()
-        self._pins.clear()
-        self._below.fetcher.clear()
-        self._stopped = True
+        if not self._stopped:
+            self._index.clear()
+            self._pins.clear()
+            self._below.fetcher.clear()
+            self._stopped = True
 
     def recover(self) -> None:
         """See `CacheClient.recover`."""
@@ -534,8 +533,7 @@ class KVCache:
         there = self._index.present(keys)
         if self._ages is None:
             return there
-        young = self._ages.are_young(keys)
-        return [each and is_young for each, is_young in zip(there, young, strict=True)]
+        return [a and b for a, b in zip(there, self._ages.are_young(keys), strict=True)]
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         """Remove the ready blocks of `keys` from host memory."""
@@ -555,23 +553,21 @@ class KVCache:
             self._below.remove_old()
 
     def _recover(self) -> None:
-        if not self._below.drain():
-            return
-        loaded, stored = (
-            [block for row in self._device.rows_in_use(each) for block in row]
-            for each in (Direction.LOAD, Direction.STORE)
-        )
-        read, written = self._below.kept
-        self._index.settle([*loaded, *written], [*stored, *read], self._pins.recount())
-        self._recovering = False
+        if self._below.drain():
+            loaded, stored = (
+                [block for row in self._device.rows_in_use(each) for block in row]
+                for each in (Direction.LOAD, Direction.STORE)
+            )
+            read, written = self._below.kept
+            self._index.settle([*loaded, *written], [*stored, *read], self._pins.recount())
+            self._recovering = False
 
     def _check_ranks(self) -> None:
         """Stop if a rank has ended its copies, because every load would fail."""
         stopped = self._device.stopped_ranks
-        if not stopped:
-            return
-        self.stop()
-        log_stopped(stopped)
+        if stopped:
+            self.stop()
+            log_stopped(stopped)
 
     def _finish(self, copy: DeviceCopy[BlockRow]) -> None:
         stored = copy.transfer.direction is Direction.STORE

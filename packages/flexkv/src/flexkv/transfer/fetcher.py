@@ -307,9 +307,10 @@ class Fetcher:
         store = self._store() if fetch.announced > start else None
         announced = fetch.announced - start if store is not None else 0
         plan, reach, queried = self._plan(fetch.keys[start:], announced)
-        awaited, fetch.awaits_others = fetch.awaits_others, queried is None and len(plan) < reach
         if plan and fetch.ask_at and start == fetch.first:
             fetch.begun = fetch.progressed = time.monotonic()
+        awaited = fetch.awaits_others
+        fetch.awaits_others = queried is None and len(plan) < reach
         if store is not None and fetch.awaits_others:
             queried = store.medium
             if plan or not awaited:
@@ -373,7 +374,7 @@ class Fetcher:
                     break  # no tier has it
                 if source is not None and has is None:
                     queries.setdefault(source, []).append(wanted[i])
-                is_known = is_known and has is True
+                is_known = is_known and source is not None and has is not None
             if is_known:
                 plan.append(source if i in absent else None)
             reach += 1
