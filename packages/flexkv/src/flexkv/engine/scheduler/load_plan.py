@@ -27,7 +27,7 @@ class Plan:
         local_tokens: tokens that the engine had itself.
         limit: the most tokens of the hit.
         hit: tokens of the hit.
-        junction: as in `Match`.
+        divergence: as in `Match`.
         in_host: whether all blocks were in host memory when this was made.
         wanted: the blocks for the hit; none if all are in host memory.
     """

@@ -34,7 +34,7 @@ class Match:
         fetched: loadable tokens that came from lower tiers, by tier.
         layerwise: whether the load runs beside the forward pass of the same step.
         left: why the tokens that follow are not loaded, and how many.
-        junction: where the full attention of other requests continued with this prompt, but no
+        divergence: where the full attention of other requests continued with this prompt, but no
             group that looks back less far did; 0 if there is no such place.
         keys: in a model with one group, the keys of its blocks from the one on that holds the first
             token behind `local_tokens`, as many as were looked up.
@@ -80,7 +80,7 @@ class TrackedRequest:
         failed_at: tokens before the first failed load; later tokens are not offered again.
         loading: the load that the engine was promised, until all of it is ordered.
         fetched: tokens of its last load that came from lower tiers, by tier.
-        junction: see `Match`.
+        divergence: see `Match`.
         built_on: id of the load that ran beside its forward pass, until the load is known to have
             succeeded; 0 if there is none.
         engine_blocks: ids of the engine's blocks with its tokens, in order, for each cached group.
