@@ -240,8 +240,14 @@ class Fetcher:
         polled = [source.poll() for source in self._sources]  # `any` would skip some
         news = any(polled)
         self.reads.retry()
+        now = time.monotonic()
         for fetch in self._fetches.values():
-            if fetch.queried is not None and (self._asks_again(fetch) or news):
+            if fetch.queried is None:
+                continue
+            if fetch.awaits_others:
+                if (news or now >= fetch.ask_at) and self._has_come(fetch):
+                    self._extend(fetch)
+            elif news:
                 self._extend(fetch)
         if self._waiting or news:
             self._end_stalled()
@@ -309,12 +315,9 @@ class Fetcher:
         plan, reach, queried = self._plan(fetch.keys[start:], announced)
         if plan and fetch.ask_at and start == fetch.first:
             fetch.begun = fetch.progressed = time.monotonic()
-        awaited = fetch.awaits_others
         fetch.awaits_others = queried is None and len(plan) < reach
         if store is not None and fetch.awaits_others:
-            queried = store.medium
-            if plan or not awaited:
-                fetch.ask_at = time.monotonic() + (0.0 if plan else _ASK_SECONDS)
+            queried, fetch.ask_at = store.medium, time.monotonic() + _ASK_SECONDS
         most = len(plan) if fetch.priority is Priority.LOAD else max(0, self._room())
         self._fill(fetch, plan[:most])
         if len(fetch.blocks) - start == len(plan) < reach:
@@ -326,19 +329,25 @@ class Fetcher:
         if fetch.advance() and len(self._sources) > 1:
             self._came.setdefault(fetch, start)
 
-    def _asks_again(self, fetch: RunningFetch) -> bool:
-        """Whether it is time to query stores again for the blocks that are announced to a fetch, or
-        to wait for them no longer."""
+    def _has_come(self, fetch: RunningFetch) -> bool:
+        """Whether a store has got the block that a fetch waits for, or the fetch is to wait for it
+        no longer. Queries stores about that block again after each pause."""
         now, start = time.monotonic(), len(fetch.blocks)
-        if not fetch.awaits_others or now < fetch.ask_at:
-            return False
-        if now > fetch.announced_until:
+        stores = [source for source in self._sources if source.may_get]
+        head = fetch.keys[start : start + 1]
+        if not stores or now > fetch.announced_until:
             fetch.announced = 0
-        stop = fetch.announced if start > fetch.asked else start + 1
-        for source in self._sources:
-            source.doubt(fetch.keys[start:stop])
-        fetch.asked, fetch.ask_at = start, now + _ASK_SECONDS
-        return True
+            return True
+        if any(store.contains(head)[0] for store in stores):
+            for store in stores:
+                store.doubt(fetch.keys[start + 1 : fetch.announced])
+            return True
+        if now >= fetch.ask_at:
+            fetch.ask_at = now + _ASK_SECONDS
+            for store in stores:
+                store.doubt(head)
+                store.query(head)
+        return False
 
     def _store(self) -> Source | None:
         """The fastest tier to which other nodes write, if it can be queried."""

@@ -34,7 +34,6 @@ class RunningFetch:
         announced_until: when they are waited for no longer.
         awaits_others: whether no tier had the next block when last queried, and it is announced.
         ask_at: when stores are to be queried about it again; 0 until the first such wait.
-        asked: the number of `blocks` when they were.
         arrived, stop, first, queried, gave: see `FetchState`.
         expected: how many blocks each tier is expected to give, beside those it is queried about.
     """
@@ -51,7 +50,6 @@ class RunningFetch:
     announced_until: float = 0.0
     awaits_others: bool = False
     ask_at: float = 0.0
-    asked: int = 0
     arrived: int = 0
     stop: int = 0
     first: int = 0
