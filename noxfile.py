@@ -69,6 +69,9 @@ LINTERS = [
 # As in .github/workflows/release.yml, which a test compares.
 BUILDERS = ["build==1.6.1", "twine==7.0.0"]
 CLIENTS = ["ai-dynamo-runtime==1.6.1", "vllm-router==0.1.17"]
+DYNAMO = ["ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"]
+DYNAMO_VLLM = "0.31.0"  # what it pins
+DYNAMO_NEEDS = ["aiohttp", "blake3", "kubernetes<33", "redis<9", "uvloop", "zstandard<1"]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 TYPED = [
@@ -188,6 +191,18 @@ def campaign(session: nox.Session) -> None:
     _run(session, "engine-cpu", "-m", "integration.campaign", *session.posargs)
 
 
+@nox.session(default=False)
+def dynamo(session: nox.Session) -> None:
+    """Load workers of NVIDIA Dynamo behind its KV router while they are killed. `-- --help` lists
+    options."""
+    _install_engine(session, "cpu", DYNAMO_VLLM)
+    # With all that it requires, it would bring vLLM's CUDA build.
+    uv = ["python", "-m", "uv", "pip", "install", "--system-certs"]
+    session.run(*uv, "--no-deps", *DYNAMO)
+    session.run(*uv, *DYNAMO_NEEDS)
+    _run(session, "dynamo", "-m", "integration.clients.dynamo_campaign", *session.posargs)
+
+
 @nox.session(venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang"])
 def nightly(session: nox.Session) -> None:
     """Run what takes hours: campaigns of ten minutes, mutants, every version of the engines, an
@@ -215,6 +230,7 @@ def nightly(session: nox.Session) -> None:
         options = ["--engine", engine, "--policy", policy, *more]
         out = f"campaign-{engine}-{policy}.json"
         _run(session, "engine-cpu", "-m", "integration.campaign", *options, "--out", out)
+    session.notify("dynamo")
     _run(session, "engine-cpu", "-m", "integration.bench", "--only", "plan", "--out", "plan.json")
 
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -126,7 +125,7 @@ class Deployment:
         options = {
             "model": str(self._model),
             "served-model-name": MODEL,
-            "max-model-len": "8192",
+            "max-model-len": "4096",
             "block-size": str(ENGINE_BLOCK),
             "dtype": "float32",
             "num-gpu-blocks-override": str(self._blocks),
@@ -238,9 +237,3 @@ class Deployment:
         held = self._holds.enter_context(hold_port(ports))
         port: int = held.getsockname()[1]
         return port
-
-
-def has_dynamo(python: Path) -> bool:
-    """Whether this Python has all that a deployment needs."""
-    code = "import dynamo.frontend, flexkv_vllm, vllm"
-    return python.is_file() and subprocess.call([python, "-c", code], stderr=sys.stderr) == 0
