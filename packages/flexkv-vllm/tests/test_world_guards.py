@@ -163,8 +163,8 @@ def test_an_error_that_loses_a_fetch_ends_it(
     fill(world, texts)
     begin, fetches = Fetches.begin_early, []
 
-    def lose(self: Fetches, tracked: Any, keys: Any) -> None:
-        begin(self, tracked, keys)
+    def lose(self: Fetches, tracked: Any, *arguments: Any) -> None:
+        begin(self, tracked, *arguments)
         fetches.append(tracked.early)
         tracked.early, tracked.awaited = None, {}
         raise InjectedError
