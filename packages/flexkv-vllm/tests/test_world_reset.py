@@ -91,7 +91,6 @@ def test_a_reset_while_the_disk_reads(make_world: MakeWorld) -> None:
     hang.end()
     world.run()
     assert world.external_tokens[waiting] == 0
-    world.settle()
     drain(subscriber)
     # It began to compute after the reset.
     assert subscriber.told == loadable(world)
