@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private parts of FlexKV that tests look at or replace, each named in this file only."""
+"""Private parts of FlexKV that tests look at or replace, each named in this file only; those of the
+tiers are in `inside_tiers.py`, and those of the sides in engines in `inside_adapters.py`."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flexkv.cache import KVCache
@@ -19,15 +21,36 @@ from flexkv.service.line import Line
 from flexkv.service.served_cache import ServedCache
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.server import NodeServer
-from flexkv.tiers.link import Link
 from flexkv.transfer.copies import DeviceCopy
 from flexkv.transfer.tier_stack import TierStack
+from flexkv.types.changes import Medium
+from packages.inside_tiers import assert_idle
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 
 def index_of(cache: KVCache) -> BlockIndex:
     """The blocks in host memory."""
     return cache._index
+
+
+def announced_keys(pool: Any) -> Any:
+    """Keys of the blocks that engines announce to the node's service."""
+    return pool.announced._keys
+
+
+def tier_keys(pool: Any) -> Any:
+    """Keys of the blocks that are below the host memory of a node."""
+    return pool.below._keys
+
+
+def pools_of(server: NodeServer) -> Sequence[Any]:
+    return list(server._pools)
+
+
+def promised_slots(engine: Any) -> int:
+    """The slots that the node's service gives an engine ahead of its stores."""
+    slots: int = engine._target
+    return slots
 
 
 def is_making(server: NodeServer) -> bool:
@@ -50,10 +73,14 @@ def demoters_of(cache: KVCache) -> Sequence[Any]:
     return cache._below._demoters
 
 
-def demoting(demoter: Any) -> Collection[bytes]:
-    """Keys of the blocks that are being written to a tier, or wait for that."""
-    held: Collection[bytes] = demoter._held
-    return held
+def sources_of(cache: KVCache) -> Sequence[Any]:
+    """What reads from each lower tier, the fastest tier first."""
+    return cache._below._sources
+
+
+def is_recovering(cache: KVCache) -> bool:
+    """Whether a cache still cleans up after an error."""
+    return bool(cache._recovering)
 
 
 def described(events: Any) -> set[bytes]:
@@ -77,8 +104,19 @@ def copies_of(cache: KVCache) -> Sequence[DeviceCopy[Any]]:
     return list(cache._device._pending.values())
 
 
+def block_bytes_of(cache: KVCache) -> int:
+    """What a load copies for each block."""
+    return cache._block_bytes
+
+
+def arena_of(owner: Any) -> Arena:
+    """The host memory that a worker or an open cache shares with others."""
+    arena: Arena = owner._session.arena
+    return arena
+
+
 def cache_of(side: Any) -> Any:
-    """The cache of a rank of SGLang that decides."""
+    """The cache of a scheduler's side, of a manager, or of a rank of SGLang that decides."""
     return side._cache
 
 
@@ -87,39 +125,78 @@ def free_cells(board: CompletionBoard) -> Sequence[int]:
     return board._free
 
 
-def store_of(drive: Any) -> Any:
-    """The file of a drive's blocks, or the store of a remote tier: tests replace its calls."""
-    return drive._store
-
-
-def requests_of(blocks: Any) -> Any:
-    """Requests to an object store: tests replace its calls."""
-    return blocks._requests
-
-
-def questions_of(tier: Any) -> Any:
-    """Queries of a remote tier."""
-    return tier._questions
-
-
-def link_of(owner: Any) -> Link:
-    """The threads that do a tier's jobs, or put its queries to a store."""
-    link: Link = owner._link
-    return link
-
-
-def is_idle(link: Link) -> bool:
-    """Whether no job runs or waits; those that hang do not count."""
-    return not (link._running or link._queue)
-
-
-def hung_jobs(link: Link) -> int:
-    return len(link._hung)
-
-
 def chooser_of(side: Any) -> Any:
     """What decides whether a scheduler's loads are worth their time."""
     return side._chooser
+
+
+def prefill_of(chooser: Any) -> Any:
+    """What is known of how long steps take."""
+    return chooser._prefill
+
+
+def timed_steps(chooser: Any) -> Collection[int]:
+    """Steps that have begun and not ended."""
+    steps: Collection[int] = chooser.timer._steps
+    return steps
+
+
+def is_doubtful(chooser: Any, medium: Medium) -> bool:
+    """Whether the last waits for a tier were in vain."""
+    doubtful: bool = chooser._waits._paces[medium].doubtful
+    return doubtful
+
+
+def set_step_clock(chooser: Any, clock: Callable[[], float]) -> None:
+    """Steps are timed by another clock."""
+    chooser.timer._clock = clock
+
+
+def believe_rate(chooser: Any, rate: float) -> None:
+    """Nothing was measured but loads of so many bytes a second."""
+    chooser._device._rates.clear()
+    chooser.loaded(rate)
+
+
+def compute_on_device(chooser: Any) -> None:
+    """Steps and copies do not share the processor's cores."""
+    chooser._on_cores = False
+
+
+def await_writer(recorder: Any, seconds: float) -> None:
+    """Wait until the thread that writes a trace has ended."""
+    recorder._thread.join(seconds)
+
+
+def arrived_shards(server: Any) -> int:
+    """Ranks that have told a session's server of their shard."""
+    return len(server._shards)
+
+
+def waiting_schedulers(server: Any) -> int:
+    """Schedulers that wait for a session's arena."""
+    return len(server._waiting)
+
+
+def end_reservation(reservation: Any) -> None:
+    """As if the reservation's process had been killed."""
+    os.close(reservation._fd)
+    reservation._fd = -1
+
+
+def kept_ends(pins: Any) -> int:
+    """Ends of pins that are kept, of pins that are gone, too."""
+    return len(pins._ends)
+
+
+def assert_no_pin(pins: Any) -> None:
+    assert pins._pins == {}
+
+
+def damage_pins(pins: Any) -> None:
+    """As after an error in the middle of a call: the ends are lost, and the count is wrong."""
+    pins._ends.clear()
+    pins._count = 7
 
 
 def lose_track(side: Any) -> None:
@@ -169,8 +246,7 @@ def assert_no_write(cache: KVCache) -> None:
     """Nothing waits for its write to a lower tier, or is written."""
     assert not cache._below._writeback._leaving
     for demoter in cache._below._demoters:
-        assert not any((demoter._held, demoter._writing, demoter.writes, demoter._waiting))
-        assert not demoter._chain
+        assert_idle(demoter)
 
 
 def assert_no_lease(cache: KVCache) -> None:

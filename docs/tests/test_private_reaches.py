@@ -11,9 +11,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("packages/*/src/**/*.py", "kernels/python/**/*.py")
 TESTS = ("packages/*/tests/**/*.py", "packages/conftest.py", "kernels/tests/**/*.py")
 
-CEILING = 353
+PUBLIC = {"_replace"}
+"""Names of the standard library's own: `NamedTuple._replace` is public."""
+
+CEILING = 69
 """Reaches that are left. It may only fall: name what tests need in
-`packages/inside.py`, or give the class a public part."""
+`packages/inside.py` or a file like it, or give the class a public part."""
 
 
 def private_names(root: Path) -> set[str]:
@@ -26,7 +29,8 @@ def private_names(root: Path) -> set[str]:
                     found.add(name)
                 case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
                     found.add(name)
-    return {name for name in found if name.startswith("_") and not name.endswith("__")}
+    private = {name for name in found if name.startswith("_") and not name.endswith("__")}
+    return private - PUBLIC
 
 
 def reaches(root: Path) -> Iterator[str]:
@@ -48,13 +52,15 @@ def _trees(root: Path, patterns: tuple[str, ...]) -> Iterator[ast.Module]:
 
 
 def test_tests_reach_into_private_parts_no_more_than_before() -> None:
-    assert len(list(reaches(ROOT))) <= CEILING, "a new reach: use or extend packages/inside.py"
+    assert len(list(reaches(ROOT))) <= CEILING, (
+        "a new reach: use or extend packages/inside.py or a file like it"
+    )
 
 
 def test_a_reach_is_found_where_the_name_is_ours(tmp_path: Path) -> None:
     for path, text in {
-        "packages/a/src/a.py": "class A:\n    def __init__(self):\n        self._x = 1\n",
-        "packages/a/tests/test_a.py": "self._x, a._x, a.b._x, os._exit, a.__dict__, a.x",
+        "packages/a/src/a.py": "class A:\n    def _replace(self):\n        self._x = 1\n",
+        "packages/a/tests/test_a.py": "self._x, a._x, a.b._x, a._replace, os._exit, a.__dict__",
     }.items():
         tmp_path.joinpath(path).parent.mkdir(parents=True)
         tmp_path.joinpath(path).write_text(text)

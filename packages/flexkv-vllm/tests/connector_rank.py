@@ -21,15 +21,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from flexkv_vllm import stages
 from flexkv_vllm.compat import patches
+from packages.inside_adapters import adapter_of, mover_of, set_mover, worker_of
 from packages.late_mover import LateMover
 
 
 def flexkv_of(connector: Any) -> Any:
     """FlexKV's adapter behind a connector of vLLM's."""
     inner = getattr(connector, "_connectors", [connector])[-1]
-    return (
-        inner._flexkv_connector._adapter if hasattr(inner, "_flexkv_connector") else inner._adapter
-    )
+    return adapter_of(getattr(inner, "_flexkv_connector", inner))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class ConnectorRank(Rank):
 
     @property
     def side(self) -> Any:
-        return self.adapter._worker
+        return worker_of(self.adapter)
 
     def register(self) -> None:
         """Meet the other ranks, which do so in other threads: what vLLM keeps for a process is kept
@@ -91,8 +90,9 @@ class ConnectorRank(Rank):
     def slow_down(
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float
     ) -> list[LateMover]:
-        self.side._copies.mover = LateMover(self.side._copies.mover, rng, polls, failure_rate)
-        return [self.side._copies.mover]
+        late = LateMover(mover_of(self.side), rng, polls, failure_rate)
+        set_mover(self.side, late)
+        return [late]
 
     def wait_for_layer(self, name: str) -> None:
         self.connector.wait_for_layer_load(name)

@@ -18,7 +18,8 @@ from patience import wait_until
 
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.job import Priority
-from packages.inside import below_of, index_of, store_of
+from packages.inside import below_of, index_of
+from packages.inside_tiers import read_jobs, set_read_jobs, split_runs, store_of
 from packages.tier_blocks import ready_blocks
 
 PROMPT_BLOCKS = 6
@@ -98,7 +99,7 @@ def delay_reads(world: World, rng: random.Random) -> None:
 
 def read_block_by_block(world: World) -> None:
     """From now on a fetch arrives in as many parts as it has blocks."""
-    drive_of(world)._runs = lambda slots, run_bytes: [[i] for i in range(len(slots))]
+    split_runs(drive_of(world))
 
 
 def read_a_block_a_step(world: World) -> None:
@@ -151,7 +152,7 @@ class Hang:
         self._last = self._counters.fetched_blocks + free
         drive = drive_of(world)
         read = type(store_of(drive)).read.__get__(store_of(drive))
-        reading = type(drive)._reading.__get__(drive)
+        reading = read_jobs(drive)
         raise_priority = type(drive.link).raise_priority.__get__(drive.link)
         numbers = itertools.count()
 
@@ -176,7 +177,7 @@ class Hang:
             self._want(priority)
             raise_priority(jobs, priority)
 
-        drive._reading = asked
+        set_read_jobs(drive, asked)
         drive.link.raise_priority = raised
         read_block_by_block(world)
         world.closing.callback(self.end)

@@ -64,10 +64,15 @@ from flexkv_vllm.stages import Place
 from packages.inside import (
     assert_no_fetch,
     assert_no_lease,
+    believe_rate,
+    board_of,
+    cache_of,
     chooser_of,
     free_cells,
     index_of,
+    set_step_clock,
 )
+from packages.inside_adapters import assert_untracked, events_of, poll_side, scheduler_of
 from packages.late_mover import LateMover
 from packages.tier_blocks import assert_no_slot_is_lost
 
@@ -197,7 +202,7 @@ class World(StagedWorkers):
     def _set_clock(self) -> None:
         """FlexKV sees steps take as long as their tokens do, and not as this machine does."""
         if self.side is not None:
-            chooser_of(self.side).timer._clock = lambda: self.computed_seconds
+            set_step_clock(chooser_of(self.side), lambda: self.computed_seconds)
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
@@ -271,16 +276,16 @@ class World(StagedWorkers):
     @property
     def side(self) -> Any:
         """FlexKV's scheduler side, behind whichever connector vLLM made."""
-        return flexkv_of(self.connector)._scheduler
+        return scheduler_of(flexkv_of(self.connector))
 
     @property
     def events(self) -> Any:
         """What reports KV events; None if nobody listens."""
-        return flexkv_of(self.connector)._events
+        return events_of(flexkv_of(self.connector))
 
     @property
     def cache(self) -> Any:
-        return self.side._cache
+        return cache_of(self.side)
 
     @property
     def checked_bytes(self) -> int:
@@ -288,12 +293,11 @@ class World(StagedWorkers):
 
     def poll(self) -> None:
         """See what has ended, without a step of the engine."""
-        self.side._poll()
+        poll_side(self.side)
 
     def believe(self, rate: float) -> None:
         """FlexKV has measured nothing but loads of so many bytes per second."""
-        chooser_of(self.side)._device._rates.clear()
-        chooser_of(self.side).loaded(rate)
+        believe_rate(chooser_of(self.side), rate)
 
     def settle(self) -> None:
         """Until no copy and no disk operation is under way. At rest no worker polls its copies."""
@@ -316,7 +320,7 @@ class World(StagedWorkers):
         if not self.is_on:
             return
         self.settle()
-        assert sorted(free_cells(self.cache._device._board)) == list(range(CELLS))
+        assert sorted(free_cells(board_of(self.cache))) == list(range(CELLS))
         assert_no_lease(self.cache)
         assert_no_slot_is_lost(index_of(self.cache))
         assert_no_fetch(self.cache)
@@ -324,11 +328,7 @@ class World(StagedWorkers):
 
     def assert_untracked(self) -> None:
         """Of requests that have ended nothing is known any more, on either side."""
-        side = self.side
-        assert side._requests.by_id == {}
-        assert side._loads.unfinished == side._loads._loads._running == {}
-        assert side._stores.under_way == {}
-        assert side._orders == StepMetadata()
+        assert_untracked(self.side, StepMetadata())
         for rank in self.ranks:
             rank.assert_at_rest()
 

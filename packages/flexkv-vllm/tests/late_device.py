@@ -27,6 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from flexkv import Mover
 from flexkv.engine.orders import EVERYTHING, CopyOrder
 from flexkv.types.mover import MARKS, Direction, Status
+from packages.inside_adapters import mover_of, set_mover
 
 STREAM = 1
 """The handle of the stream that workers compute in."""
@@ -177,7 +178,7 @@ class DeviceWorld(World):
             assert isinstance(rank, AdapterRank)
             fields = {each.name: getattr(rank, each.name) for each in dataclasses.fields(rank)}
             late = DeviceRank(**fields)
-            late.side._copies.mover = EarlyMover(late.side._copies.mover, late.stream)
+            set_mover(late.side, EarlyMover(mover_of(late.side), late.stream))
             made.append(late)
         return made
 

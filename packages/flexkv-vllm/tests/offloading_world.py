@@ -36,6 +36,8 @@ pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26
 
 from flexkv_vllm.offloading.idle import IdleManager
 from flexkv_vllm.offloading.worker import GroupMover
+from packages.inside import cache_of
+from packages.inside_adapters import assert_manager_at_rest, jobs_of, poll_side, replace_groups
 
 WINDOW = 40
 SEVERAL_GROUPS = pytest.mark.skipif(
@@ -98,17 +100,18 @@ class OffloadingRank(Rank):
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float
     ) -> list[LateMover]:
         late: dict[Any, LateMover] = {}
-        groups = []
-        for group in self.worker._groups:
+
+        def slow(group: GroupMover) -> GroupMover:
             if group.mover not in late:
                 late[group.mover] = LateMover(group.mover, rng, polls, failure_rate)
-            groups.append(GroupMover(late[group.mover], group.block_bytes))
-        self.worker._groups = groups
+            return GroupMover(late[group.mover], group.block_bytes)
+
+        replace_groups(self.worker, slow)
         return list(late.values())
 
     def assert_at_rest(self) -> None:
         assert self.worker.get_finished() == []
-        assert self.worker._jobs == {}
+        assert jobs_of(self.worker) == {}
 
     def shutdown(self) -> None:
         self.connector.shutdown()
@@ -166,19 +169,17 @@ class OffloadingWorld(World):
 
     @property
     def cache(self) -> Any:
-        return self.manager._cache
+        return cache_of(self.manager)
 
     @property
     def is_on(self) -> bool:
         return not isinstance(self.manager, IdleManager)
 
     def poll(self) -> None:
-        self.manager._poll()
+        poll_side(self.manager)
 
     def assert_untracked(self) -> None:
-        assert self.manager._requests == self.manager._loading == self.manager._fetched == {}
-        assert self.side._lacking == {}
-        assert self.side._finished == set()
+        assert_manager_at_rest(self.manager)
         for rank in self.ranks:
             rank.assert_at_rest()
 

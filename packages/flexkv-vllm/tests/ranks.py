@@ -21,6 +21,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from flexkv.engine.orders import StepOrders
 from flexkv_vllm.adapter import Adapter
+from packages.inside_adapters import assert_no_copy, mover_of, set_mover, worker_of
 from packages.late_mover import LateMover
 
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
@@ -133,7 +134,7 @@ class AdapterRank(Rank):
 
     @property
     def side(self) -> Any:
-        return self.adapter._worker
+        return worker_of(self.adapter)
 
     def run(
         self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
@@ -171,8 +172,9 @@ class AdapterRank(Rank):
     def slow_down(
         self, rng: random.Random, polls: tuple[int, int], failure_rate: float
     ) -> list[LateMover]:
-        self.side._copies.mover = LateMover(self.side._copies.mover, rng, polls, failure_rate)
-        return [self.side._copies.mover]
+        late = LateMover(mover_of(self.side), rng, polls, failure_rate)
+        set_mover(self.side, late)
+        return [late]
 
     def wait_for_layer(self, name: str) -> None:
         self.adapter.wait_for_layer(name)
@@ -186,10 +188,8 @@ class AdapterRank(Rank):
 
 def assert_adapter_at_rest(adapter: Any) -> None:
     """Its worker side copies nothing, and knows nothing of any request."""
-    side = adapter._worker
     assert adapter.get_finished(StepOrders()) == (None, None)
-    assert side._loads == side._stores == side._releases == {}
-    assert not side._layerwise.running
+    assert_no_copy(worker_of(adapter))
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:

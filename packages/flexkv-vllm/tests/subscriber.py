@@ -12,6 +12,7 @@ from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv_vllm.compat.events import event_hash
 from packages.inside import below_of
+from packages.inside_adapters import groups_of, keys_of_side
 
 HOST, DISK = "CPU", "STORAGE"
 
@@ -71,9 +72,9 @@ def loadable(world: World, whole: bool = True) -> Blocks:
     for request in world.requests.values():
         tracked = TrackedRequest(request, RequestOptions())
         names = [event_hash(each) for each in request.block_hashes]
-        for group in side._groups.members:
+        for group in groups_of(side):
             step = group.engine_blocks
-            for position, key in enumerate(side._keys.of(tracked, group)):
+            for position, key in enumerate(keys_of_side(side).of(tracked, group)):
                 stop = (position + 1) * step
                 first = stop - step if whole else stop - 1
                 blocks = {(group.index, name) for name in names[first:stop]}

@@ -23,7 +23,19 @@ from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_calls import SchedulerCalls
-from packages.inside import board_of, copies_of, index_of
+from packages.inside import board_of, cache_of, copies_of, index_of
+from packages.inside_adapters import (
+    adapter_of,
+    fail_by_request,
+    failures_of,
+    note_received,
+    orders_of,
+    scheduler_of,
+    set_adapter,
+    set_scheduler,
+    set_worker,
+    worker_of,
+)
 from packages.tier_blocks import ready_blocks
 
 ASYNC = StepMetadata(loads={"r": CopyOrder(1, 1, [5, 6], [0, 1])}, proves=7)
@@ -77,19 +89,19 @@ def test_no_call_of_vllm_is_left_out() -> None:
 
 def break_scheduler(adapter: Any, side: RequestSide[StepMetadata]) -> None:
     """From now on, nothing works behind the calls of the scheduler's side."""
-    adapter._boundary.failures.clear()
+    failures_of(adapter).clear()
     broken: RequestSide[StepMetadata] = RequestSide.__new__(RequestSide)
     kept = {"is_off", "_make_orders", "_promises"}  # what ends what vLLM waits for
     vars(broken).update(
         {name: part if name in kept else Broken() for name, part in vars(side).items()}
     )
-    adapter._scheduler = broken
+    set_scheduler(adapter, broken)
 
 
 def break_worker(adapter: Any) -> None:
     """From now on, nothing works in the worker's side."""
-    adapter._boundary.failures.clear()
-    adapter._worker = Broken()
+    failures_of(adapter).clear()
+    set_worker(adapter, Broken())
 
 
 def call(connector: Any, calls: Calls, again: Callable[[], None]) -> None:
@@ -106,9 +118,10 @@ def test_a_broken_scheduler_side_answers_all_calls(make_world: MakeWorld, entry:
     world = make_world(entry=entry)
     connector = world.connector
     ours = getattr(connector, "_flexkv_connector", connector)
-    adapter, side = ours._adapter, ours._adapter._scheduler
+    adapter = adapter_of(ours)
+    side = scheduler_of(adapter)
     call(ours, SCHEDULER, lambda: break_scheduler(adapter, side))
-    adapter._scheduler = side
+    set_scheduler(adapter, side)
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
@@ -116,43 +129,45 @@ def test_a_broken_worker_side_answers_all_calls(make_world: MakeWorld, entry: st
     world = make_world(entry=entry)
     (rank,) = world.ranks
     adapter: Any = rank.adapter
-    side = adapter._worker
+    side = worker_of(adapter)
     connector: Any = getattr(rank, "connector", None)
     if connector is None:
         connector = FlexKVConnectorV1.__new__(FlexKVConnectorV1)
-        connector._adapter = adapter
+        set_adapter(connector, adapter)
     connector.bind_connector_metadata(BESIDE)
     ours = getattr(connector, "_flexkv_connector", connector)
     call(ours, WORKER, lambda: break_worker(adapter))
-    adapter._worker = side
+    set_worker(adapter, side)
 
 
 def test_where_it_is_unknown_which_loads_failed_all_that_end_count(make_world: MakeWorld) -> None:
     world = make_world()
     adapter: Any = world.ranks[0].adapter
-    side = adapter._worker
-    adapter._worker = Broken()
+    side = worker_of(adapter)
+    set_worker(adapter, Broken())
     adapter.start_loads(ASYNC)
     adapter.get_finished(ASYNC)
     assert adapter.take_bad_blocks() == adapter.take_failed_requests() == set()
     adapter.start_loads(StepMetadata())
-    adapter._worker = side
-    side._received.add("r")
+    set_worker(adapter, side)
+    note_received(side, "r")
     assert adapter.get_finished(StepMetadata()) == (None, {"r"})
-    adapter._worker = Broken()
+    set_worker(adapter, Broken())
     assert adapter.take_failed_requests() == {"r"}
     assert adapter.take_bad_blocks() == {5, 6}
-    adapter._by_request = True
+    fail_by_request(adapter, True)
     assert adapter.take_bad_blocks() == set()
-    adapter._worker, adapter._by_request = side, False
+    set_worker(adapter, side)
+    fail_by_request(adapter, False)
 
 
 def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
     world = make_world()
     adapter: Any = world.ranks[0].adapter
-    side, adapter._worker = adapter._worker, Broken()
+    side = worker_of(adapter)
+    set_worker(adapter, Broken())
     assert adapter.step_report(ASYNC) == WorkerReport(0, 0.0, 7)
-    adapter._worker = side
+    set_worker(adapter, side)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +197,9 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
     assert world.external_tokens[again] == 0
     world.check_outputs()
     monkeypatch.undo()
-    closed = side._cache.close
+    closed = cache_of(side).close
     ended: list[float] = []
-    monkeypatch.setattr(side._cache, "close", lambda seconds: ended.append(seconds) or closed())
+    monkeypatch.setattr(cache_of(side), "close", lambda seconds: ended.append(seconds) or closed())
     world.close()
     assert len(ended) == 1
 
@@ -223,7 +238,7 @@ def test_blocks_that_vllm_holds_are_released_though_two_errors_lose_the_order(
     build = RequestSide._build_orders
 
     def fail_with_releases(side: Any, step: ScheduledStep) -> StepMetadata:
-        if side._orders.releases:
+        if orders_of(side).releases:
             raise_broken()
         orders: StepMetadata = build(side, step)
         return orders
@@ -274,6 +289,6 @@ def test_an_error_while_a_layer_waits_is_told_to_vllm(
         second = world.generate(prompt)
     (blocks,) = filter(None, told)
     assert len(blocks) == 10
-    assert world.ranks[0].adapter._boundary.failures["the call wait_for_layer"] > 0
+    assert failures_of(world.ranks[0].adapter)["the call wait_for_layer"] > 0
     assert world.outputs[second] == world.outputs[first]
     world.check_outputs()

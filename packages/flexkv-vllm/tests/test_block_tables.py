@@ -10,6 +10,7 @@ from engine_world import BLOCK_TOKENS, MakeWorld, random_prompt
 
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv_vllm.orders import StepMetadata
+from packages.inside_adapters import stores_under_way, tables_of
 
 
 def step_that_gives(*blocks: list[int]) -> ScheduledStep:
@@ -30,8 +31,8 @@ def test_stores_are_fenced_where_their_blocks_may_be_written_to(
     world.slow_down(random.Random(1), polls=(1_000_000, 1_000_000))
     world.add(random_prompt(random.Random(2), 4 * BLOCK_TOKENS + 1), max_tokens=40)
     world.step()
-    ((transfer_id, running),) = world.side._stores.under_way.items()
+    ((transfer_id, running),) = stores_under_way(world.side).items()
     orders = StepMetadata()
     given = others or [[max(running.engine_blocks)]]
-    world.side._tables.follow(step_that_gives(*given), orders)
+    tables_of(world.side).follow(step_that_gives(*given), orders)
     assert orders.fences == ([transfer_id] if fenced else [])

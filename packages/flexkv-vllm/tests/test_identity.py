@@ -21,6 +21,7 @@ from vllm.v1.core import kv_cache_utils
 from world_config import PLUGIN, make_config
 
 from flexkv_vllm import identity
+from packages.inside_adapters import forget_stamps
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def config(tmp_path: Path) -> VllmConfig:
 
 @pytest.fixture(autouse=True)
 def fresh_stamps() -> Iterator[None]:
-    identity._stamp.cache_clear()
+    forget_stamps()
     yield
-    identity._stamp.cache_clear()
+    forget_stamps()
 
 
 @pytest.fixture
@@ -299,9 +300,9 @@ def test_weights_that_are_not_here_are_not_kept(
 
 def test_an_adapter_is_its_files(adapter: LoRARequest) -> None:
     first = identity.adapter_stamp(adapter)
-    identity._stamp.cache_clear()
+    forget_stamps()
     assert identity.adapter_stamp(adapter) == first
-    identity._stamp.cache_clear()
+    forget_stamps()
     Path(adapter.lora_path, "adapter_model.safetensors").write_bytes(b"other low rank")
     assert identity.adapter_stamp(adapter) != first
 
@@ -311,7 +312,7 @@ def test_an_adapter_of_another_scale_is_another_one(adapter: LoRARequest) -> Non
     stamps = []
     for alpha in (16, 16, 32):
         settings.write_text(f'{{"r": 8, "lora_alpha": {alpha}}}')
-        identity._stamp.cache_clear()
+        forget_stamps()
         stamps.append(identity.adapter_stamp(adapter))
     assert stamps[0] == stamps[1] != stamps[2]
 
@@ -351,7 +352,7 @@ def test_an_adapter_that_is_not_here_is_another_one_in_every_process() -> None:
     elsewhere = LoRARequest("name", 1, "someone/something")
     first = identity.adapter_stamp(elsewhere)
     assert identity.adapter_stamp(elsewhere) == first
-    identity._stamp.cache_clear()
+    forget_stamps()
     assert identity.adapter_stamp(elsewhere) != first
 
 

@@ -14,6 +14,8 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_MULTI, IN_TREE, PLUGIN
 
 from flexkv.types.mover import Direction, Status
+from packages.inside import arena_of
+from packages.inside_adapters import mover_of
 
 BOTH = pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
 
@@ -229,10 +231,10 @@ def test_ranks_that_hold_the_same_head_store_a_part_each_and_load_all(
         worker: Any = rank.side
         for pages in rank.pages.values():
             pages.fill_(0x55)
-        slot = worker._session.arena.slot_view(0)
+        slot = arena_of(worker).slot_view(0)
         slot[:] = bytes(len(slot))
-        offset = worker._session.arena.shard_offset(0, rank.number)
-        ticket = worker._copies.mover.submit(Direction.STORE, [0], [offset])
-        assert worker._copies.mover.wait(ticket, PATIENCE_SECONDS) is Status.DONE
+        offset = arena_of(worker).shard_offset(0, rank.number)
+        ticket = mover_of(worker).submit(Direction.STORE, [0], [offset])
+        assert mover_of(worker).wait(ticket, PATIENCE_SECONDS) is Status.DONE
         assert bytes(slot).count(0x55) == BLOCK_TOKENS * LAYERS * HEAD_BYTES // 2
         slot.release()

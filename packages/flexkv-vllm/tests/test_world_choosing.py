@@ -19,7 +19,9 @@ from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.figures.definitions import REASONS, sample
 from flexkv.tiers.job import Outcome
 from flexkv_vllm.compat.core import fails_by_request
-from packages.inside import chooser_of, index_of, store_of
+from packages.inside import block_bytes_of, chooser_of, index_of
+from packages.inside_adapters import groups_of, keys_of_side
+from packages.inside_tiers import store_of
 
 LONG, SHORT = 600, 40
 LONG_HIT, SHORT_HIT = LONG // BLOCK_TOKENS * BLOCK_TOKENS, SHORT // BLOCK_TOKENS * BLOCK_TOKENS
@@ -167,9 +169,9 @@ def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world:
         world.settle()
     world.forget()
     index = index_of(world.cache)
-    full, _ = world.side._groups.members
+    full, _ = groups_of(world.side)
     tracked = TrackedRequest(world.requests["r1"], RequestOptions())
-    behind = world.side._keys.of(tracked, full)[15:]
+    behind = keys_of_side(world.side).of(tracked, full)[15:]
     lost = index.lease(behind)
     assert len(lost) == 5
     index.drop(lost)
@@ -186,7 +188,7 @@ def test_of_a_prefix_whose_fetch_is_cut_the_part_that_came_is_judged(make_world:
 
     store.read = read_all_but_the_first
     # Ten blocks, and three for the window.
-    world.believe(13 * world.cache._block_bytes / (0.9 * part * TOKEN_SECONDS))
+    world.believe(13 * block_bytes_of(world.cache) / (0.9 * part * TOKEN_SECONDS))
     assert world.external_tokens[world.generate(prompt)] == part
     # They came, but behind one that did not: four, and three of the window, which left with them.
     assert world.cache.counters.fetched_blocks == 4 + 3

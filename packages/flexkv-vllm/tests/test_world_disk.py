@@ -34,8 +34,9 @@ from world_config import DISK_TIMEOUT_SECONDS
 from flexkv.client import FetchId
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv_vllm import identity
-from packages.inside import chooser_of, leaving_of, store_of
+from packages.inside import chooser_of, leaving_of
+from packages.inside_adapters import fetches_of_loads, forget_stamps, loads_of, tracked_requests
+from packages.inside_tiers import running_jobs, store_of
 
 if TYPE_CHECKING:
     from packages.conftest import Clock
@@ -112,7 +113,7 @@ def test_what_the_engine_has_itself_is_not_prefetched(make_world: MakeWorld) -> 
         world.generate(text)
         world.settle()
     world.add(texts[0])
-    assert all(tracked.early is None for tracked in world.side._requests.by_id.values())
+    assert all(tracked.early is None for tracked in tracked_requests(world.side).values())
     world.run()
     assert world.cache.counters.fetched_blocks == 0
 
@@ -129,7 +130,7 @@ def test_an_adapter_of_the_same_name_with_other_weights_shares_nothing(
     for content in (b"one", b"one", b"other"):
         if weights.read_bytes() != content:
             weights.write_bytes(content)
-        identity._stamp.cache_clear()  # as in a new process
+        forget_stamps()  # as in a new process
         world = make_world(slots=14, disk_slots=100)
         request_id = world.add(text, adapter=adapter)
         world.run()
@@ -316,7 +317,7 @@ def test_blocks_that_are_written_during_a_reset_leave_again_after_it(
     leaving = leaving_of(world.cache)
     for text in (*texts, last[: PROMPT_BLOCKS // 2 * BLOCK_TOKENS]):
         world.generate(text)
-    wait_until(lambda: drive.link._running, world.poll)
+    wait_until(lambda: running_jobs(drive.link) > 0, world.poll)
     before = set(leaving)
     assert len(before) == 1
     assert world.scheduler.reset_prefix_cache(reset_connector=True)
@@ -391,16 +392,17 @@ def test_blocks_that_come_in_the_step_of_a_first_part_are_ordered_in_the_next(
     fill(world, texts)
     hang = Hang(world, free=2)
     request_id = world.add(texts[0])
-    begin, parts = world.side._loads.begin, []
+    loads = loads_of(world.side)
+    begin, parts = loads.begin, []
 
     def come_meanwhile(tracked: TrackedRequest, *args: Any) -> None:
         begin(tracked, *args)
         parts.append(tracked.loading is not None)  # the rest is still read
-        fetches = world.side._loads._fetches
+        fetches = fetches_of_loads(world.side)
         hang.end()
-        wait_until(lambda: not fetches.is_waiting(tracked), world.side._poll)
+        wait_until(lambda: not fetches.is_waiting(tracked), world.poll)
 
-    monkeypatch.setattr(world.side._loads, "begin", come_meanwhile)
+    monkeypatch.setattr(loads, "begin", come_meanwhile)
     world.run()
     assert parts == [True]
     assert world.cache.counters.loads >= 2

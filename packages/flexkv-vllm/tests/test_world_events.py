@@ -22,7 +22,9 @@ from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.types.mover import Status
 from flexkv_vllm.compat.events import event_hash
-from packages.inside import below_of, described, index_of, store_of
+from packages.inside import arena_of, below_of, described, index_of
+from packages.inside_adapters import expect_stamps, groups_of, keys_of_side
+from packages.inside_tiers import store_of
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
@@ -231,7 +233,7 @@ def test_blocks_of_adapters_on_disk_are_told_once_they_are_asked_for(
     prompt = random_prompt(random.Random(6), 101)
     for restarted in (False, True):
         world = make_world(events=True, slots=14, disk_slots=100)
-        world.events._has_stamps = True
+        expect_stamps(world.events)
         subscriber = Subscriber(world)
         world.step()
         subscriber.listen()
@@ -314,7 +316,7 @@ def test_blocks_of_adapters_are_told_by_vllms_hashes(make_world: MakeWorld, tmp_
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
     adapter = LoRARequest("name", 7, str(tmp_path / "adapter"))
     world = make_world(events=True, slots=14, disk_slots=100)
-    world.events._has_stamps = True
+    expect_stamps(world.events)
     subscriber = Subscriber(world)
     world.add(random_prompt(random.Random(6), 101), adapter=adapter)
     world.run()
@@ -340,13 +342,13 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
 
     store.write = hanging  # type: ignore[method-assign]
     request = world.requests[world.generate(random_prompt(random.Random(8), 101))]
-    keys = world.side._keys.of(
-        TrackedRequest(request, RequestOptions()), world.side._groups.members[0]
+    keys = keys_of_side(world.side).of(
+        TrackedRequest(request, RequestOptions()), groups_of(world.side)[0]
     )
     wait_until(lambda: world.cache.lookup(keys) == 3, world.cache.poll)
     load = world.cache.load(keys[2:])
     assert load is not None
-    world.ranks[0].side._session.arena.board.report(load.cell, 0, Status.FAILED)
+    arena_of(world.ranks[0].side).board.report(load.cell, 0, Status.FAILED)
     world.cache.poll()
     world.recorder.events += world.connector.take_events()
     subscriber.listen()

@@ -21,6 +21,7 @@ from flexkv.engine.scheduler.request import NEVER
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.scheduler.storing import Stores
 from flexkv_vllm.compat.core import binds_pool
+from packages.inside_adapters import mover_of, stores_of_worker, stores_under_way, tracked_requests
 
 ENTRIES = pytest.mark.parametrize(
     "entry", [BESIDE_OTHER, IN_TREE_BESIDE_OTHER], ids=["plugin", "in-tree"]
@@ -44,8 +45,8 @@ def make(make_world: MakeWorld, other: OtherCache, entry: str, **options: object
 
         def start_and_end(orders: object, side=side, start=start) -> None:
             start(orders)
-            for ticket in side._stores.values():
-                side._copies.mover.wait(ticket, PATIENCE_SECONDS)
+            for ticket in stores_of_worker(side).values():
+                mover_of(side).wait(ticket, PATIENCE_SECONDS)
 
         side.start_stores = start_and_end
     return world
@@ -120,7 +121,7 @@ def test_requests_that_share_a_failed_load_cache_nothing_of_it(
     world.step()
     assert len(other.loads) == 1
     # vLLM has only the first one compute the blocks again.
-    stores_more = [world.side._requests.by_id[each].next_fill < NEVER for each in requests]
+    stores_more = [tracked_requests(world.side)[each].next_fill < NEVER for each in requests]
     assert stores_more == [True, False, False]
     for each in requests:
         world.abort(each)
@@ -202,7 +203,7 @@ def test_a_store_counts_only_when_its_step_has_ended(
     world._run_workers(1)
     world.poll()
     assert world.cache.ready_blocks == 0
-    assert len(world.side._stores.under_way) == 1
+    assert len(stores_under_way(world.side)) == 1
     world.run()
     world.settle()
     assert world.cache.ready_blocks == 8

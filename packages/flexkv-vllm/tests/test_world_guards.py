@@ -26,7 +26,7 @@ from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 from flexkv_vllm.compat.steps import read_step
-from packages.inside import below_of
+from packages.inside import below_of, open_fetches
 
 pytestmark = pytest.mark.skipif(
     not (binds_pool() and fails_by_request()), reason="not all guards are reached in this vLLM"
@@ -133,7 +133,7 @@ def test_errors_in_polling_the_cache_that_last_switch_it_off(
     world.generate(prompt)
     world.settle()
     world.forget()
-    fetcher = world.cache._below.fetcher
+    fetcher = below_of(world.cache).fetcher
     cleared: list[None] = []
     clear = fetcher.clear
     monkeypatch.setattr(fetcher, "clear", lambda: cleared.append(clear()))
@@ -173,7 +173,7 @@ def test_an_error_that_loses_a_fetch_ends_it(
     world.generate(texts[0])
     assert fetches[0] is not None
     world.settle()
-    assert world.cache._below.fetcher._fetches == {}
+    assert not open_fetches(world.cache)
     world.check_outputs()
 
 

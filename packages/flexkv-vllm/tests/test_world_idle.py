@@ -18,7 +18,9 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv.engine.scheduler.idle import STEP_ON_SECONDS
 from flexkv.figures.definitions import sample
-from packages.inside import below_of, index_of, store_of, tier_figures
+from packages.inside import below_of, index_of, tier_figures
+from packages.inside_adapters import set_idle_clock
+from packages.inside_tiers import store_of
 from packages.tier_blocks import ready_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +36,7 @@ class Clock:
 
     def __init__(self, world: World) -> None:
         self.now = 0.0
-        world.side._idle_steps._clock = lambda: self.now
+        set_idle_clock(world.side, lambda: self.now)
 
 
 class Gate:

@@ -14,7 +14,8 @@ from world_config import IN_TREE
 from flexkv import ConfigError
 from flexkv.types.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
-from packages.inside import chooser_of
+from packages.inside import chooser_of, compute_on_device
+from packages.inside_adapters import tracked_requests
 
 pytestmark = pytest.mark.skipif(not binds_pool(), reason="layer by layer from vLLM 0.22 on")
 
@@ -28,7 +29,7 @@ def layerwise_loads(world: World) -> int:
 
 
 def seen(world: World) -> list:
-    return list(world.side._requests.by_id.values())
+    return list(tracked_requests(world.side).values())
 
 
 @MODES
@@ -57,7 +58,7 @@ def test_a_forgotten_prefix_comes_back_in_one_step(
 def test_auto_goes_by_what_loading_takes(make_world: MakeWorld, slow: bool) -> None:
     """A load that others would feel is not beside their forward, though it is worth it."""
     world = make_world(settings={"load_mode": "auto"})
-    chooser_of(world.side)._on_cores = False
+    compute_on_device(chooser_of(world.side))
     rng = random.Random(1)
     prompt = random_prompt(rng, 200)
     world.generate(prompt)

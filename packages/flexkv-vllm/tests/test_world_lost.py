@@ -14,6 +14,7 @@ from injection import InjectedError
 from kv_pages import BLOCK_TOKENS
 
 from flexkv.engine.scheduler import load_in_parts, loading, storing
+from packages.inside_adapters import fetches_of_loads, side_stores, worker_copies
 
 BLOCKS = 5
 
@@ -76,7 +77,7 @@ def test_an_error_between_the_ends_of_two_fetches_keeps_none(
     texts = prompts(8, 4)
     fill(world, texts)
     errors = [1]
-    fetches = world.side._loads._fetches
+    fetches = fetches_of_loads(world.side)
     end = failing_once(fetches._ended, errors, after=False)
     monkeypatch.setattr(fetches, "_ended", end)
     world.generate(texts[0])
@@ -91,7 +92,7 @@ def test_a_transfer_whose_end_is_not_handled_is_seen_again(
     world = make_world()
     prompt = stored(world)
     errors = [1]
-    stores = world.side._stores
+    stores = side_stores(world.side)
     monkeypatch.setattr(stores, "ended", failing_once(stores.ended, errors, after=False))
     world.generate(prompt)
     assert errors == []
@@ -125,7 +126,7 @@ def test_a_load_that_has_begun_is_waited_for_after_an_error(
     prompt = stored(world)
     world.slow_down(random.Random(7), polls=(5, 6))
     errors = [1]
-    copies = world.ranks[0].side._copies  # type: ignore[attr-defined]
+    copies = worker_copies(world.ranks[0].side)  # type: ignore[attr-defined]
     monkeypatch.setattr(copies, "begun", failing_once(copies.begun, errors, after=False))
     assert world.external_tokens[world.generate(prompt)] == BLOCKS * BLOCK_TOKENS
     assert errors == []

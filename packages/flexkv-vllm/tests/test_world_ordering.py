@@ -22,6 +22,7 @@ from world_config import IN_MULTI, IN_TREE, PLUGIN
 
 from flexkv_kernels.host_memory import HostMemory
 from packages.inside import lose_track
+from packages.inside_adapters import loads_alone
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -150,5 +151,5 @@ def test_beside_another_connector_loads_follow_everything(
     world = ConnectorWorld(tmp_path, entry=entry)
     for rank in world.ranks:
         worker: Any = rank
-        assert worker.side._alone is alone
+        assert loads_alone(worker.side) is alone
     world.close()

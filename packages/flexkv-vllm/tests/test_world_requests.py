@@ -11,6 +11,7 @@ from disk_world import fill, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 
 from packages.conftest import Clock
+from packages.inside_adapters import adapter_of, failures_of
 
 
 def test_without_load_nothing_is_looked_for(make_world: MakeWorld) -> None:
@@ -182,8 +183,7 @@ def test_a_request_is_served_whatever_its_parameters_are(
     world.forget()
     assert world.external_tokens[world.generate(prompt, params=params)] == 192
     world.check_outputs()
-    adapter = world.connector._adapter
-    assert not adapter._boundary.failures
+    assert not failures_of(adapter_of(world.connector))
 
 
 @pytest.mark.parametrize("most", [0, 15, 16, 100, 10**9])

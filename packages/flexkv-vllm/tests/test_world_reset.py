@@ -16,6 +16,7 @@ from traffic import Traffic, loaded, make_stems
 
 from flexkv.types.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
+from packages.inside_adapters import stores_under_way
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
 """Polls of a late mover."""
@@ -161,7 +162,7 @@ def test_a_store_is_done_before_its_blocks_are_written_to(
     request_id = world.add(prompt, max_tokens=30)
     other = world.add(random_prompt(rng, 20), max_tokens=1)
     world.step()
-    (store, *_) = world.side._stores.under_way.values()
+    (store, *_) = stores_under_way(world.side).values()
     assert store.reads_of(request_id)
     for act in way.split(", "):
         if act == "abort":

@@ -19,7 +19,7 @@ from traffic import Traffic, loaded, loads_more_than, make_stems
 from flexkv.client import FetchId
 from flexkv.engine.scheduler.held_hits import HeldHits
 from packages.flexkv.tests.service.served import Service
-from packages.inside import announced, line_of, stores_of
+from packages.inside import announced, line_of, promised_slots, stores_of
 
 
 def served(make_world: MakeWorld, service: Service, **options: Any) -> ServedWorld:
@@ -117,7 +117,7 @@ def test_a_prompt_of_many_steps_is_stored_whole(
 
     def is_served() -> bool:
         told = any(store.is_told for store in stores.by_id.values())
-        is_granted = 4 * len(stores.granted) > 3 * engine._target
+        is_granted = 4 * len(stores.granted) > 3 * promised_slots(engine)
         return is_granted and not told and len(stores.by_id) <= 1
 
     rng = random.Random(2)

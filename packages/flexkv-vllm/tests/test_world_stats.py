@@ -17,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.figures.definitions import METRICS, bucket, sample
 from packages.inside import tier_figures
+from packages.inside_adapters import ignored_parameters
 
 TOKEN_BYTES = 2 * 4 * 16
 """Of the tests' model: layers, heads, bytes of a head."""
@@ -202,7 +203,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
         seen = now
 
     def enough(world: World) -> bool:
-        return world.cache.counters.resets > 0 and world.side._requests.options.ignored > 0
+        return world.cache.counters.resets > 0 and ignored_parameters(world.side) > 0
 
     Traffic(
         world,
@@ -217,7 +218,7 @@ def test_random_traffic_adds_up(make_world: MakeWorld, tmp_path: Any, asynchrono
     observe()
     counters = world.cache.counters
     assert total[sample("resets", "request")] == counters.resets
-    assert total["ignored_parameters"] == world.side._requests.options.ignored
+    assert total["ignored_parameters"] == ignored_parameters(world.side)
     assert total[sample("stored_blocks", "host")] == counters.stored_blocks
     assert total[sample("evicted_blocks", "host")] == counters.evicted_blocks
     assert total[sample("failures", "load", "host")] == counters.failed_loads

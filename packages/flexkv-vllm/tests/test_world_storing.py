@@ -15,6 +15,13 @@ from patience import wait_until
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.types.mover import Direction
 from packages.inside import index_of
+from packages.inside_adapters import (
+    failures_of,
+    fills_of,
+    keys_of_side,
+    side_stores,
+    stores_under_way,
+)
 from packages.tier_blocks import ready_blocks
 
 NEVER_BY_ITSELF = (1_000_000, 1_000_000)
@@ -84,7 +91,8 @@ def test_an_error_with_one_request_leaves_the_blocks_of_the_others_in_the_store(
     rng = random.Random(4)
     prompts = [random_prompt(rng, 4 * BLOCK_TOKENS + 1) for _ in range(3)]
     requests = [world.add(prompt, max_tokens=1) for prompt in prompts]
-    keys, of = world.side._keys, type(world.side._keys).of
+    keys = keys_of_side(world.side)
+    of = type(keys).of
 
     def fail_for_second(tracked: TrackedRequest, *args: Any) -> Sequence[bytes]:
         if tracked.id == requests[1] and tracked.ran:
@@ -94,7 +102,7 @@ def test_an_error_with_one_request_leaves_the_blocks_of_the_others_in_the_store(
     with monkeypatch.context() as patched:
         patched.setattr(keys, "of", fail_for_second)
         world.run()
-    assert world.side._fills._boundary.failures["storing blocks"] == 1
+    assert failures_of(fills_of(world.side))["storing blocks"] == 1
     world.settle()
     assert [external(world, each) for each in prompts] == [4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
 
@@ -106,11 +114,11 @@ def test_overwritten_blocks_leave_those_of_others_in_their_store(make_world: Mak
     first, second = (random_prompt(rng, 4 * BLOCK_TOKENS + 1) for _ in range(2))
     torn, whole = world.add(first, max_tokens=1), world.add(second, max_tokens=1)
     world.step()
-    (store,) = world.side._stores.under_way.values()
+    (store,) = stores_under_way(world.side).values()
     assert store.reads_of(torn)
     assert store.reads_of(whole)
     table = next(run.engine_blocks for run in store.runs if run.request.request_id == torn)
-    world.side._stores.discard(table)
+    side_stores(world.side).discard(table)
     late.polls = (0, 0)
     late.catch_up()
     world.run()

@@ -22,6 +22,13 @@ from flexkv.index.block_index import Block, BlockIndex
 from flexkv.types.mover import Status
 from flexkv_vllm.orders import StepMetadata
 from packages.inside import board_of, chooser_of, copies_of, index_of
+from packages.inside_adapters import (
+    loads_of,
+    polling_failures,
+    side_stores,
+    stores_under_way,
+    tables_of,
+)
 from packages.tier_blocks import ready_blocks
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
@@ -127,7 +134,7 @@ def test_blocks_are_held_for_their_stores_after_an_error(
     ended = world.add(prompt, max_tokens=1)
     with monkeypatch.context() as patch:
         if when == "before":
-            patch.setattr(world.side._stores, "add_filled", broken)
+            patch.setattr(side_stores(world.side), "add_filled", broken)
         else:
             patch.setattr(world.cache, "touch", broken)
         wait_until(world.requests[ended].is_finished, world.step)
@@ -153,7 +160,7 @@ def test_after_an_error_no_old_block_table_is_stored(
     first = world.add(prompt, max_tokens=40)
     world.step()
     with monkeypatch.context() as patch:
-        patch.setattr(world.side._tables, "follow", broken)
+        patch.setattr(tables_of(world.side), "follow", broken)
         world.step()
     world.run()
     hashes = world.requests[first].block_hashes
@@ -217,7 +224,7 @@ def test_a_block_that_vllm_copies_another_to_is_not_stored(
     prompt = random_prompt(rng, 100)
     world.generate(prompt, max_tokens=1)
     (rank,) = world.ranks
-    (store,) = world.side._stores.under_way.values()
+    (store,) = stores_under_way(world.side).values()
     pool = world.scheduler.kv_cache_manager.block_pool.blocks
     free = min(store.engine_blocks)
     assert pool[free].ref_cnt == 0
@@ -341,7 +348,7 @@ def test_an_error_with_one_ended_copy_hides_no_other(
     for seed in (2, 3):
         world.add(random_prompt(random.Random(seed), 4 * BLOCK_TOKENS + 1), max_tokens=40)
         world.step()
-    stores, loads = world.side._stores.under_way, world.side._loads
+    stores, loads = stores_under_way(world.side), loads_of(world.side)
     first, _ = stores
     ended = loads.ended
     ending = lambda each: broken() if each.id == first else ended(each)  # noqa: E731
@@ -353,9 +360,9 @@ def test_an_error_with_one_ended_copy_hides_no_other(
     for late in world.late_movers:
         late.catch_up()
     wait_until(lambda: {board.status(cell) for cell in cells} == {Status.DONE}, lambda: None)
-    world.side._poll()
+    world.poll()
     assert len(stores) == 1
-    world.side._poll()
+    world.poll()
     assert len(stores) == 0
-    assert world.side._engine.boundary.failures["polling the cache"] == 2
+    assert polling_failures(world.side) == 2
     monkeypatch.setattr(loads, "ended", ended)

@@ -15,6 +15,7 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, EvictionWriteback
 from flexkv.transfer.sources import IndexedSource, QueriedSource
 from flexkv.types.admission import ADMISSIONS
+from packages.inside_tiers import assert_idle, leaving_blocks
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
 
@@ -124,10 +125,8 @@ class Arena:
 
     def assert_at_rest(self) -> None:
         assert not (self.demoter.busy)
-        assert not (self.demoter._held)
-        assert not (self.demoter._writing)
-        assert not (self.demoter._chain)
-        assert not (self.leaving._leaving)
+        assert_idle(self.demoter)
+        assert not leaving_blocks(self.leaving)
         assert not any(block.leases for block in ready_blocks(self.index).values())
         assert_no_slot_is_lost(self.index)
 

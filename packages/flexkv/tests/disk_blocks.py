@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flexkv.tiers.disk import DiskTier, Drive, open_disk_tier
+from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.tiers.disk.disk_store import slots_within
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.tiers.link import Link
+from packages.inside_tiers import erase_slot, is_drained, is_kept_up, running_jobs, why_unopened
 
 SLOT = 8192
 FINGERPRINT = "ab" * 32
@@ -45,19 +45,6 @@ def buffers(count: int, slot_bytes: int = SLOT) -> list[memoryview]:
     """One block each, aligned to 4 KiB."""
     memory = memoryview(mmap.mmap(-1, count * slot_bytes))
     return [memory[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
-
-
-def is_idle(link: Link) -> bool:
-    """Whether nothing waits, runs or is to be polled."""
-    with link._work:
-        return not (link._queue or link._running or link._hung or link._done)
-
-
-def is_kept_up(drive: Drive) -> bool:
-    """Whether every record is written, every reset was written, and every result was polled."""
-    upkeep = drive._upkeep
-    reset = upkeep._reset.wanted or upkeep._reset.running
-    return not (reset or upkeep._records or upkeep._written or drive._ended._writes)
 
 
 class Client:
@@ -109,7 +96,7 @@ class Client:
             for drive in self.tier.drives:
                 slot = drive.index.lease(key)
                 if slot is not None:
-                    drive._erase(slot)
+                    erase_slot(drive, slot)
 
     def slots_of(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Where the blocks of `keys`, all there, lie in the only directory."""
@@ -154,7 +141,7 @@ class Client:
         batches = zip(keys, free, strict=True)
         tickets = [self.tier.read([key], [buffer], Priority.LOAD) for key, buffer in batches]
         end = time.monotonic() + DEADLINE
-        while len(self.tier.drives[number].link._running) < THREADS // 2:
+        while running_jobs(self.tier.drives[number].link) < THREADS // 2:
             assert time.monotonic() < end, "a job does not begin"
             time.sleep(0.0002)
         return tickets
@@ -170,7 +157,7 @@ class Client:
     def settle(self) -> None:
         """Wait until nothing is to be done."""
         end = time.monotonic() + DEADLINE
-        while not all(is_idle(drive.link) and is_kept_up(drive) for drive in self.tier.drives):
+        while not all(is_drained(drive.link) and is_kept_up(drive) for drive in self.tier.drives):
             assert time.monotonic() < end, "a drive is not idle"
             self.pump()
             time.sleep(0.0002)
@@ -198,6 +185,6 @@ def opened(
 def unopened(*roots: object, why: str, **options: Any) -> Iterator[Client]:
     """`opened`, with a directory that is not open for a reason that the pattern `why` fits."""
     with opened(*roots, **options) as client:
-        problems = [str(each._error) for each in client.tier.connecting]
+        problems = [why_unopened(each) for each in client.tier.connecting]
         assert any(re.search(why, each) for each in problems), problems
         yield client

@@ -34,7 +34,7 @@ class FaultyS3:
             protocol_version = "HTTP/1.1"
 
             def answer(self) -> None:
-                bucket._answer(self)
+                bucket.answer(self)
 
             do_GET = do_HEAD = do_PUT = answer  # noqa: N815 - names of the base class
 
@@ -61,7 +61,7 @@ class FaultyS3:
         """Names of the blocks that the bucket has, sorted."""
         return sorted(path.rpartition("/")[2] for path in self.objects if "/blocks/" in path)
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
         data = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         method, path = request.command, request.path.partition("?")[0]
         conditional = request.headers.get("If-None-Match") is not None

@@ -30,6 +30,7 @@ from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.remote import RemoteTier
 from flexkv.types.mover import Status
 from packages.inside import index_of
+from packages.inside_tiers import epoch_record, epochs_of, store_of
 from packages.tier_blocks import ready_blocks
 
 SLOT = 1 << 16
@@ -111,11 +112,10 @@ class Node:
 
     def reset(self, text: str) -> str:
         """Ends once the store has been told."""
-        store: Any = self.tier._store
-        epochs: Epochs = store.epochs if hasattr(store, "epochs") else store._epochs
-        before = epochs._record.read()
+        epochs = epochs_of(store_of(self.tier))
+        before = epoch_record(epochs)
         self.cache.clear()
-        while epochs._record.read() == before:
+        while epoch_record(epochs) == before:
             time.sleep(0.01)
         return ""
 

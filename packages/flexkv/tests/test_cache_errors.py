@@ -26,11 +26,15 @@ from packages.conftest import Clock
 from packages.inside import (
     assert_no_fetch,
     assert_no_write,
+    below_of,
+    demoters_of,
     free_cells,
     index_of,
-    link_of,
+    is_recovering,
+    sources_of,
     tier_figures,
 )
+from packages.inside_tiers import assert_no_batch, link_of, running_jobs
 from packages.line_errors import InjectedError, LineErrors
 from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import ready_blocks
@@ -191,8 +195,7 @@ class Story:
         node.assert_own_bytes()
         assert_no_write(cache)
         assert cache.pinned_blocks == 0
-        assert node.disk._batches == node.disk._places == node.remote._batches == {}
-        assert all(drive._running == {} for drive in node.disk.drives)
+        assert_no_batch(node.disk, node.remote)
         text = self.text(3)
         node.store_blocks(text)
         assert cache.lookup(names(text)) == 3
@@ -221,7 +224,7 @@ def test_hits_in_host_memory_go_on_while_the_cache_recovers(
     node.store.fill({key: content(key) for key in names("xyz")})
     node.store.hanging = {"get"}
     fetch = node.begin("xyz")
-    node.until(lambda: bool(node.store.gets) or bool(link_of(node.remote)._running))
+    node.until(lambda: bool(node.store.gets) or running_jobs(link_of(node.remote)) > 0)
     with monkeypatch.context() as patch:
         patch.setattr(node.disk, "contains", _raising)
         with pytest.raises(InjectedError):
@@ -265,13 +268,13 @@ def test_a_tier_whose_reads_hang_is_left_out_until_they_end(
     make: Callable[..., Node], clock: Clock, again: bool
 ) -> None:
     node = make(disk="write_through", remote="write_through")
-    index, (_, remote) = node.cache._index, node.cache._below._sources
+    index, (_, remote) = index_of(node.cache), sources_of(node.cache)
     node.store_blocks("abc")
     node.store.fill({key: content(key) for key in names("xyz")})
     node.store.hanging = {"get"}
     fetch = node.begin("xyz")
     node.until(lambda: len(node.store.waiting) == 3)
-    slots = {block.slot for block in node.cache._below.fetcher.reads.borrowed(remote)}
+    slots = {block.slot for block in below_of(node.cache).fetcher.reads.borrowed(remote)}
     assert len(slots) == 3
     recover_beside_a_hung_call(node, clock, "get")
     if again:
@@ -297,7 +300,7 @@ def test_a_tier_whose_writes_hang_is_left_out_until_they_end(
     make: Callable[..., Node], clock: Clock, reset: bool
 ) -> None:
     node = make(disk="write_through", remote="write_through")
-    (_, remote), (_, demoter) = node.cache._below._sources, node.cache._below._demoters
+    (_, remote), (_, demoter) = sources_of(node.cache), demoters_of(node.cache)
     node.store.hanging = {"put"}
     node.begin_store("ab")
     node.until(lambda: len(node.store.waiting) == 2)
@@ -309,7 +312,7 @@ def test_a_tier_whose_writes_hang_is_left_out_until_they_end(
     if reset:
         node.cache.clear()
     fill(node)
-    here = {block.slot: block.key for block in node.cache._index.blocks}
+    here = {block.slot: block.key for block in index_of(node.cache).blocks}
     assert all(here.get(slot, key) == key for slot, key in slots.items())
     node.store.release()
     node.until(lambda: not remote.left_out)
@@ -350,7 +353,7 @@ def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
 ) -> None:
     node = make(disk="write_through", remote="write_through")
     cache, store = node.cache, node.store
-    (_, remote) = cache._below._sources
+    (_, remote) = sources_of(cache)
     errors = LineErrors(CODE, lambda file, _: file.endswith(TABLES))
     story = Story(node, errors)
     quiet = 0
@@ -365,7 +368,7 @@ def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
         story.poll()
         clock.skip(LONG + 1)
         story.poll()
-        node.until(lambda: remote.left_out and not cache._recovering)
+        node.until(lambda: remote.left_out and not is_recovering(cache))
         story.store(story.text(3))
         cache.recover()
         story.poll()

@@ -43,6 +43,7 @@ from packages.inside import (
     demoters_of,
     free_cells,
     index_of,
+    sources_of,
 )
 from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
@@ -264,8 +265,8 @@ class FaultModel(RuleBasedStateMachine):
         """At rest, all that leads to a key without a gap can be had."""
         self.rest(Outcome.DONE)
         prefix = prefix_of(chain, length)
-        below = below_of(self.cache)
-        below._sources[2].clear()  # what was known of the tier that others fill is out of date
+        # What was known of the tier that others fill is out of date.
+        sources_of(self.cache)[2].clear()
         if self.cache.query(prefix):
             self.drain(Outcome.DONE)
         assert not self.cache.query(prefix)
@@ -340,7 +341,8 @@ class FaultModel(RuleBasedStateMachine):
                 self.asked.answer(ticket)
             self.poll()
             works = self.tasks or self.transfers or below.fetcher.reads or self.asked.questions
-            if not (works or below.uses.waiting or any(each.busy for each in below._demoters)):
+            writes = any(each.busy for each in demoters_of(self.cache))
+            if not (works or below.uses.waiting or writes):
                 return
         raise AssertionError("something is under way for ever")
 

@@ -19,7 +19,8 @@ from flexkv.transfer import sources
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from packages.conftest import Clock
-from packages.inside import demoters_of, link_of, store_of, tier_figures
+from packages.inside import demoters_of, tier_figures
+from packages.inside_tiers import link_of, running_jobs, store_of
 
 
 @pytest.fixture
@@ -348,7 +349,7 @@ def test_a_new_fetch_leaves_what_hangs(
     fill(store, "abc")
     gate = hang(node, monkeypatch)
     hung = node.begin("ab")
-    node.until(lambda: bool(node.disk.drives[0].link._running))
+    node.until(lambda: running_jobs(node.disk.drives[0].link) > 0)
     clock.skip(LONG + 1)
     assert node.fetched("abc") == "abc"
     node.until(lambda: hung.done)
@@ -474,7 +475,7 @@ def test_a_hanging_store_lets_the_disk_end(
     node = Node(tmp_path / "own", store, disk="write_through")
     store.hanging = {"get"}
     fetch = node.begin("x")
-    node.until(lambda: fetch.queried is None and bool(link_of(node.remote)._running))
+    node.until(lambda: fetch.queried is None and running_jobs(link_of(node.remote)) > 0)
     node.begin_store("ab")
     assert not node.cache.close()
     store.release()

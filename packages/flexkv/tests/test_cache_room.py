@@ -15,7 +15,15 @@ from two_tiers import Node, content, names
 
 from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
-from packages.inside import demoters_of, index_of, link_of, store_of
+from packages.inside import demoters_of, index_of
+from packages.inside_tiers import (
+    allow_one_write,
+    ended_jobs,
+    link_of,
+    running_jobs,
+    store_of,
+    waiting_writes,
+)
 from packages.tier_blocks import ready_blocks
 
 FULL = "stuvwxyz"
@@ -50,7 +58,7 @@ def fill(node: Node, text: str = FULL) -> None:
     node.begin_store(text)
     node.cache.poll()  # takes the end of the store
     node.cache.poll()  # begins the writes
-    wait(lambda: bool(link_of(node.remote)._running))
+    wait(lambda: running_jobs(link_of(node.remote)) > 0)
 
 
 def wait(done: Callable[[], bool]) -> None:
@@ -133,7 +141,7 @@ def test_blocks_give_way_before_their_writes_are_queued(
     node = make(slots=40)
     many = "".join(map(chr, range(0x41, 0x41 + 26))) + "0123456789mnop"
     fill(node, many)
-    assert [block.key for block in demoters_of(node.cache)[1]._waiting] == names(many[20:])
+    assert [block.key for block in waiting_writes(demoters_of(node.cache)[1])] == names(many[20:])
     assert node.fetched("abcd") == "abcd"
     assert dropped(node) == 16
     store.release()
@@ -170,7 +178,7 @@ def hanging(make: Callable[..., Node]) -> Iterator[tuple[Node, threading.Event]]
     """A node with blocks a to d on disk whose writes hang until the event, one at a time."""
     node = make(disk="write_through", remote="second_hit")
     drive: Any = node.disk.drives[0]
-    drive.link._write_bytes = 1
+    allow_one_write(drive.link)
     gate, write = threading.Event(), store_of(drive).write
 
     def waiting(*args: Any, **named: Any) -> Any:
@@ -203,7 +211,7 @@ def test_a_waiting_request_gets_the_slots_of_writes_to_a_disk(
     node.begin_store(FULL[:4])
     node.cache.poll()
     node.cache.poll()
-    wait(lambda: bool(node.disk.drives[0].link._running))
+    wait(lambda: running_jobs(node.disk.drives[0].link) > 0)
     node.begin_store(FULL[4:])
     node.cache.poll()
     fetch = node.begin("abcd")
@@ -228,7 +236,7 @@ def test_a_read_that_ends_meanwhile_reaches_its_request(
     fill(node, FULL[:7])
     wait(lambda: "get" in store.waiting)
     store.release_running()
-    wait(lambda: bool(link_of(node.remote)._done))
+    wait(lambda: ended_jobs(link_of(node.remote)) > 0)
     other = node.begin("abcd")
     assert (dropped(node), other.stop, fetch.done) == (6, 4, False)
     node.until(lambda: fetch.done and other.done)

@@ -19,7 +19,7 @@ from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import open_disk_tier
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Direction, Status
-from packages.inside import store_of
+from packages.inside_tiers import store_of
 
 FORMAT = BlockFormat(1, (4096,))
 FINGERPRINT = "0123456789abcdef" * 2

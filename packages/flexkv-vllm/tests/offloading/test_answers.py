@@ -15,6 +15,7 @@ from flexkv_vllm.compat.offloading import load_source
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager, _nothing_to_store
 from flexkv_vllm.offloading.orders import ArenaBlocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, Job
+from packages.inside_adapters import jobs_of, requests_of_manager, switch_on
 
 KEY = OffloadKey(b"key")
 CONTEXT: Any = SimpleNamespace(req_id="r", kv_transfer_params=None)
@@ -70,13 +71,13 @@ def test_a_broken_manager_answers_all_calls(make_offloading_world: MakeOffloadin
         setattr(manager, name, part)
     # A reset that failed may have left outdated blocks.
     assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
-    assert manager._requests == {}
-    manager._closed = manager._is_off = False
+    assert requests_of_manager(manager) == {}
+    switch_on(manager)
     # So may an error while wrong blocks are discarded.
     manager.held.discard({1}, Broken())
     assert manager.held.lost
     assert manager.lookup(KEY, CONTEXT) is LookupResult.MISS
-    assert manager._requests == {}
+    assert requests_of_manager(manager) == {}
 
 
 def test_a_broken_follower_of_requests_changes_no_answer(
@@ -103,12 +104,12 @@ def test_a_broken_worker_answers_all_calls(make_offloading_world: MakeOffloading
     for name, (arguments, answer) in WORKER.items():
         assert getattr(worker, name)(*arguments) == answer, name
     # The jobs end as failed, the load with its blocks.
-    stored, loaded = worker._jobs[1], worker._jobs[2]
+    stored, loaded = jobs_of(worker)[1], jobs_of(worker)[2]
     assert isinstance(stored, Job)
     assert stored.failed
     assert loaded.failed
     assert (stored.cell, loaded.cell) == (5, 6)
     assert loaded.engine_blocks == [3, 4]
-    worker._jobs.clear()
+    jobs_of(worker).clear()
     for name, part in before.items():
         setattr(worker, name, part)

@@ -20,6 +20,7 @@ from flexkv.engine.choice.cost import Span, StepTimer
 from flexkv.figures.definitions import REASONS, sample
 from flexkv.plan.read import read_trace
 from packages.inside import assert_no_fetch, chooser_of
+from packages.inside_adapters import failures_of
 
 LONG, SHORT = 600, 40
 BLOCK_BYTES = 128 * BLOCK_TOKENS
@@ -339,4 +340,4 @@ def test_an_unknown_request_is_no_error(make_offloading_world: MakeOffloadingWor
     context: Any = SimpleNamespace(req_id="other", kv_transfer_params=None)
     world.manager.on_new_request(context)
     world.manager.on_request_finished(context)
-    assert world.manager._boundary.failures == {}
+    assert failures_of(world.manager) == {}

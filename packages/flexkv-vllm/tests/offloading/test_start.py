@@ -34,6 +34,7 @@ from flexkv_kernels import CpuMover
 from flexkv_vllm.compat.events import event_hash
 from flexkv_vllm.offloading.pages import describe_groups
 from packages.inside import below_of, index_of
+from packages.inside_adapters import set_idle_clock
 from packages.tier_blocks import ready_blocks
 
 
@@ -149,7 +150,7 @@ def test_an_engine_at_rest_tells_all_events(
     for _ in range(4):
         world.generate(random_prompt(rng, 6 * BLOCK_TOKENS))
         world.settle()
-    world.manager._idle_steps._clock = lambda: math.inf
+    set_idle_clock(world.manager, lambda: math.inf)
 
     def told_at_rest() -> dict[str, set[object]]:
         wait_until(lambda: not world.scheduler.has_requests(), world.step)

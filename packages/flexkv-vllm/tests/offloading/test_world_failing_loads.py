@@ -13,6 +13,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import MakeOffloadingWorld, OffloadingWorld
 
 from packages.inside import copies_of
+from packages.inside_adapters import held_stores
 
 PROMISED = 6
 TOKENS = 130
@@ -91,7 +92,7 @@ def test_a_store_counts_only_when_vllm_reports_its_end(
     world = make_offloading_world(budget=256)
     request_id = world.add(random_prompt(random.Random(3), TOKENS), max_tokens=3)
     world.step()
-    (held,) = world.manager.held._held.values()
+    (held,) = held_stores(world.manager)
     assert held.request_id == request_id
     (copy,) = copies_of(world.cache)
     assert (copy.transfer.id, copy.held) == (held.transfer_id, True)

@@ -20,6 +20,7 @@ from flexkv.types.mover import Direction
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.worker import Job
 from packages.inside import assert_no_fetch, below_of, index_of
+from packages.inside_adapters import jobs_of
 from packages.tier_blocks import ready_blocks
 
 pytestmark = SEVERAL_GROUPS
@@ -191,9 +192,9 @@ def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_wait_for", failing)
-        worker._jobs[10**9] = Job(Direction.STORE, None, [])
+        jobs_of(worker)[10**9] = Job(Direction.STORE, None, [])
         worker.wait({10**9})
-        del worker._jobs[10**9]
+        del jobs_of(worker)[10**9]
     world.generate(texts[0])
     counters = world.cache.counters
     assert counters.failed_loads == 1

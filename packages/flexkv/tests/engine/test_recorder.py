@@ -23,6 +23,8 @@ from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.plan.read import read_trace
 from flexkv.settings import load_config
 from packages.conftest import PATIENCE_SECONDS
+from packages.inside import await_writer
+from packages.inside_tiers import await_opening
 
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 GIB = 1 << 30
@@ -132,7 +134,7 @@ def test_recording_ends_at_its_bound(
     recorder = opened(trace_gb=4096 / GIB)
     for number in range(200):
         record(recorder, str(number), KEYS[:2])
-    recorder._thread.join(30)
+    await_writer(recorder, 30)
     assert not recorder.active
     assert 3800 < path.stat().st_size <= 4096
     assert len(read_trace(str(path)).trace.requests) > 20
@@ -157,7 +159,7 @@ def test_a_full_disk_ends_recording_with_one_message(
     try:
         record(recorder, "b", KEYS)
         record(recorder, "c", KEYS)
-        recorder._thread.join(30)
+        await_writer(recorder, 30)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
@@ -180,7 +182,7 @@ def test_names_that_cannot_be_made_end_recording_with_one_message(
     recorder.scheduled("b", 32, 0, 0, "")
     recorder.ended("b", 1, 2, lambda: ["no bytes"] * 2)
     record(recorder, "c", KEYS)
-    recorder._thread.join(30)
+    await_writer(recorder, 30)
     assert not recorder.active
     assert len(read_trace(str(path)).trace.requests) == 1
     warned = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
@@ -328,7 +330,7 @@ def test_a_file_that_opens_after_the_end_is_closed(
     assert begun.wait(PATIENCE_SECONDS)
     recorder.close()
     answers.set()
-    assert recorder._opening.close(PATIENCE_SECONDS)
+    assert await_opening(recorder, PATIENCE_SECONDS)
     assert not recorder.active
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fds[0])

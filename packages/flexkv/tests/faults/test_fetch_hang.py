@@ -21,6 +21,7 @@ from flexkv.types.admission import ADMISSIONS
 from flexkv.types.mover import Status
 from packages.conftest import Clock
 from packages.inside import below_of
+from packages.inside_tiers import assume_write_rate, living_threads
 from packages.seen_fetch import SeenFetch, see
 
 KEYS = names(40)
@@ -43,7 +44,7 @@ class Node:
         self.cache = KVCache(self.arena, LRUPolicy(), [tier])
         for start in range(0, len(KEYS), 8):
             for drive in self.disk.drives:
-                drive._write_rate = 1.0  # each gets half, whatever was measured
+                assume_write_rate(drive, 1.0)  # each gets half, whatever was measured
             store = self.cache.store(KEYS[start : start + 8], range(8))
             assert store is not None
             self.arena.board.report(store.cell, 0, Status.DONE)
@@ -107,7 +108,7 @@ def test_a_retry_before_the_next_poll_gets_what_was_cancelled(
     node: Node, files: HangingFiles, tmp_path: Path, faults: Callable[[int], None]
 ) -> None:
     wanted, busy = node.on_drive(0)[:4], node.on_drive(0)[4:]
-    threads = len(node.disk.drives[0].link._threads)
+    threads = living_threads(node.disk.drives[0].link)
     assert len(busy) >= threads
     files.hang(tmp_path / "a")
     others = [node.fetch([key]) for key in busy[:threads]]

@@ -28,6 +28,7 @@ from flexkv.tiers.job import Outcome
 from flexkv.types.errors import DiskError
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.hung_mount import hung
+from packages.inside_tiers import await_opening
 
 DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
 SLOTS = 8
@@ -281,7 +282,7 @@ def test_a_drive_that_opens_after_the_end_is_closed(
         (late,) = client.tier.connecting
         assert begun.wait(PATIENCE_SECONDS)
     answers.set()
-    assert late._opening.close(PATIENCE_SECONDS)
+    assert await_opening(late, PATIENCE_SECONDS)
     claim(str(tmp_path), FINGERPRINT, 1).release()
 
 
@@ -372,10 +373,12 @@ def test_ctrl_c_while_a_drive_hangs_keeps_no_folder(
     """A notebook, for instance, lives on."""
     good = str(tmp_path / "good")
 
+    await_check = opening.Opening.await_check
+
     def interrupted(each: opening.Opening, seconds: float) -> None:
         if each.root == str(folder):
             raise KeyboardInterrupt
-        each._checked.wait(PATIENCE_SECONDS)
+        await_check(each, PATIENCE_SECONDS)
 
     monkeypatch.setattr(opening.Opening, "await_check", interrupted)
     with pytest.raises(KeyboardInterrupt):

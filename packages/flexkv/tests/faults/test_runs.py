@@ -15,7 +15,7 @@ from disk_blocks import FINGERPRINT, SLOT, Client, names, opened
 
 from flexkv.tiers.disk import OsFiles, table
 from flexkv.tiers.job import Outcome
-from packages.inside import store_of
+from packages.inside_tiers import oldest_slot, store_of
 
 SLOTS = 40
 RUN = 20
@@ -179,8 +179,7 @@ def test_one_bad_place_in_a_run_that_is_written_fails_one_block_and_no_other(
 
 def _oldest(client: Client) -> int:
     """The slot that is written over next."""
-    index = client.tier.drives[0].index
-    return index._previous[index._ring]
+    return oldest_slot(client.tier.drives[0].index)
 
 
 @pytest.mark.parametrize("limit", Limit)

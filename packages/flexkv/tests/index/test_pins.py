@@ -4,6 +4,7 @@ from __future__ import annotations
 from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import BlockIndex, block_index
 from flexkv.index.pins import _STALE, Pins
+from packages.inside import assert_no_pin, damage_pins, kept_ends
 
 SLOTS = 4
 
@@ -115,11 +116,11 @@ def test_pins_that_come_and_go_take_no_more_memory() -> None:
     for _ in range(10 * _STALE):
         pins.pin(keys("a"), "me", until=10)
         pins.unpin("me")
-    assert len(pins._ends) <= _STALE + 2
+    assert kept_ends(pins) <= _STALE + 2
     pins.pin(keys("a"), "me", until=10)
     pins.expire(10)
     assert index.pinned_blocks == 0
-    assert pins._pins == {}
+    assert_no_pin(pins)
 
 
 def test_after_an_error_only_the_pins_of_the_table_are_left_and_these_still_end() -> None:
@@ -127,8 +128,7 @@ def test_after_an_error_only_the_pins_of_the_table_are_left_and_these_still_end(
     pins.pin(keys("a"), "me", until=10)
     pins.pin(keys("b"), "other", until=20)
     assert index.pin(b"d") is not None, "a pin that an error kept from the table"
-    pins._ends.clear()
-    pins._count = 7
+    damage_pins(pins)
     index.settle([], [], pins.recount())
     assert index.pinned_blocks == 2
     assert left(index, "abcd") == "ab"

@@ -23,7 +23,7 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import announced, index_of, stores_of
+from packages.inside import announced, announced_keys, index_of, stores_of, tier_keys
 
 Attach = Callable[..., Scheduler]
 
@@ -70,7 +70,7 @@ def settled(service: Service, *engines: Scheduler) -> None:
         engine.settle()
     until(service.accounted)
     index = index_of(service.pool.cache)
-    assert not any(service.pool.announced._keys.contains(KEYS))
+    assert not any(announced_keys(service.pool).contains(KEYS))
     assert not announced(service.pool.cache)
     assert not index.stale_blocks
 
@@ -337,7 +337,7 @@ def test_without_a_lower_tier_nobody_asks_for_what_nobody_announces(
     """Also while a service that has begun again still looks at what is there."""
     other = attach(service)
     monkeypatch.setattr(service.pool.below, "note", lambda *_, **__: None)
-    service.pool.below._keys.is_complete = False
+    tier_keys(service.pool).is_complete = False
     assert other.cache.presence(KEYS) == [Presence.ABSENT] * 6
     assert other.cache.fetch(KEYS) is None
 

@@ -42,7 +42,7 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import index_of, is_making, line_of, waiting_packets
+from packages.inside import index_of, is_making, line_of, pools_of, waiting_packets
 
 Attach = Callable[..., Scheduler]
 
@@ -341,7 +341,7 @@ def test_pools_without_engines_make_room_for_others(
     until(lambda: not service.server.engines)
     other = Scheduler(service.root, about=OTHER)
     assert other.store(keys_of("a", 2)) == keys_of("a", 2)
-    assert [each.fingerprint for each in service.server._pools] == ["other"]
+    assert [each.fingerprint for each in pools_of(service.server)] == ["other"]
     other.close()
 
 

@@ -24,6 +24,7 @@ from flexkv.layout import BlockFormat
 from flexkv.session import alone
 from flexkv.session.reservation import Reservation
 from flexkv.system.available import Promise, memory_groups
+from packages.inside import end_reservation
 
 AVAILABLE = 256 << 20
 
@@ -91,8 +92,7 @@ def test_a_forked_child_does_not_keep_a_promise(tmp_path: Path) -> None:
             os._exit(0)
         try:
             os.read(held[0], 1)
-            os.close(one._fd)  # as if this process had been killed
-            one._fd = -1
+            end_reservation(one)  # as if this process had been killed
             assert seen(tmp_path) == []
         finally:
             os.write(release[1], b"1")
@@ -109,10 +109,10 @@ def test_one_process_plans_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_that_says_nothing_is_no_promise(tmp_path: Path) -> None:
-    with reserved(tmp_path, 100) as one:
+    with reserved(tmp_path, 100):
+        (promise,) = tmp_path.glob("*.memory")
         for content in (b"", b"[]", b'{"bytes": "many"}', b"7"):
-            os.truncate(one._fd, 0)
-            os.pwrite(one._fd, content, 0)
+            promise.write_bytes(content)
             assert seen(tmp_path) == []
 
 

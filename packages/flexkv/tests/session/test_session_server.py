@@ -24,6 +24,7 @@ from flexkv.host.arena import Arena
 from flexkv.layout import BlockFormat
 from flexkv.session import SessionInfo, attach, join, wire
 from flexkv.session.session_server import Server
+from packages.inside import arrived_shards, waiting_schedulers
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_shards_are_in_the_order_of_ranks_and_not_of_arrival(tmp_path: Path) -> 
         for count, rank in enumerate((3, 1, 2), 1):
             peer = stack.enter_context(connected(tmp_path))
             wire.send(peer, {"rank": asdict(shards[rank])})
-            until(lambda: len(server._shards) == count)  # noqa: B023
+            until(lambda: arrived_shards(server) == count)  # noqa: B023
         assert server.gather(shards[0], 1) == shards
 
 
@@ -96,7 +97,7 @@ def test_of_schedulers_that_wait_for_the_arena_one_gets_it(tmp_path: Path) -> No
         peers = [stack.enter_context(connected(tmp_path)) for _ in range(3)]
         for count, peer in enumerate(peers, 1):
             wire.send(peer, {"scheduler": count})
-            until(lambda: len(server._waiting) == count)  # noqa: B023
+            until(lambda: waiting_schedulers(server) == count)  # noqa: B023
         server.hand_out(SessionInfo("same", arena.spec), arena.fd)
         message, fd = wire.receive(peers[0])
         assert message == SessionInfo("same", arena.spec).to_json()

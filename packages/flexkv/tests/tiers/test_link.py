@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from disk_blocks import is_idle
 
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link, most_jobs
 from packages.conftest import PATIENCE_SECONDS, Clock
+from packages.inside_tiers import assert_no_job_counts, free_threads, is_drained, living_threads
 
 PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
@@ -72,7 +72,7 @@ def test_a_job_ends_as_its_work_says(outcome: Outcome) -> None:
         assert ended(link, 1) == [job]
         assert job.outcomes == [outcome, Outcome.DONE]
         assert link.poll() == []
-        assert is_idle(link)
+        assert is_drained(link)
 
 
 def test_an_error_of_the_system_is_a_failed_job_and_the_next_one_runs() -> None:
@@ -312,7 +312,7 @@ def test_a_link_is_stalled_while_half_of_its_threads_hang_and_no_job_ends(clock:
         end_hung(link, first)
         assert not link.stalled
         end_hung(link, second)
-        assert is_idle(link)
+        assert is_drained(link)
 
 
 def test_the_first_hang_and_a_stall_are_logged(
@@ -351,7 +351,7 @@ def test_hung_threads_are_replaced_within_a_bound(clock: Clock) -> None:
         clock.skip(PATIENCE_SECONDS)
         link.note_hung()
         assert link.stalled  # no thread is left
-        assert sum(thread.is_alive() for thread in link._threads) == most_jobs(2)
+        assert living_threads(link) == most_jobs(2)
         waiting = Job(Priority.LOAD, 1, lambda: [Outcome.DONE])
         link.submit(waiting)
         gates[0].go.set()
@@ -360,7 +360,7 @@ def test_hung_threads_are_replaced_within_a_bound(clock: Clock) -> None:
         work(link)
         # Those that replaced others, and are more than the link needs, have ended.
         end = time.monotonic() + PATIENCE
-        while sum(thread.is_alive() for thread in link._threads) > 2:
+        while living_threads(link) > 2:
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -369,11 +369,11 @@ def test_a_stalled_link_is_tried_by_one_submission_at_a_time(clock: Clock) -> No
     with running(threads=4) as link:
         gates = hang(link, clock, 4)
         assert link.stalled
-        assert link._free == 0  # no thread more hangs before the next try
+        assert free_threads(link) == 0  # no thread more hangs before the next try
         clock.skip(PATIENCE_SECONDS)
         link.note_hung()
         assert not link.stalled
-        assert link._free == 1
+        assert free_threads(link) == 1
         job, gate = gated(Priority.LOAD)
         link.submit(job)
         assert link.stalled
@@ -381,7 +381,7 @@ def test_a_stalled_link_is_tried_by_one_submission_at_a_time(clock: Clock) -> No
         ended(link, 1)
         assert not link.stalled
         link.note_hung()
-        assert link._free == 4
+        assert free_threads(link) == 4
         end_hung(link, gates)
 
 
@@ -393,7 +393,7 @@ def test_a_job_that_hangs_does_not_keep_writes_waiting(clock: Clock, priority: P
         link.submit(write)
         assert ended(link, 1) == [write]
         end_hung(link, gates)
-        assert link._writing == link._reads == 0
+        assert_no_job_counts(link)
 
 
 def test_without_a_thread_to_be_had_a_link_goes_on_with_those_it_has(
@@ -407,10 +407,10 @@ def test_without_a_thread_to_be_had_a_link_goes_on_with_those_it_has(
 
             patch.setattr(threading.Thread, "start", refuse)
             gates = hang(link, clock, 1)
-        assert link._free == 3
+        assert free_threads(link) == 3
         work(link)
         end_hung(link, gates)
-        assert link._free == 4
+        assert free_threads(link) == 4
 
 
 def test_close_lets_what_runs_end_and_drops_what_waits() -> None:
@@ -451,7 +451,7 @@ def test_every_job_of_a_crowd_ends_once() -> None:
         seen += ended(link, len(jobs) - len(seen))
         assert set(seen) == set(jobs)
         assert sum(job.outcomes == [Outcome.DONE] for job in jobs) == len(begun)
-        assert is_idle(link)
+        assert is_drained(link)
         assert link.queued_bytes == 0
 
 

@@ -14,7 +14,14 @@ from flexkv.tiers.base import Answer
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome
 from packages.conftest import PATIENCE_SECONDS, Clock
-from packages.inside import hung_jobs, is_idle, link_of, questions_of
+from packages.inside_tiers import (
+    hung_jobs,
+    is_idle,
+    link_of,
+    questions_of,
+    running_jobs,
+    waiting_questions,
+)
 
 LONG = 60.0
 """Seconds that pass only if the clock is put forward."""
@@ -40,7 +47,7 @@ def test_questions_that_are_always_late_are_asked_no_more(
         assert not polled or client.tier.drain_answers() == []
         client.store.release_running()
         client.store.hanging = set()
-        client.until(lambda: not link_of(questions_of(client.tier))._running)
+        client.until(lambda: not running_jobs(link_of(questions_of(client.tier))))
         answer = client.answer()
         assert (answer.has, answer.late) == ([False], True)  # of use for later requests
     assert not client.tier.readable
@@ -59,7 +66,7 @@ def test_the_wait_for_a_thread_makes_a_question_late(
     failed = [Answer(ticket, None, late=True) for ticket in tickets]
     if polled:
         assert client.tier.drain_answers() == failed
-        assert not questions_of(client.tier)._waiting
+        assert not waiting_questions(client.tier)
         assert client.tier.figures.openings == 1
         assert not client.tier.readable
     client.store.release()

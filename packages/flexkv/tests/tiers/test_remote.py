@@ -20,7 +20,7 @@ from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from flexkv.types.changes import Medium
 from packages.conftest import PATIENCE_SECONDS, Clock
-from packages.inside import link_of
+from packages.inside_tiers import await_opening, link_of, running_jobs
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_an_engine_that_never_reached_the_store_ends_at_once(
     store.broken = {"open"}
     lines = len(caplog.records)
     store.release()
-    client.tier._opening.close(PATIENCE_SECONDS)
+    await_opening(client.tier, PATIENCE_SECONDS)
     assert store.opens == 1
     assert len(caplog.records) == lines
 
@@ -178,7 +178,7 @@ def test_writes_that_run_count_as_waiting(make: Callable[..., Client]) -> None:
     client = make(threads=2, batch_bytes=SLOT, queue_bytes=4 * SLOT)
     client.store.hanging = {"put"}
     first = client.begin_write("abcd")
-    client.until(lambda: len(link_of(client.tier)._running) == 2)
+    client.until(lambda: running_jobs(link_of(client.tier)) == 2)
     more = client.tier.write(names("e"), client.buffers[4:5])
     assert client.tier.poll() == [BlockResult(more, 0, Outcome.DROPPED)]
     client.store.release()

@@ -10,7 +10,7 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, SlotReclaimer
 from flexkv.types.backlog import BACKLOG_SHARE
 from packages.conftest import Clock
-from packages.inside import demoting
+from packages.inside_tiers import demoting, leaving_blocks
 from packages.tier_blocks import ready_blocks
 
 
@@ -192,7 +192,7 @@ def test_more_of_many_blocks_leave_in_each_poll() -> None:
             node.add(name)
         goal = len(names) // _LEAVING_SHARE
         node.make_room()
-        assert len(node.leaving._leaving) == goal // BACKLOG_SHARE > _BLOCKS
+        assert len(leaving_blocks(node.leaving)) == goal // BACKLOG_SHARE > _BLOCKS
         node.demoter.write_waiting(all_blocks=True)
         node.finish()
 

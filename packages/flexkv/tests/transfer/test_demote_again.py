@@ -14,7 +14,7 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter
 from flexkv.transfer.sources import QueriedSource
 from flexkv.types.admission import ADMISSIONS
-from packages.inside import demoting
+from packages.inside_tiers import demoting, leaving_blocks, waiting_writes
 from packages.tier_blocks import ready_blocks
 
 
@@ -96,7 +96,7 @@ def test_a_block_that_is_lost_while_it_waits_to_leave_frees_its_slot(again: bool
         node.add("!")
         node.make_room()
         # Behind the end of the long prefix, whose beginning is looked for.
-        leaving = [block.key.decode() for block in node.leaving._leaving]
+        leaving = [block.key.decode() for block in leaving_blocks(node.leaving)]
         assert leaving == [names[-1], "\u4e00"]
         node.lose(leaving[-1])
         if again:
@@ -131,7 +131,7 @@ def test_blocks_wait_behind_those_that_are_looked_for() -> None:
         child = "!"
         node.add(child, parent=names[-1])
         assert child not in node.offer(child)
-        while node.demoter._waiting:
+        while waiting_writes(node.demoter):
             node.write()
         assert node.writing() == names + child
         node.finish()

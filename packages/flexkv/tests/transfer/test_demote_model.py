@@ -21,6 +21,7 @@ from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.sources import IndexedSource
 from flexkv.types.admission import ADMISSIONS
 from packages.conftest import StillClock
+from packages.inside_tiers import assert_idle, leaving_blocks
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
 
 SLOTS = 12
@@ -195,9 +196,9 @@ class LeavingModel(RuleBasedStateMachine):
                 break
         else:
             raise AssertionError("something stays busy, or does not leave")
-        assert not self.leaving._leaving
+        assert not leaving_blocks(self.leaving)
         for demoter in self.demoters:
-            assert not any((demoter._held, demoter._writing, demoter._chain, demoter._waiting))
+            assert_idle(demoter)
         assert not writing_blocks(self.index)
         assert not any(block.leases for block in ready_blocks(self.index).values())
         assert_no_slot_is_lost(self.index)

@@ -11,6 +11,7 @@ from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser, LoadMode
 from flexkv.types.changes import Medium
+from packages.inside import is_doubtful, prefill_of, timed_steps
 
 BLOCK_BYTES = 1000
 BLOCK_TOKENS = 100
@@ -70,7 +71,7 @@ def chooser() -> LoadChooser:
 def computes(chooser: LoadChooser, seconds: float) -> None:
     """Steps of 1,000 tokens have taken so long."""
     for _ in range(3):
-        chooser._prefill.observe([SPAN], seconds)
+        prefill_of(chooser).observe([SPAN], seconds)
 
 
 def fetch(begun: float, arrived: int = 0) -> FetchId:
@@ -187,13 +188,13 @@ def test_a_step_counts_from_the_end_of_the_one_before(chooser: LoadChooser, cloc
         clock.now += 0.05
         chooser.timer.ended(number)
     # The second one waited for the first; counted from its beginning it would have taken 0.1 s.
-    assert chooser._prefill.seconds(SPAN) == pytest.approx(0.05)
+    assert prefill_of(chooser).seconds(SPAN) == pytest.approx(0.05)
 
 
 def test_steps_that_are_never_reported_are_forgotten(chooser: LoadChooser) -> None:
     for _ in range(1000):
         chooser.step_begins([SPAN])
-    assert len(chooser.timer._steps) <= 64
+    assert len(timed_steps(chooser)) <= 64
 
 
 def test_steps_that_compute_no_prompt_are_not_reported(chooser: LoadChooser) -> None:
@@ -417,7 +418,7 @@ def test_what_is_delayed_does_not_make_a_tier_doubtful(clock: Clock) -> None:
         delayed = fetch(0.0)
         assert not chooser.is_worth_waiting(delayed, SPAN, others=2)
         end(chooser, delayed)
-    assert not chooser._waits._paces[Medium.DISK].doubtful
+    assert not is_doubtful(chooser, Medium.DISK)
 
 
 def test_a_short_delay_is_accepted(clock: Clock) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv.tiers.job import Outcome, Priority
+from packages.inside_tiers import store_of
 
 DONE = Outcome.DONE
 
@@ -69,7 +70,7 @@ def test_of_two_records_of_one_block_the_older_does_not_return(tmp_path: Path) -
     """As a kill between an eviction and the write it was for may leave them."""
     with opened(tmp_path, slots=8) as client:
         client.write(names(8))
-        (store,) = [drive._store for drive in client.tier.drives]
+        (store,) = [store_of(drive) for drive in client.tier.drives]
         (buffer,) = client.buffers[:1]
         buffer[:] = bytes_of(names(1)[0])
         slot = store.index.lease(names(1)[0])

@@ -15,6 +15,7 @@ from disk_blocks import (
 )
 
 from flexkv.tiers.job import Outcome
+from packages.inside_tiers import last_generation, store_of, used_slots
 
 DONE = Outcome.DONE
 OTHER = "cd" * 32
@@ -77,13 +78,13 @@ def test_records_are_written_again_only_as_blocks_are_written(tmp_path: Path) ->
         client.write(names(16))
         (drive,) = client.tier.drives
         client.tier.touch(names(16))
-        generation = drive._generation
+        generation = last_generation(drive)
         for _ in range(100):
             client.tier.touch(names(16))
-        assert drive._generation == generation
+        assert last_generation(drive) == generation
         client.write(names(9, first=100))
         client.tier.touch(names(7))
-        assert drive._generation == generation + 9 + 7
+        assert last_generation(drive) == generation + 9 + 7
 
 
 def test_what_is_forgotten_while_its_record_is_renewed_does_not_return(tmp_path: Path) -> None:
@@ -108,12 +109,12 @@ def test_a_record_that_cannot_be_renewed_costs_nothing_now(
     with opened(tmp_path, slots=16) as client:
         client.write(keys)
         (drive,) = client.tier.drives
-        monkeypatch.setattr(drive._store, "write_record", refuse)
+        monkeypatch.setattr(store_of(drive), "write_record", refuse)
         client.tier.touch(keys)
         client.settle()
         monkeypatch.undo()
         assert client.read(keys) == [DONE] * 16
-        assert drive.index._uses == {}
+        assert not used_slots(drive.index)
     with opened(tmp_path, slots=16) as client:
         assert client.read(keys) == [DONE] * 16
 

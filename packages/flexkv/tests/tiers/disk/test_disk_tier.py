@@ -33,9 +33,9 @@ from flexkv.tiers.disk import drive as disk_drive
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.table import VERSION
 from flexkv.tiers.job import Outcome, Priority
-from flexkv.tiers.link import Link
 from flexkv.types.errors import DiskError
 from packages.conftest import Clock
+from packages.inside_tiers import is_closing, running_jobs, store_of
 
 DONE = Outcome.DONE
 OTHER = "cd" * 32
@@ -49,12 +49,6 @@ def disk_use(root: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += path.lstat().st_blocks * 512
     return total
-
-
-def is_closing(link: Link) -> bool:
-    """Whether its close has begun, and the time is known until which writes begin."""
-    with link._work:
-        return link._closing
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
@@ -89,7 +83,7 @@ def test_an_empty_batch_has_no_results(tmp_path: Path) -> None:
 def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     with opened(tmp_path) as client:
         client.write(names(5))
-        (ledger,) = [d._store.ledger for d in client.tier.drives]
+        (ledger,) = [store_of(d).ledger for d in client.tier.drives]
         assert client.write(names(6)) == [DONE] * 6
         assert ledger.written_blocks == 6
         assert client.write([b"twice"] * 3) == [DONE] * 3
@@ -166,16 +160,16 @@ def test_what_waits_is_written_as_long_as_the_engine_allows(
     tier = open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity_of(64))
     client = Client(tier)
     (drive,) = tier.drives
-    gate, write = threading.Event(), drive._store.write
+    gate, write = threading.Event(), store_of(drive).write
 
     def waiting(*args: Any, **named: Any) -> Any:
         gate.wait()
         return write(*args, **named)
 
-    monkeypatch.setattr(drive._store, "write", waiting)
+    monkeypatch.setattr(store_of(drive), "write", waiting)
     monkeypatch.setattr(drive, "_runs", lambda slots, size: [[i] for i in range(len(slots))])
     client.begin_write(names(40))
-    while len(drive.link._running) < THREADS:
+    while running_jobs(drive.link) < THREADS:
         time.sleep(0)
     # By itself it begins writes for `DEADLINE`, and waits as long again for their ends.
     monkeypatch.setattr(disk_drive, "CLOSE_SECONDS", 2 * DEADLINE)
@@ -235,7 +229,7 @@ def test_files_never_take_more_than_the_capacity(
     root = tmp_path_factory.mktemp("bound")
     capacity = capacity_of(1) + slots * slot + extra
     tier = open_disk_tier([str(root)], FINGERPRINT, slot, capacity)
-    (store,) = [drive._store for drive in tier.drives]
+    (store,) = [store_of(drive) for drive in tier.drives]
     client = Client(tier)
     memory = client.buffers[0].obj
     buffer = memoryview(memory)[:slot]
@@ -265,7 +259,7 @@ def test_a_file_system_without_direct_io_works_too(tmp_path: Path) -> None:
     with opened(tmp_path) as client:
         client.write(names(5))
     with opened(tmp_path, files=NoDirectFiles()) as client:
-        assert not client.tier.drives[0]._store.direct
+        assert not store_of(client.tier.drives[0]).direct
         assert client.read(names(5)) == [DONE] * 5
         assert client.write(names(5, first=5)) == [DONE] * 5
     with opened(tmp_path) as client:

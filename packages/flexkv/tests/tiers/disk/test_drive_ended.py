@@ -13,6 +13,7 @@ from flexkv.tiers.disk.drive import _ENDED_BLOCKS, EndedJobs
 from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
 from flexkv.types.backlog import BACKLOG_SHARE
+from packages.inside_tiers import ended_jobs
 
 PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
@@ -24,7 +25,7 @@ def after(jobs: list[Job]) -> Iterator[EndedJobs]:
     link = Link("test", 1, 1, 1 << 20, PATIENCE)
     link.submit(*jobs)
     end = time.monotonic() + PATIENCE
-    while len(link._done) < len(jobs):
+    while ended_jobs(link) < len(jobs):
         assert time.monotonic() < end, "a job does not end"
         time.sleep(0.0002)
     yield EndedJobs(link)

@@ -14,6 +14,7 @@ from faults.faulty_files import HangingFiles
 from flexkv.tiers.disk import drive
 from flexkv.tiers.job import Outcome
 from packages.conftest import Clock
+from packages.inside_tiers import assume_write_rate, write_rate
 
 DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
 KEYS = names(24)
@@ -77,7 +78,7 @@ def test_a_full_queue_keeps_the_beginning(
 @pytest.mark.parametrize("fast", [0, 1])
 def test_a_drive_without_room_leaves_blocks_to_the_others(tmp_path: Path, fast: int) -> None:
     with opened(tmp_path / "a", tmp_path / "b", slots=8) as client:
-        client.tier.drives[fast]._write_rate = 1e15
+        assume_write_rate(client.tier.drives[fast], 1e15)
         assert client.write(KEYS) == [DONE] * 16 + [DROPPED] * 8
         assert client.found(KEYS) == KEYS[:16]
 
@@ -87,7 +88,7 @@ def test_a_full_queue_leaves_blocks_to_other_drives(tmp_path: Path) -> None:
     files.go.set()
     roots = tmp_path / "a", tmp_path / "b"
     with opened(*roots, slots=64, queue_bytes=8 * SLOT, files=files) as client:
-        client.tier.drives[1]._write_rate = 1e15
+        assume_write_rate(client.tier.drives[1], 1e15)
         files.go.clear()
         ticket = client.begin_write(KEYS)
         files.go.set()
@@ -117,7 +118,8 @@ def test_a_drive_that_was_once_slow_is_measured_again(
     monkeypatch.setattr(drive, "time", clock)
     with opened(tmp_path / "a", tmp_path / "b", slots=64) as client:
         slow, fast = client.tier.drives
-        slow._write_rate, fast._write_rate = 1.0, 1e15
+        assume_write_rate(slow, 1.0)
+        assume_write_rate(fast, 1e15)
         for key in KEYS[:8]:
             client.write([key])
         assert [key for key in KEYS[:8] if key in slow.index] == []
@@ -125,4 +127,4 @@ def test_a_drive_that_was_once_slow_is_measured_again(
         client.write(KEYS[8:12])
         assert [key for key in KEYS[8:12] if key in slow.index] == KEYS[8:9]
         # The old rate, a byte a second, no longer counts at all.
-        assert slow._write_rate > 1000.0
+        assert write_rate(slow) > 1000.0

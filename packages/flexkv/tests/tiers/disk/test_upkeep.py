@@ -19,7 +19,7 @@ from flexkv.tiers.disk import OsFiles, ledger, table, upkeep
 from flexkv.tiers.disk.cache_directory import RESET
 from flexkv.tiers.job import Outcome
 from packages.conftest import Clock
-from packages.inside import store_of
+from packages.inside_tiers import store_of
 
 DONE = Outcome.DONE
 KEYS = names(20)

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from packages.inside import requests_of
-
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 
 import obstore
@@ -31,6 +29,7 @@ from flexkv.tiers.objects.open_objects import connect
 from flexkv.tiers.questions import Found, Question
 from flexkv.types.errors import StoreSettingError
 from packages.conftest import PATIENCE_SECONDS, Clock
+from packages.inside_tiers import requests_of
 
 FINGERPRINT = "f" * 32
 SLOT = 4096

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As `inside.py`: private parts of FlexKV in an engine's scheduler and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+
+def adapter_of(connector: Any) -> Any:
+    """FlexKV's adapter behind its own connector."""
+    return connector._adapter
+
+
+def set_adapter(connector: Any, adapter: Any) -> None:
+    """A connector that was made without a start gets its adapter."""
+    connector._adapter = adapter
+
+
+def scheduler_of(adapter: Any) -> Any:
+    """The side of an adapter in vLLM's scheduler."""
+    return adapter._scheduler
+
+
+def set_scheduler(adapter: Any, side: Any) -> None:
+    adapter._scheduler = side
+
+
+def worker_of(adapter: Any) -> Any:
+    """The side of an adapter in a worker of vLLM's."""
+    return adapter._worker
+
+
+def set_worker(adapter: Any, side: Any) -> None:
+    adapter._worker = side
+
+
+def events_of(adapter: Any) -> Any:
+    """What reports KV events; None if nobody listens."""
+    return adapter._events
+
+
+def failures_of(owner: Any) -> dict[str, int]:
+    """Errors that did not reach vLLM, by what failed."""
+    failures: dict[str, int] = owner._boundary.failures
+    return failures
+
+
+def fail_by_request(adapter: Any, by_request: bool) -> None:
+    """Whether an adapter reports failed loads by their requests."""
+    adapter._by_request = by_request
+
+
+def poll_side(side: Any) -> None:
+    """A scheduler's side or a manager sees what has ended, without a step of the engine."""
+    side._poll()
+
+
+def polling_failures(side: Any) -> int:
+    """Errors of a scheduler's side while it polled the cache."""
+    count: int = side._engine.boundary.failures["polling the cache"]
+    return count
+
+
+def tracked_requests(side: Any) -> Mapping[str, Any]:
+    """What a scheduler's side knows of requests, by their ids."""
+    requests: Mapping[str, Any] = side._requests.by_id
+    return requests
+
+
+def ignored_parameters(side: Any) -> int:
+    """Parameters of requests that FlexKV could not use."""
+    count: int = side._requests.options.ignored
+    return count
+
+
+def orders_of(side: Any) -> Any:
+    """What a scheduler's side orders with the next step."""
+    return side._orders
+
+
+def loads_of(side: Any) -> Any:
+    """The loads of a scheduler's side."""
+    return side._loads
+
+
+def fetches_of_loads(side: Any) -> Any:
+    """What a scheduler's side fetches for its requests."""
+    return side._loads._fetches
+
+
+def side_stores(side: Any) -> Any:
+    """The stores of a scheduler's side."""
+    return side._stores
+
+
+def stores_under_way(side: Any) -> Mapping[int, Any]:
+    """Stores of a scheduler's side that have begun, by their ids."""
+    stores: Mapping[int, Any] = side._stores.under_way
+    return stores
+
+
+def tables_of(side: Any) -> Any:
+    """The block tables of requests, as a scheduler's side follows them."""
+    return side._tables
+
+
+def fills_of(side: Any) -> Any:
+    """What finds the blocks that a step fills."""
+    return side._fills
+
+
+def keys_of_side(side: Any) -> Any:
+    """What makes the keys of a request's blocks."""
+    return side._keys
+
+
+def groups_of(side: Any) -> Sequence[Any]:
+    """The KV cache groups of a model."""
+    groups: Sequence[Any] = side._groups.members
+    return groups
+
+
+def set_idle_clock(owner: Any, clock: Callable[[], float]) -> None:
+    """The time without requests passes by another clock."""
+    owner._idle_steps._clock = clock
+
+
+def assert_untracked(side: Any, empty_orders: Any) -> None:
+    """A scheduler's side knows of no request, load or store, and has no orders."""
+    assert side._requests.by_id == {}
+    assert side._loads.unfinished == side._loads._loads._running == {}
+    assert side._stores.under_way == {}
+    assert side._orders == empty_orders
+
+
+def expect_stamps(events: Any) -> None:
+    """As with a vLLM whose block hashes have the adapter's stamp."""
+    events._has_stamps = True
+
+
+def worker_copies(worker: Any) -> Any:
+    """The copies of a worker that have begun."""
+    return worker._copies
+
+
+def mover_of(worker: Any) -> Any:
+    """What copies a worker's blocks."""
+    return worker._copies.mover
+
+
+def set_mover(worker: Any, mover: Any) -> None:
+    worker._copies.mover = mover
+
+
+def stores_of_worker(worker: Any) -> Mapping[int, int]:
+    """Tickets of a worker's stores that have not ended, by their ids."""
+    stores: Mapping[int, int] = worker._stores
+    return stores
+
+
+def note_received(worker: Any, request_id: str) -> None:
+    """As if all blocks of a request had been loaded in this step."""
+    worker._received.add(request_id)
+
+
+def loads_alone(worker: Any) -> bool:
+    """Whether no other connector loads beside a worker."""
+    alone: bool = worker._alone
+    return alone
+
+
+def assert_no_copy(worker: Any) -> None:
+    """A worker copies nothing, and knows nothing of any request."""
+    assert worker._loads == worker._stores == worker._releases == {}
+    assert not worker._layerwise.running
+
+
+def forget_stamps() -> None:
+    """As in a new process, the stamps of LoRA adapters are not known."""
+    from flexkv_vllm import identity
+
+    identity._stamp.cache_clear()
+
+
+def requests_of_manager(manager: Any) -> Mapping[str, Any]:
+    """Requests that an OffloadingManager looks up or loads, by their ids."""
+    requests: Mapping[str, Any] = manager._requests
+    return requests
+
+
+def switch_on(manager: Any) -> None:
+    """A manager goes on as if it had not been closed or turned off."""
+    manager._closed = manager._is_off = False
+
+
+def assert_manager_at_rest(manager: Any) -> None:
+    """An OffloadingManager and what follows its requests know of none."""
+    assert manager._requests == manager._loading == manager._fetched == {}
+    assert manager.prompts._lacking == {}
+    assert manager.prompts._finished == set()
+
+
+def held_stores(manager: Any) -> Collection[Any]:
+    """Stores that count once vLLM reports their ends."""
+    held: Collection[Any] = manager.held._held.values()
+    return held
+
+
+def jobs_of(worker: Any) -> dict[int, Any]:
+    """The jobs of an OffloadingWorker, by their ids."""
+    jobs: dict[int, Any] = worker._jobs
+    return jobs
+
+
+def replace_groups(worker: Any, replace: Callable[[Any], Any]) -> None:
+    """Replace each group's mover of an OffloadingWorker."""
+    worker._groups = [replace(group) for group in worker._groups]
