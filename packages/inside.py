@@ -209,11 +209,6 @@ def accesses_of(side: Any) -> Any:
     return side._accesses and side._accesses._uses
 
 
-def fetches_of(side: Any) -> tuple[Any, Any]:
-    """The cache of an SGLang rank that decides, and the fetches of its requests."""
-    return side._cache, side.requests.waiting.awaited
-
-
 def blocks_of_fetch(cache: KVCache, fetch: FetchId) -> list[Any]:
     """The blocks of a fetch by position, None for those that it lacks; none if it has ended."""
     found = cache._below.fetcher._fetches.get(fetch)

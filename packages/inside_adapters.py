@@ -27,7 +27,7 @@ def set_scheduler(adapter: Any, side: Any) -> None:
 
 
 def worker_of(adapter: Any) -> Any:
-    """The side of an adapter in a worker of vLLM's."""
+    """The side of an adapter in a worker of vLLM's; what copies the pages of a rank of SGLang."""
     return adapter._worker
 
 
@@ -216,3 +216,50 @@ def jobs_of(worker: Any) -> dict[int, Any]:
 def replace_groups(worker: Any, replace: Callable[[Any], Any]) -> None:
     """Replace each group's mover of an OffloadingWorker."""
     worker._groups = [replace(group) for group in worker._groups]
+
+
+def layers_of(worker: Any) -> Any:
+    """What loads beside a forward, layer by layer."""
+    return worker._layerwise
+
+
+def serve_side(side: Any) -> None:
+    """SGLang's hooks serve a rank, without a look at SGLang."""
+    from flexkv_sglang import hooks
+
+    hooks._sides.append(side)
+
+
+def pending_offloads(side: Any) -> Collection[Any]:
+    """Offloads of a rank of SGLang whose ends SGLang has not taken."""
+    pending: Collection[Any] = side._pending
+    return pending
+
+
+def queued_loads(side: Any) -> Mapping[str, Any]:
+    """Loads of a rank of SGLang that wait for a batch, by their requests."""
+    queued: Mapping[str, Any] = side._queued
+    return queued
+
+
+def kept_lookups(followed: Any) -> Collection[str]:
+    """Requests of SGLang whose lookups are kept."""
+    lookups: Collection[str] = followed._lookups
+    return lookups
+
+
+def awaited_fetch(side: Any, rid: str) -> Any:
+    """What a rank of SGLang fetches for a request; None if it has no fetch."""
+    return side.requests.waiting.awaited._fetches.get(rid)
+
+
+def kept_keys(pages: Any) -> int:
+    """How many keys of SGLang's pages are kept."""
+    count: int = pages._kept_keys
+    return count
+
+
+def kept_pages(events: Any) -> Collection[Any]:
+    """Pages of SGLang that its KV events know."""
+    pages: Collection[Any] = events._pages
+    return pages

@@ -24,6 +24,8 @@ from torch import distributed
 from flexkv_sglang import hooks
 from flexkv_sglang.ranks import ranks_of
 from flexkv_sglang.side import RankSide
+from packages.inside import cache_of
+from packages.inside_adapters import serve_side
 from packages.line_errors import Line
 
 _PAGES = 3
@@ -154,7 +156,7 @@ class Process:
         self._number = rank
         self._side = self._rank.side
         self._tree = Tree()
-        hooks._sides.append(self._side)
+        serve_side(self._side)
         hooks.missing_pages = lambda tree, request, **_: request.matched()  # type: ignore[assignment]
         self._errors = line_errors(random.Random(rank), setattr)
         self._rounds = 0
@@ -197,7 +199,7 @@ class Process:
                     loaded = self._load(request, [7, 8, 9])
                     right = same(self._rank.read([7, 8, 9]), wanted)
         self._errors.disarm()
-        cache = self._side._cache
+        cache = cache_of(self._side)
         # After an error, the cache stores nothing until it has recovered.
         while not self._least(int(cache is None or not cache.busy)):
             self._side.ended_offloads()

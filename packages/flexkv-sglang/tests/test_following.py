@@ -14,6 +14,7 @@ from sglang_world import Rank, hashes_of
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.figures.definitions import HIT_TOKENS, QUERY_TOKENS, sample
 from flexkv_sglang import following
+from packages.inside_adapters import kept_lookups
 
 PAGE = 4
 PROMPT = list(range(21))
@@ -261,6 +262,6 @@ def test_lookups_of_requests_that_leave_are_forgotten(world: World) -> None:
     for number in range(1000):
         side.lookup(f"r {number}", HASHES)
         world.schedule(waiting=[waits])
-    assert len(world.rank.requests.followed._lookups) < 100
+    assert len(kept_lookups(world.rank.requests.followed)) < 100
     world.schedule(waits, Request("r 500", PROMPT))
     assert [keys for keys, _ in world.told.began_with] == [world.keys(HASHES), []]

@@ -15,6 +15,7 @@ from test_side_ranks import Engine, engine  # noqa: F401, a fixture
 from flexkv.figures.definitions import sample
 from flexkv_sglang.side import _FAILED_POLLS
 from packages.inside import cache_of
+from packages.inside_adapters import worker_of
 
 
 class InjectedError(Exception):
@@ -28,7 +29,7 @@ def fail(*_: object) -> None:
 def break_polls(rank: Rank, patch: pytest.MonkeyPatch, call: str) -> None:
     """Make every poll of a rank fail: on its own copies, or on all ranks' reports."""
     side: Any = rank.side
-    owner = side._worker if call == "finished" else side._cache
+    owner = worker_of(side) if call == "finished" else cache_of(side)
     patch.setattr(owner, call, fail)
 
 

@@ -14,7 +14,8 @@ from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of
 
 from flexkv_sglang import look_ahead
 from flexkv_sglang.look_ahead import WINDOW
-from packages.inside import fetches_of
+from packages.inside import cache_of
+from packages.inside_adapters import awaited_fetch
 from packages.seen_fetch import SeenFetch
 
 PAGES = 9
@@ -58,9 +59,8 @@ def finish(rank: Rank) -> None:
 
 def fetched(rank: Rank, rid: str) -> Any:
     """The request's fetch; None if it has none."""
-    cache, awaited = fetches_of(rank.side)
-    found = awaited._fetches.get(rid)
-    return None if found is None else SeenFetch(cache, found.id, found.keys)
+    found = awaited_fetch(rank.side, rid)
+    return None if found is None else SeenFetch(cache_of(rank.side), found.id, found.keys)
 
 
 def wait(rank: Rank, *rids: str) -> None:
@@ -125,8 +125,7 @@ def test_a_prefix_in_host_memory_stays_as_long_as_what_is_read_behind_it(
     wait(rank, "r")
     assert [block.key for block in fetch.blocks] == fetch.keys
     assert fetch.blocks[1].parent is fetch.blocks[0]
-    _, awaited = fetches_of(rank.side)
-    assert awaited._fetches["r"].first == known - 1
+    assert awaited_fetch(rank.side, "r").first == known - 1
 
 
 def test_an_error_concerns_one_request(rank: Rank) -> None:

@@ -12,6 +12,7 @@ from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
 from flexkv_sglang import page_keys
 from flexkv_sglang.page_keys import PageKeys
+from packages.inside_adapters import kept_keys
 
 HASHES = hashes_of("a", 200)
 
@@ -57,6 +58,6 @@ def test_kept_keys_have_a_bound(made: list[int], monkeypatch: pytest.MonkeyPatch
     for hashes in (first, second, first, hashes_of("c", 150), second, first):
         pages.of(hashes)
     assert made == [150, 150, 150, 150]
-    assert pages._kept_keys == 300
+    assert kept_keys(pages) == 300
     pages.of(hashes_of("d", 301))
-    assert pages._kept_keys == 300
+    assert kept_keys(pages) == 300

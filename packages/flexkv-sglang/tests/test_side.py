@@ -15,6 +15,8 @@ from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser
 from flexkv.figures.definitions import sample
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.side import RankSide
+from packages.inside import cache_of
+from packages.inside_adapters import mover_of, stores_of_worker, worker_of
 
 MakeRank = Callable[..., Rank]
 
@@ -68,7 +70,7 @@ def test_a_layer_waits_for_its_part_and_no_more(
     rank = make_rank()
     hashes = hashes_of("a", 2)
     rank.store(hashes, [1, 2])
-    mover = type(rank.side._worker._copies.mover)
+    mover = type(mover_of(worker_of(rank.side)))
     held: list[int] = []
     hold = mover.hold
 
@@ -109,7 +111,7 @@ def test_a_cancelled_load_writes_nothing_and_holds_nothing(make_rank: MakeRank) 
     assert not rank.side.cancel("r")
     assert rank.side.start_batch() == -1
     assert same(rank.read([3, 4]), before)
-    cache = rank.side._cache
+    cache = cache_of(rank.side)
     assert cache is not None
     assert not cache.under_way
 
@@ -125,7 +127,7 @@ def test_a_load_that_cannot_begin_fails_and_its_blocks_are_dropped(
         raise OSError("no copies today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(rank.side._worker._copies.mover), "submit", refuse)
+        patch.setattr(type(mover_of(worker_of(rank.side))), "submit", refuse)
         assert not rank.load("r", hashes, [3, 4])
     assert rank.side.lookup("r", hashes) == []
     assert rank.store(hashes, [1, 2])
@@ -143,7 +145,7 @@ def test_a_forward_pass_that_could_not_wait_counts_as_failed(
         raise OSError("no waiting today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rank.side._worker, "wait_for_layer", refuse)
+        patch.setattr(worker_of(rank.side), "wait_for_layer", refuse)
         assert not rank.load("r", hashes, [7, 8])
     assert rank.load("r", hashes, [7, 8])
 
@@ -190,7 +192,7 @@ def test_pages_that_are_stored_in_part_are_copied_in_part(make_rank: MakeRank) -
 
 def test_what_finds_no_room_is_not_called_stored(make_rank: MakeRank) -> None:
     rank = make_rank(pages=300)
-    cache = rank.side._cache
+    cache = cache_of(rank.side)
     assert cache is not None
     count = cache.info.num_slots + 1
     assert not rank.store(hashes_of("a", count), [1 + i % 299 for i in range(count)])
@@ -205,7 +207,7 @@ def test_after_a_reset_nothing_writes_and_the_blocks_are_still_there(make_rank: 
     assert rank.side.load("other", hashes_of("other", 2), [7, 8])
     rank.side.offload(hashes, lambda: [1, 2])
     rank.side.reset()
-    assert not rank.side._worker._stores  # none was left to end by itself
+    assert not stores_of_worker(worker_of(rank.side))  # none was left to end by itself
     assert rank.side.ended_offloads() == 0
     assert rank.side.start_batch() == -1
     rank.fill([1, 2], seed=2)  # SGLang uses the pages for others
@@ -260,7 +262,7 @@ def test_an_error_of_the_cache_is_a_miss(
         raise RuntimeError("a bug")
 
     for name in ("lookup", "load", "store"):
-        monkeypatch.setattr(type(rank.side._cache), name, fail)
+        monkeypatch.setattr(type(cache_of(rank.side)), name, fail)
     assert rank.side.lookup("r", hashes) == []
     assert not rank.side.load("r", hashes, [3, 4])
     assert not rank.store(hashes_of("b", 1), [5])
@@ -299,7 +301,7 @@ def test_an_error_counts_once(make_rank: MakeRank, monkeypatch: pytest.MonkeyPat
 
 def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:
     rank = make_rank(pages=300)
-    cache = rank.side._cache
+    cache = cache_of(rank.side)
     assert cache is not None
     hashes = hashes_of("a", 4)
     rank.store(hashes[:2], [1, 2])
@@ -373,6 +375,6 @@ def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
     with monkeypatch.context() as patch:
         patch.setattr(side.requests.waiting.awaited, "end_all", fail)
         patch.setattr(side.requests.followed, "close", fail)
-        patch.setattr(side._cache, "close", closed.append)
+        patch.setattr(cache_of(side), "close", closed.append)
         side.close(2.5)
     assert closed == [2.5]

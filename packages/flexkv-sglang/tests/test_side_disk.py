@@ -12,6 +12,7 @@ from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, same, wait_for
 
 from flexkv.engine.choice.load_choice import LoadChooser
+from packages.inside import cache_of
 
 MakeRank = Callable[..., Rank]
 
@@ -102,7 +103,7 @@ def test_after_a_failed_clear_nothing_is_found_until_one_succeeds(
         raise OSError("nobody expects it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rank.side._cache, "clear", fail)
+        patch.setattr(cache_of(rank.side), "clear", fail)
         assert not rank.side.clear()
     assert rank.side.lookup("r", hashes) == []
     assert rank.side.clear()

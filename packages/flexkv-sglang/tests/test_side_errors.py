@@ -35,9 +35,11 @@ from packages.inside import (
     assert_no_lease,
     assert_no_write,
     board_of,
+    cache_of,
     free_cells,
     index_of,
 )
+from packages.inside_adapters import pending_offloads, queued_loads
 from packages.line_errors import SHARE, LineErrors
 from packages.tier_blocks import assert_no_slot_is_lost
 
@@ -89,15 +91,15 @@ class Engine:
 
     def settle(self) -> None:
         """SGLang has nothing more to do: it steps until nothing is under way."""
-        cache: Any = self.side._cache
+        cache: Any = cache_of(self.side)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while cache.busy or self.side.ended_offloads() != len(self.side._pending):
+        while cache.busy or self.side.ended_offloads() != len(pending_offloads(self.side)):
             assert time.monotonic() < deadline, "something is under way"
             self.side.held([])
             self.side.ended_offloads()
-        while self.side._pending:
+        while pending_offloads(self.side):
             self.side.take_offload()
-        assert self.side._queued == {}
+        assert queued_loads(self.side) == {}
         assert sorted(free_cells(board_of(cache))) == list(range(CELLS))
         assert_no_lease(cache)
         assert_no_fetch(cache)

@@ -22,6 +22,7 @@ from sglang_world import (
 )
 
 from flexkv import KVCache
+from packages.inside_adapters import layers_of, worker_of
 
 Answer = TypeVar("Answer")
 
@@ -232,12 +233,12 @@ def test_a_load_that_fails_on_one_rank_is_a_miss_from_then_on(
 ) -> None:
     hashes = hashes_of("a", 3)
     engine.both(lambda rank: rank.store(hashes, [1, 2, 3]))
-    worker = engine.ranks[1].side._worker
+    worker = worker_of(engine.ranks[1].side)
 
     def refuse(*_: object) -> None:
         raise OSError("no copies today")
 
-    monkeypatch.setattr(worker._layerwise, "start", refuse)
+    monkeypatch.setattr(layers_of(worker), "start", refuse)
     assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, False]
     engine.ranks[0].side.ended_offloads()
     assert engine.ranks[0].side.lookup("r", hashes) == []

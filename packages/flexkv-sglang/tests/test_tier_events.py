@@ -13,6 +13,8 @@ from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
 from flexkv_sglang.tier_events import Page, TierEvents, Told
+from packages.inside import cache_of
+from packages.inside_adapters import kept_pages
 
 MakeRank = Callable[..., Rank]
 HOST, DISK = Medium.HOST, Medium.DISK
@@ -107,7 +109,7 @@ def test_a_page_that_is_offered_again_is_told_once(subscribe: Callable[..., Subs
 
 def test_evicted_pages_are_told(subscribe: Callable[..., Subscriber]) -> None:
     subscriber = subscribe()
-    arena = subscriber.rank.side._cache
+    arena = cache_of(subscriber.rank.side)
     assert arena is not None
     room = arena.info.num_slots
     for number in range(room // 10 + 2):
@@ -119,7 +121,7 @@ def test_evicted_pages_are_told(subscribe: Callable[..., Subscriber]) -> None:
     assert set(numbers_of(f"prompt {room // 10 + 1}", 10)) <= known
     assert not set(numbers_of("prompt 0", 10)) & known
     # Nothing is kept of what no tier has.
-    assert len(subscriber.events._pages) == len(known)
+    assert len(kept_pages(subscriber.events)) == len(known)
 
 
 def test_pages_on_disk_are_told_beside_those_in_host_memory(
@@ -187,7 +189,7 @@ def test_pages_that_nobody_has_are_not_kept(subscribe: Callable[..., Subscriber]
     assert subscriber.listen() == []
     subscriber.leave("a", 3)
     assert subscriber.listen() == []
-    assert not subscriber.events._pages
+    assert not kept_pages(subscriber.events)
 
 
 def test_nobody_pays_for_events_that_nobody_wants(make_rank: MakeRank) -> None:
@@ -200,7 +202,7 @@ def test_a_page_that_has_come_back_meanwhile_is_not_told(
     subscriber = subscribe()
     subscriber.offload("a", 3)
     subscriber.listen()
-    arena = subscriber.rank.side._cache
+    arena = cache_of(subscriber.rank.side)
     assert arena is not None
     for number in range(arena.info.num_slots // 10 + 2):
         subscriber.offload(f"prompt {number}", 10, told=False)
@@ -216,7 +218,7 @@ def test_what_one_call_leaves_the_calls_of_an_engine_at_rest_report(
     monkeypatch.setattr("flexkv.cache._CHANGES", 2)
     subscriber = subscribe()
     subscriber.offload("a", 5)
-    cache = subscriber.rank.side._cache
+    cache = cache_of(subscriber.rank.side)
     assert cache is not None
     assert [len(subscriber.listen()) for _ in range(4)] == [2, 2, 1, 0]
     assert not cache.has_changes
