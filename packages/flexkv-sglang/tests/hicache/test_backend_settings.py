@@ -38,5 +38,5 @@ def test_an_unknown_key_is_named_with_its_source() -> None:
 
 
 def test_a_service_is_refused() -> None:
-    with pytest.raises(ConfigError, match="service is '/s', and only vLLM's"):
+    with pytest.raises(ConfigError, match="service is '/s', and HiCache"):
         read_settings(OF_SGLANG, {"FLEXKV_SERVICE": "/s"})

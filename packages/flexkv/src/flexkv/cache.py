@@ -43,16 +43,14 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 _CHANGES = 2048
-"""The most changes of a tier that one call returns: more than a step makes, and some milliseconds
-of work. The blocks on disk at the start, a reset and a burst of evictions need several calls. Not
-tuned."""
+"""The most changes of a tier that one call returns, in some milliseconds: more than a step makes.
+Blocks on disk at the start, a reset and many evictions need several calls. Not tuned."""
 
 _REMOVED_BLOCKS = 256
 """Blocks that a poll removes because of their age: about a millisecond. Not tuned."""
 
 _SWEPT_SLOTS = 512
-"""Slots that a poll looks at for blocks of before a reset: about 0.15 ms. Stores find a slot
-without it. Tuned on an index of four million blocks."""
+"""Slots that a poll looks at for blocks of before a reset, in 0.15 ms. Stores find some without."""
 
 
 def _sound(
@@ -95,6 +93,9 @@ class KVCache:
     Attributes:
         info: what does not change.
     """
+
+    publishing: Collection[int] = ()
+    awaits_slots = False
 
     def __init__(
         self,

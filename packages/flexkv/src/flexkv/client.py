@@ -204,6 +204,17 @@ class CacheClient(Protocol):
         """The number of blocks in the loads among them."""
         ...
 
+    @property
+    def publishing(self) -> Collection[int]:
+        """Ids of the stores that `poll` has returned and whose blocks another process has yet to
+        publish. Lookups find them then."""
+        ...
+
+    @property
+    def awaits_slots(self) -> bool:
+        """Whether a store gets no slot now, and another process may grant some soon."""
+        ...
+
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of blocks that can be loaded, from the first key on. No side effect."""
         ...

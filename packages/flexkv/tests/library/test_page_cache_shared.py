@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ import numpy as np
 from flexkv import KVLayout, PageCache, TensorView, open_cache
 from integration.harness.s3_server import BUCKET, S3Server
 from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.service.served import Service
 
 PAGES = 16
 KEYS = [b"block %d" % i for i in range(10)]
@@ -29,21 +32,33 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     made.kill()
 
 
-@pytest.fixture
-def make(server: S3Server) -> Callable[..., PageCache]:
+@pytest.fixture(params=["own", "served"])
+def make(
+    server: S3Server, request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., PageCache]]:
+    services: list[Service] = []
     tensor = np.ones((PAGES, 16, 64), np.uint8)
     layout = KVLayout.from_tensors([TensorView.of("layer", tensor)], PAGES)
 
     def make(question_seconds: float = PATIENCE_SECONDS) -> PageCache:
-        settings = {
+        settings: dict[str, Any] = {
             "cpu_cache_gb": 1 / 1024,
             "objects_url": f"s3://{BUCKET}/pages",
             "objects_question_seconds": question_seconds,
             "objects_timeout_seconds": PATIENCE_SECONDS,
         }
+        if request.param == "served":
+            for each in services:
+                each.close(PATIENCE_SECONDS)
+            folder = tmp_path / str(len(services))  # with nothing in its memory
+            folder.mkdir()
+            services.append(Service(folder, **settings))
+            settings = {"service": services[-1].root}
         return open_cache(settings, layout, identity="model")
 
-    return make
+    yield make
+    for each in services:
+        each.close()
 
 
 def test_a_lookup_counts_what_the_bucket_has(make: Callable[..., PageCache]) -> None:

@@ -26,7 +26,6 @@ import pytest
 from flexkv import FlexKVError, KVLayout, TensorView, open_cache
 from flexkv.cli import main
 from flexkv.control.local_http import local_http
-from flexkv.preflight import engines
 from flexkv.preflight.checks import check_start
 from flexkv.service.attach import join_pool
 from flexkv.session.runtime_directory import RuntimeDirectory
@@ -202,11 +201,6 @@ def plain_http(world: World) -> None:
     world.set(FLEXKV_OBJECTS_URL="s3://bucket", AWS_ENDPOINT_URL="http://127.0.0.1:9")
 
 
-def service_without_vllm(world: World) -> None:
-    world.set(FLEXKV_SERVICE=world.root / "node")
-    world.patch.setattr(engines, "_version", lambda name: "1.0" if name == "sglang" else None)
-
-
 def in_place_of_a_disk(world: World) -> None:
     world.disk().touch()
 
@@ -219,7 +213,6 @@ SETTINGS_FILE = [
 TABLES = [Case("disk", each) for each in (table_that_is_a_directory, newer_table, table_of_others)]
 
 TABLE: dict[str, Sequence[Case | Unknown]] = {
-    "flexkv.engine.open_rank:not_served": [Case("engine", service_without_vllm, early=False)],
     "flexkv.eviction.hazard:hazard_policy": [Unknown.NEVER],
     "flexkv.host.arena:plan_arena": [
         Case("memory", lambda world: world.set(FLEXKV_CPU_CACHE_GB=1 << 20), early=False),

@@ -114,11 +114,11 @@ class Service:
         self.server.stop()
         self._thread.join()
 
-    def close(self) -> None:
+    def close(self, flush_seconds: float = 0.0) -> None:
         """Idempotent."""
         if self._thread.is_alive():
             self.stop()
-        self.server.close(0)
+        self.server.close(flush_seconds)
 
     def evicted(self, *_: object) -> int:
         """Blocks that have left the memory for others."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexkv.engine.open_rank import not_served
 from flexkv.settings import SETTINGS, CacheConfig, load_config
 from flexkv.types.errors import ConfigError
 
@@ -42,5 +41,7 @@ def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None
     values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
     config = load_config(values, _SOURCE, environ)
     if config.service is not None:
-        raise not_served(config.service)
+        raise ConfigError(
+            f"service is {config.service!r}, and HiCache cannot use it so far; allowed: no service"
+        )
     return config

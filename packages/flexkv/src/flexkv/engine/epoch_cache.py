@@ -79,6 +79,16 @@ class EpochCache:
         return self._cache.loading_blocks
 
     @property
+    def publishing(self) -> Collection[int]:
+        """See `CacheClient.publishing`."""
+        return self._cache.publishing
+
+    @property
+    def awaits_slots(self) -> bool:
+        """See `CacheClient.awaits_slots`."""
+        return self._cache.awaits_slots
+
+    @property
     def has_changes(self) -> bool:
         """See `CacheClient.has_changes`."""
         return self._cache.has_changes

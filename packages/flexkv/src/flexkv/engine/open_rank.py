@@ -15,7 +15,7 @@ from flexkv.service.attach import join_pool, open_pool
 from flexkv.session import Session, Shard, alone, join, lead
 from flexkv.settings import CacheConfig
 from flexkv.system.available import Promise
-from flexkv.types.errors import ConfigError, LayoutError
+from flexkv.types.errors import LayoutError
 
 Movers = TypeVar("Movers")
 """The mover or movers of one rank."""
@@ -98,13 +98,11 @@ def meet(
         gb = config.cpu_cache_gb
         return plan_arena(block_format, gb, promised, pool_blocks=pool_blocks, engines=engines)
 
-    if engine_id is None:
-        if config.service is not None:
-            raise not_served(config.service)
-        return alone(config.session_root, shard, plan, threads=threads)
     share = None
     if config.service is not None:
         share = functools.partial(open_pool, config.service, model)
+    if engine_id is None:
+        return alone(config.session_root, shard, plan, threads=threads, share=share)
     return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads, share=share)
 
 
@@ -136,11 +134,3 @@ def running_on(cpus: set[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def not_served(root: str) -> ConfigError:
-    """The error of an engine that cannot use a service in `root`."""
-    return ConfigError(
-        f"service is {root!r}, and only vLLM's connectors and SGLang's --enable-flexkv can use it "
-        f"so far; allowed: no service, and a cache of this engine's own"
-    )

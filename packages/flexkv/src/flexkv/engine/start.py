@@ -9,7 +9,6 @@ from flexkv.cache import KVCache
 from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
 from flexkv.engine.engine_door import OperatorAccess, PromptKeys
-from flexkv.engine.open_rank import not_served
 from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.host.arena import ArenaSpec
 from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
@@ -61,11 +60,10 @@ def make_own_cache(
 
     Raises:
         DiskError: a cache directory cannot be used.
-        ConfigError: what a shared store needs is not installed, or the arena is the service's.
+        ConfigError: what a shared store needs is not installed.
         StoreSettingError: a shared store cannot be used as the settings name it.
     """
-    if session.info.service is not None:
-        raise not_served(session.info.service.root)
+    assert session.info.service is None, "the service owns the index of the arena"
     slots = session.arena.spec.num_slots
     name, policy = host_policy(config, slots, follows_requests=follows_requests)
     logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)

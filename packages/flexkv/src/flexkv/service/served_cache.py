@@ -153,6 +153,18 @@ class ServedCache:
         """See `CacheClient.loading_blocks`."""
         return self._device.loading_blocks
 
+    @property
+    def publishing(self) -> Collection[int]:
+        """See `CacheClient.publishing`. None while the service is away or hangs."""
+        is_silent = self._line.is_cut or self._hangs
+        return () if is_silent else self._stores.by_id.keys() - self._device.under_way
+
+    @property
+    def awaits_slots(self) -> bool:
+        """See `CacheClient.awaits_slots`."""
+        is_silent = self._line.is_cut or self._hangs
+        return not (self._stores.free or self._off or self._recovering or is_silent)
+
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
         return 0 if self._off else self._holds.lookup(keys)

@@ -121,13 +121,7 @@ def lead(
         if share is None:
             info, arena = _make_arena(root, shards, plan, threads)
         else:
-            about = _describe(shards, ArenaSpec(_format(shards), 0))
-            info, arena, membership = share(name, about)
-            with contextlib.ExitStack() as undo:
-                undo.callback(membership.close)
-                undo.callback(arena.close)
-                arena.populate(threads)
-                undo.pop_all()
+            info, arena, membership = _share_arena(share, name, shards, threads)
     except BaseException as error:
         server.refuse(str(error) or type(error).__name__)
         server.close()
@@ -136,22 +130,37 @@ def lead(
     return Session(info, arena, server, membership)
 
 
-def alone(root: str, mine: Shard, plan: Plan, *, threads: int) -> Session:
+def alone(
+    root: str, mine: Shard, plan: Plan, *, threads: int, share: Share | None = None
+) -> Session:
     """Make the session of a process that is its own scheduler and only rank. No process can join.
 
     Args:
         root: path of the runtime directory.
         mine: the process's shard.
-        plan: see `lead`.
+        plan, share: see `lead`. `share` gets the number of the process as the engine's id.
         threads: the number of threads that fill the arena.
 
     Returns:
         The session, which the caller closes.
 
     Raises:
-        ArenaError: memory is missing.
+        ArenaError: memory is missing, or nobody shares an arena.
     """
-    return Session(*_make_arena(root, [mine], plan, threads))
+    if share is None:
+        return Session(*_make_arena(root, [mine], plan, threads))
+    info, arena, membership = _share_arena(share, f"process {os.getpid()}", [mine], threads)
+    return Session(info, arena, membership=membership)
+
+
+def _share_arena(share: Share, name: str, shards: Sequence[Shard], threads: int) -> Shared:
+    shared = share(name, _describe(shards, ArenaSpec(_format(shards), 0)))
+    with contextlib.ExitStack() as undo:
+        undo.callback(shared.membership.close)
+        undo.callback(shared.arena.close)
+        shared.arena.populate(threads)
+        undo.pop_all()
+    return shared
 
 
 def _make_arena(

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs without an engine that share the cache of the node's service."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv import ArenaError, KVLayout, PageCache, TensorView, open_cache
+from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.service.served import Service, until
+
+PAGES = 64
+KEYS = [b"block %d" % i for i in range(PAGES)]
+
+
+class Program:
+    """A cache over pages of its own."""
+
+    def __init__(self, root: str, identity: str = "m") -> None:
+        self.pages = np.zeros((PAGES, 4096), np.uint8)
+        layout = KVLayout.from_tensors([TensorView.of("layer", self.pages)], PAGES)
+        self.cache: PageCache = open_cache({"service": root}, layout, identity=identity)
+
+    def fill(self, count: int, start: int = 0, first: int = 1) -> int:
+        """Store blocks, of which number i holds `first` + i."""
+        for page in range(start, count):
+            self.pages[page] = first + page
+        after = KEYS[start - 1] if start else None
+        return self.cache.store(KEYS[start:count], range(start, count), after)
+
+    def load(self, count: int) -> list[int]:
+        """What the loaded blocks hold."""
+        self.pages[:] = 0
+        loaded = self.cache.load(KEYS[:count], range(count))
+        assert all((page == page[0]).all() for page in self.pages[:loaded])
+        return [int(page[0]) for page in self.pages[:loaded]]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path, slots=128)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def program(service: Service) -> Iterator[Callable[..., Program]]:
+    opened: list[Program] = []
+
+    def begin(identity: str = "m") -> Program:
+        opened.append(Program(service.root, identity))
+        return opened[-1]
+
+    yield begin
+    for each in opened:
+        each.cache.close()
+
+
+def test_what_one_program_stores_another_loads(program: Callable[..., Program]) -> None:
+    one, other, stranger = program(), program(), program("another model")
+    assert one.fill(40) == 40, "more than the service grants at once"
+    assert other.cache.lookup(KEYS) == 40
+    assert other.load(40) == list(range(1, 41))
+    assert other.fill(40) == 0, "the pool has them"
+    assert stranger.cache.lookup(KEYS) == 0
+
+
+def test_a_program_that_clears_leaves_others_their_blocks(
+    program: Callable[..., Program],
+) -> None:
+    one, other = program(), program()
+    one.fill(4)
+    one.cache.clear()
+    assert one.cache.lookup(KEYS[:4]) == 0
+    assert one.fill(4, first=101) == 4
+    assert one.load(4) == [101, 102, 103, 104]
+    assert other.load(4) == [1, 2, 3, 4]
+
+
+def test_without_the_service_host_hits_go_on_until_it_is_back(
+    service: Service, program: Callable[..., Program]
+) -> None:
+    one, other = program(), program()
+    one.fill(4)
+    service.close()
+    assert one.load(4) == [1, 2, 3, 4]
+    one.fill(6, start=4)
+    assert one.cache.lookup(KEYS[:6]) == 4
+    assert one.load(6) == [1, 2, 3, 4]
+    assert one.cache.flush(PATIENCE_SECONDS)
+    service.start()
+    until(lambda: one.fill(6, start=4) == 2 or one.cache.lookup(KEYS[:6]) == 6)
+    until(lambda: other.load(6) == [1, 2, 3, 4, 5, 6])
+
+
+def test_a_service_that_hangs_costs_stores_and_no_hit(
+    service: Service, program: Callable[..., Program]
+) -> None:
+    one = program()
+    one.fill(4)
+    service.stop()  # its sockets stay open
+    for start in range(4, PAGES, 10):
+        one.fill(min(PAGES, start + 10), start=start)
+    assert one.cache.flush(PATIENCE_SECONDS)
+    assert one.load(PAGES) == [1, 2, 3, 4]
+
+
+def test_a_program_that_ends_at_once_leaves_what_it_has_stored(service: Service) -> None:
+    text = """
+import os, sys
+from packages.flexkv.tests.library.test_page_cache_served import Program
+print(Program(sys.argv[1]).fill(40), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text, service.root],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.stdout == "40\n", done.stderr
+    one = Program(service.root)
+    assert one.load(40) == list(range(1, 41))
+    one.cache.close()
+
+
+def test_loads_of_one_program_wait_for_each_other(program: Callable[..., Program]) -> None:
+    """Together they hold more than one of two programs may."""
+    one, _ = program(), program()
+    one.fill(PAGES)
+    copies = [one.cache.begin_load(KEYS[i : i + 16], range(i, i + 16)) for i in range(0, PAGES, 16)]
+    assert [copy.wait(PATIENCE_SECONDS) for copy in copies] == [16] * 4
+
+
+def test_a_start_without_a_service_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexkv.service.attach._START_SECONDS", 0.0)
+    with pytest.raises(ArenaError, match="no service of FlexKV answers"):
+        Program(str(tmp_path / "nowhere"))
