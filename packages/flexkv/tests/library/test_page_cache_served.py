@@ -14,6 +14,7 @@ import pytest
 
 from flexkv import ArenaError, KVLayout, PageCache, TensorView, open_cache
 from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.library.test_page_cache import Steered
 from packages.flexkv.tests.service.served import Service, until
 
 PAGES = 64
@@ -26,7 +27,10 @@ class Program:
     def __init__(self, root: str, identity: str = "m") -> None:
         self.pages = np.zeros((PAGES, 4096), np.uint8)
         layout = KVLayout.from_tensors([TensorView.of("layer", self.pages)], PAGES)
-        self.cache: PageCache = open_cache({"service": root}, layout, identity=identity)
+        self.device = Steered()
+        self.cache: PageCache = open_cache(
+            {"service": root}, layout, identity=identity, device=self.device
+        )
 
     def fill(self, count: int, start: int = 0, first: int = 1) -> int:
         """Store blocks, of which number i holds `first` + i."""
@@ -137,6 +141,7 @@ def test_loads_of_one_program_wait_for_each_other(program: Callable[..., Program
     """Together they hold more than one of two programs may."""
     one, _ = program(), program()
     one.fill(PAGES)
+    one.device.is_lazy = True
     copies = [one.cache.begin_load(KEYS[i : i + 16], range(i, i + 16)) for i in range(0, PAGES, 16)]
     assert [copy.wait(PATIENCE_SECONDS) for copy in copies] == [16] * 4
 
