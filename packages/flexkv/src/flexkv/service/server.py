@@ -384,6 +384,8 @@ class NodeServer:
             try:
                 engine.serve(now)
                 engine.send()
+            except ConnectionError:  # it has left
+                self._leave(engine, scheduler)
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(engine, scheduler, error)
         if now - self._looked_at > _GONE_SECONDS:
