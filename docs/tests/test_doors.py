@@ -16,7 +16,6 @@ BELOW = ("flexkv.cache", "flexkv.index", "flexkv.tiers", "flexkv.transfer")
 
 STARTERS = {
     "flexkv.engine.start",
-    "flexkv_sglang.hicache.stores",
 }
 """The modules that start a cache or its tiers, so they import what they start."""
 

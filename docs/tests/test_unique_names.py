@@ -40,8 +40,6 @@ CLASSES = {
     "Requests": 2,
     "Reservation": 2,
     "Source": 2,
-    "_Batch": 2,
-    "_Ended": 2,
     "_Pin": 2,
     "_Running": 4,
 }

@@ -143,6 +143,7 @@ def restart(
 ) -> Iterator[Restart]:
     root = tmp_path_factory.mktemp("hicache")
     settings = {
+        "cpu_cache_gb": 0.05,
         "ssd_cache_gb": 0.05,
         "ssd_cache_dir": str(root / "disk"),
         "ssd_timeout_seconds": SECONDS,  # a slow disk must not look like a miss

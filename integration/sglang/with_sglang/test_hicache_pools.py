@@ -26,8 +26,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from flexkv.tiers.blocking import BlockingTier
 from flexkv_sglang.hicache import storage
+from flexkv_sglang.hicache.pool_cache import PoolCache
 from integration.sglang.hicache import BACKEND
 
 PAGE, LAYERS, TOKENS = 4, 3, 64
@@ -44,6 +44,7 @@ def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "model_traits", lambda: ["a model"])
     monkeypatch.setattr(storage, "keeps_on_disk", lambda: True)
     monkeypatch.setattr(storage, "engine_copies", lambda: 1)
+    monkeypatch.setattr(storage, "served_as", lambda: "a model")
 
 
 def make_pool(kind: str, layout: str) -> Any:
@@ -72,7 +73,13 @@ def make_pool(kind: str, layout: str) -> Any:
 
 
 def config_of(root: Path, kind: str, rank: int = 0, **settings: Any) -> HiCacheStorageConfig:
-    extra = BACKEND | {"ssd_cache_gb": 0.01, "ssd_cache_dir": str(root)} | settings
+    extra = BACKEND | {
+        "cpu_cache_gb": 0.01,
+        "ssd_cache_gb": 0.01,
+        "ssd_cache_dir": str(root / "disk"),
+        "runtime_dir": str(root / "run"),
+    }
+    extra |= settings
     extra.pop("prefetch_threshold")
     return HiCacheStorageConfig(
         tp_rank=rank,
@@ -184,7 +191,7 @@ def test_pages_before_those_of_a_call_count_as_used(
     before = HiCacheStorageExtraInfo(prefix_keys=keys[:2])
     used: list[list[bytes]] = []
     with backend(tmp_path, "mha", pool) as made:
-        monkeypatch.setattr(BlockingTier, "touch", lambda _, each: used.append(each))
+        monkeypatch.setattr(PoolCache, "touch", lambda _, each: used.append(each))
         assert made.batch_exists(keys[2:], before) == 0
         assert made.batch_set_v1(keys[2:], indices(0), before) == [True]
         assert made.batch_get_v1(keys[2:], indices(1), before) == [True]

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from flexkv.settings.without_effect import without_effect
 from flexkv.types.errors import ConfigError
-from flexkv_sglang.hicache.backend_settings import read_settings
+from flexkv_sglang.hicache.backend_settings import IGNORED, read_settings
 
 OF_SGLANG = {
     "backend_name": "flexkv",
@@ -37,6 +38,7 @@ def test_an_unknown_key_is_named_with_its_source() -> None:
         read_settings(OF_SGLANG | {"ssd_cach_gb": 2}, {})
 
 
-def test_a_service_is_refused() -> None:
-    with pytest.raises(ConfigError, match="service is '/s', and HiCache"):
-        read_settings(OF_SGLANG, {"FLEXKV_SERVICE": "/s"})
+def test_what_hicache_decides_is_named() -> None:
+    settings = read_settings(OF_SGLANG | {"load_mode": "auto", "cpu_cache_gb": 2}, {})
+    (sentence,) = without_effect(settings, IGNORED)
+    assert sentence.startswith("load_mode: set, but without effect, because HiCache decides")

@@ -25,20 +25,30 @@ def test_engines_of_other_sizes_are_told_apart() -> None:
     assert place().traits("kv") != place(tp_size=2).traits("kv")
 
 
-def test_one_rank_writes_what_all_hold_and_the_others_follow() -> None:
+def test_ranks_that_hold_the_same_pages_share_them() -> None:
     first, second = place(mla=True), place(mla=True, tp_rank=1)
     assert first.traits("kv") == second.traits("kv") == place(mla=True, tp_size=8).traits("kv")
-    assert (first.follows("kv"), second.follows("kv")) == (False, True)
-    assert not place(tp_rank=1).follows("kv")
+    assert first.owner("kv") == second.owner("kv") == 0
+    assert place(tp_rank=1).owner("kv") == 1
 
 
 def test_states_differ_between_ranks_also_where_the_kv_does_not() -> None:
     first, second = place(mla=True), place(mla=True, tp_rank=1)
     assert first.traits("mamba") != second.traits("mamba")
-    assert not second.follows("mamba")
+    assert first.owner("mamba") != second.owner("mamba")
 
 
-def test_the_disk_is_shared_out_to_those_that_own_a_folder() -> None:
+def test_each_rank_with_pages_of_its_own_has_a_number() -> None:
+    owners = {
+        place(tp_rank=tp, pp_rank=pp, attn_cp_rank=cp, attn_cp_size=3).owner("kv")
+        for tp in range(4)
+        for pp in range(2)
+        for cp in range(3)
+    }
+    assert owners == set(range(place(attn_cp_size=3).owners("kv")))
+
+
+def test_space_is_shared_out_to_ranks_with_pages_of_their_own() -> None:
     assert place().owners("kv") == 8
     assert place(mla=True).owners("kv") == 2
     assert place(mla=True).owners("mamba") == 8

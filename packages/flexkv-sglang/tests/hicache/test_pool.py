@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ def test_a_page_comes_back_to_another_place(kind: str) -> None:
     fill(source)
     pages = PagePool("kv", source)
     assert pages.page_bytes == source.page(0).nbytes
-    block = memoryview(bytearray(pages.slot_bytes))
+    memory = bytearray(pages.slot_bytes)
+    block = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for here, there in ((1, 5), (11, 0)):
         pages.at(tokens_of(3, here), 2).copy_out(1, block)
         PagePool("kv", target).at(tokens_of(there), 1).copy_in(0, block)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,67 @@ import torch
 from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.settings import CacheConfig
-from flexkv.tiers.blocking import BlockingTier
+from flexkv.service.ask import state_of
+from flexkv.settings import SETTINGS, CacheConfig
 from flexkv.types.errors import ConfigError
+from flexkv_sglang.hicache.epochs import engine_name, epoch_of
 from flexkv_sglang.hicache.place import Place
+from flexkv_sglang.hicache.pool_cache import PoolCache
 from flexkv_sglang.hicache.stores import PoolStores
+from packages.flexkv.tests.service.served import Service
 
 ONE = Place(tp=(0, 1), pp=(0, 1), cp=(0, 1), replicated=False, copies=1)
 MODEL = ("a model",)
 KEYS = [f"{number:064x}" for number in range(PAGES)]
 
 
+SLOTS, DISK_SLOTS = 32, 235
+"""Pages that the memory and the disk of a pool have room for."""
+
+
+def root_of(root: Path) -> str:
+    """The directory of the service of `stores`."""
+    return str(root / "run" / f"hicache-{engine_name()}")
+
+
 def rank(number: int, replicated: bool = False) -> Place:
     return Place(tp=(number, 2), pp=(0, 1), cp=(0, 1), replicated=replicated, copies=1)
 
 
+services: list[Service] = []
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """The directory of a service of the node."""
+    services.append(Service(root, SLOTS))
+    yield services[-1].root
+    services.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def _another_server() -> None:
+    epoch_of.cache_clear()
+
+
 @contextmanager
 def stores(
-    root: Path, pool: Any, place: Place = ONE, model: Any = MODEL, **others: Any
+    root: Path, pool: Any, place: Place = ONE, model: Any = MODEL, **more: Any
 ) -> Iterator[PoolStores]:
-    """Stores with 1 MiB for each pool, all of one size."""
+    """Stores with 1 MiB of disk and 128 KiB of memory for each pool, all of one size; `more` are
+    further pools and settings."""
+    others = {name: more.pop(name) for name in list(more) if name not in SETTINGS}
     pools = {"kv": pool, **others}
     gib = len(pools) * place.owners("kv") / 1024
-    config = CacheConfig(
-        ssd_cache_gb=gib, ssd_cache_dir=(str(root),), ssd_timeout_seconds=60.0, ssd_in_use="error"
-    )
+    settings = {
+        "cpu_cache_gb": gib / 8,
+        "ssd_cache_gb": gib,
+        "ssd_cache_dir": (str(root / "disk"),),
+        "ssd_timeout_seconds": 60.0,
+        "ssd_in_use": "error",
+        "runtime_dir": str(root / "run"),
+    }
+    config = CacheConfig(**settings | more)
     made = PoolStores(config, place, model, ErrorBoundary())
     for name, each in pools.items():
         made.add(name, each)
@@ -54,6 +90,11 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "nothing happens"
         time.sleep(0.01)
+
+
+def store(kept: PoolStores, keys: list[str], before: Sequence[str] = ()) -> None:
+    """Store a page, which waits until the disk has written enough of those in memory."""
+    assert kept.set("kv", keys, tokens_of(3), before) == [True]
 
 
 def full(kind: str = "page_first", seed: int = 0) -> Any:
@@ -96,7 +137,7 @@ def test_a_wrong_byte_on_disk_is_a_miss(tmp_path: Path, changed: str) -> None:
     path.write_bytes(content)
     with stores(tmp_path, after) as second:
         assert second.get("kv", KEYS, tokens_of(*range(PAGES))) == [False] * PAGES
-        assert second.contains("kv", KEYS) == [False] * PAGES
+        assert second.contains("kv", KEYS)[0] is False
     assert after.kv_buffer.count_nonzero() == 0
 
 
@@ -118,16 +159,15 @@ def test_other_pages_are_not_found(tmp_path: Path, change: dict[str, Any]) -> No
 def test_ranks_keep_their_pages_beside_each_other(tmp_path: Path) -> None:
     pools = [full(seed=number) for number in (1, 2)]
     back = [MhaPool("page_first") for _ in pools]
-    with stores(tmp_path / "alone", full()) as alone:
-        slots = alone.figures()["kv"].slots
     with stores(tmp_path, pools[0], rank(0)) as zero, stores(tmp_path, pools[1], rank(1)) as one:
         for kept in (zero, one):
             assert kept.set("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
-            assert kept.figures()["kv"].slots == slots  # of twice the space in all
-    for number, pool in enumerate(back):
-        with stores(tmp_path, pool, rank(number)) as kept:
+        sizes = [pool.slots for pool in state_of(root_of(tmp_path)).pools]
+        assert sizes == [SLOTS, SLOTS]  # of twice the space in all
+    with stores(tmp_path, back[0], rank(0)) as zero, stores(tmp_path, back[1], rank(1)) as one:
+        for kept, after, before in zip((zero, one), back, pools, strict=True):
             assert kept.get("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
-        assert torch.equal(pool.page(1), pools[number].page(1))
+            assert torch.equal(after.page(1), before.page(1))
 
 
 def test_ranks_with_the_same_pages_read_what_one_has_written(tmp_path: Path) -> None:
@@ -137,28 +177,34 @@ def test_ranks_with_the_same_pages_read_what_one_has_written(tmp_path: Path) -> 
         stores(tmp_path, read, rank(1, replicated=True)) as one,
     ):
         assert one.contains("kv", KEYS[:1]) == [False]
-        assert one.set("kv", KEYS[:1], tokens_of(0)) == [False]
         assert zero.set("kv", KEYS[:2], tokens_of(3, 4)) == [True, True]
-        until(lambda: one.contains("kv", KEYS[:2]) == [True, True])
+        assert one.contains("kv", KEYS[:2]) == [True, True]
         assert one.get("kv", KEYS[:2], tokens_of(1, 0)) == [True, True]
-    assert torch.equal(read.page(1), written.page(3))
-    assert len(list(tmp_path.iterdir())) == 1
+        assert torch.equal(read.page(1), written.page(3))
+        zero.clear()
+        one.clear()
+        assert zero.contains("kv", KEYS[:2]) == one.contains("kv", KEYS[:2]) == [False, False]
+        assert zero.set("kv", KEYS[:1], tokens_of(5)) == [True]
+        assert one.get("kv", KEYS[:1], tokens_of(6)) == [True], "after a clear, too"
+        assert torch.equal(read.page(6), written.page(5))
+    assert len(list((tmp_path / "disk").iterdir())) == 1
 
 
-def test_two_engines_do_not_share_a_folder(tmp_path: Path) -> None:
-    with stores(tmp_path, full()) as one, stores(tmp_path, full()) as two:
-        assert one.set("kv", KEYS[:1], tokens_of(0)) == [True]
-        assert two.set("kv", KEYS[:1], tokens_of(0)) == [False]
-        assert two.contains("kv", KEYS[:1]) == [False]
-        one.close()
-        until(lambda: two.contains("kv", KEYS[:1]) == [True])
+def test_two_servers_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stores(tmp_path, full()) as one:
+        monkeypatch.setattr("flexkv_sglang.hicache.stores.engine_name", lambda: "another")
+        with stores(tmp_path, full()) as two:
+            assert one.set("kv", KEYS[:1], tokens_of(0)) == [True]
+            assert two.contains("kv", KEYS[:1]) == [False]
+            assert two.set("kv", KEYS[:1], tokens_of(0)) == [True], "it has memory of its own"
+    assert len(list((tmp_path / "disk").iterdir())) == 1
 
 
-def test_copies_of_an_engine_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_copies_of_an_engine_share_its_pages(tmp_path: Path) -> None:
     copy = Place(tp=(0, 1), pp=(0, 1), cp=(0, 1), replicated=False, copies=2)
     with stores(tmp_path, full(), copy) as one, stores(tmp_path, full(), copy) as two:
         assert one.set("kv", KEYS[:1], tokens_of(0)) == [True]
-        assert two.contains("kv", KEYS[:1]) == [False]
+        assert two.contains("kv", KEYS[:1]) == [True]
 
 
 def test_pools_have_their_own_pages_under_one_key(tmp_path: Path) -> None:
@@ -171,29 +217,16 @@ def test_pools_have_their_own_pages_under_one_key(tmp_path: Path) -> None:
     assert torch.equal(state.page(4), state.page(3))
 
 
-def test_a_full_disk_keeps_within_its_bound(tmp_path: Path) -> None:
-    pool = full()
-    with stores(tmp_path, pool) as kept:
-        slots = kept.figures()["kv"].slots
-        for number in range(slots + 20):
-            assert kept.set("kv", [f"{number:064x}"], tokens_of(number % PAGES)) == [True]
-        figures = kept.figures()["kv"]
-        assert (figures.blocks, figures.evicted_blocks) == (slots, 20)
-        assert kept.contains("kv", [f"{19:064x}", f"{20:064x}"]) == [False, True]
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_blocks * 512 for path in files) <= 1 << 20
-
-
 @pytest.mark.parametrize("call", ["contains", "get", "set"])
 def test_a_prefix_that_sglang_has_itself_stays_on_disk(tmp_path: Path, call: str) -> None:
     """A system prompt that every request has, and that SGLang therefore never reads again."""
     with stores(tmp_path, full()) as kept:
-        system, turns = KEYS[:3], 2 * kept.figures()["kv"].slots
+        system, turns = KEYS[:3], 2 * DISK_SLOTS
         assert kept.set("kv", system, tokens_of(0, 1, 2)) == [True] * 3
         for number in range(100, 100 + turns):
             own = [f"{number:064x}"]
             before = system if call == "set" else ()
-            assert kept.set("kv", own, tokens_of(3), before) == [True]
+            store(kept, own, before)
             if call == "contains":
                 assert kept.contains("kv", own, system) == [True]
             elif call == "get":
@@ -205,15 +238,14 @@ def test_a_prefix_that_sglang_has_itself_stays_on_disk(tmp_path: Path, call: str
 def test_a_prefix_leaves_the_disk_from_its_end(tmp_path: Path, call: str) -> None:
     """SGLang passes a long prefix in several calls."""
     with stores(tmp_path, full()) as kept:
-        slots = kept.figures()["kv"].slots
         prefix = [f"{number:064x}" for number in range(100, 108)]
         pages = tokens_of(*range(4))
         for calls in ("set", call):
             for first in (0, 4):
                 part, before = prefix[first : first + 4], prefix[:first]
                 assert getattr(kept, calls)("kv", part, pages, before) == [True] * 4
-        for number in range(1000, 1000 + slots - 4):
-            assert kept.set("kv", [f"{number:064x}"], tokens_of(5)) == [True]
+        for number in range(1000, 1000 + DISK_SLOTS - 4):
+            store(kept, [f"{number:064x}"])
         assert kept.contains("kv", prefix) == [True] * 4 + [False] * 4
 
 
@@ -222,8 +254,21 @@ def test_cleared_pages_are_gone_after_a_restart_too(tmp_path: Path) -> None:
         first.set("kv", KEYS[:1], tokens_of(0))
         first.clear()
         assert first.contains("kv", KEYS[:1]) == [False]
+        assert first.set("kv", KEYS[1:2], tokens_of(0)) == [True]
+        assert first.contains("kv", KEYS[1:2]) == [True]
+    epoch_of.cache_clear()  # as in another process
     with stores(tmp_path, full()) as second:
         assert second.contains("kv", KEYS[:1]) == [False]
+        assert second.contains("kv", KEYS[1:2]) == [False]
+
+
+def test_a_backend_that_is_attached_again_finds_no_cleared_page(tmp_path: Path) -> None:
+    with served(tmp_path) as root:
+        for _ in range(2):
+            with stores(tmp_path, full(), service=root) as kept:
+                assert kept.contains("kv", KEYS[:1]) == [False]
+                assert kept.set("kv", KEYS[:1], tokens_of(0)) == [True]
+                kept.clear()
 
 
 def test_after_a_clear_that_failed_no_page_is_kept_or_found_until_one_succeeds(
@@ -237,7 +282,7 @@ def test_after_a_clear_that_failed_no_page_is_kept_or_found_until_one_succeeds(
     with stores(tmp_path, full()) as kept:
         kept.set("kv", KEYS[:1], tokens_of(0))
         with monkeypatch.context() as patch:
-            patch.setattr(BlockingTier, "clear", fail)
+            patch.setattr(PoolCache, "clear", fail)
             kept.clear()
         assert kept.contains("kv", KEYS[:1]) == [False]
         assert kept.get("kv", KEYS[:1], tokens_of(1)) == [False]
@@ -246,6 +291,57 @@ def test_after_a_clear_that_failed_no_page_is_kept_or_found_until_one_succeeds(
         assert kept.contains("kv", KEYS[:2]) == [False, False]
         assert kept.set("kv", KEYS[:1], tokens_of(0)) == [True]
         assert kept.contains("kv", KEYS[:1]) == [True]
+
+
+def test_servers_share_the_pages_of_the_nodes_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, read = full(), MhaPool("page_first")
+    with served(tmp_path) as root, stores(tmp_path, written, service=root) as one:
+        monkeypatch.setattr("flexkv_sglang.hicache.epochs.engine_name", lambda: "another")
+        epoch_of.cache_clear()
+        with stores(tmp_path, read, service=root) as two:
+            assert one.set("kv", KEYS[:3], tokens_of(0, 1, 2)) == [True] * 3
+            assert two.get("kv", KEYS[:4], tokens_of(3, 4, 5, 6)) == [True] * 3 + [False]
+            assert torch.equal(read.page(4), written.page(1))
+            one.clear()
+            assert one.contains("kv", KEYS[:1]) == [False]
+            assert two.contains("kv", KEYS[:1]) == [True]
+
+
+def test_a_bucket_gives_pages_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'flexkv[objects]'")
+    (tmp_path / "shared").mkdir(mode=0o700)
+    bucket = {
+        "ssd_cache_gb": None,
+        "ssd_cache_dir": (),
+        "objects_url": f"file://{tmp_path}/shared",
+        "objects_question_seconds": 30.0,
+        "objects_timeout_seconds": 60.0,
+    }
+    written, read = full(), MhaPool("page_first")
+    with stores(tmp_path, written, **bucket) as first:
+        assert first.set("kv", KEYS[:3], tokens_of(0, 1, 2)) == [True] * 3
+    with stores(tmp_path, read, **bucket) as second:
+        until(lambda: second.contains("kv", KEYS[:4]) == [True, True, True, False])
+        assert second.get("kv", KEYS[:4], tokens_of(3, 4, 5, 6)) == [True] * 3 + [False]
+    assert torch.equal(read.page(4), written.page(1))
+
+
+def test_without_the_service_pages_in_memory_are_found_and_no_call_raises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    after = MhaPool("page_first")
+    with served(tmp_path) as root, stores(tmp_path, after, service=root) as kept:
+        fill(after)
+        assert kept.set("kv", KEYS[:2], tokens_of(0, 1)) == [True] * 2
+        services[-1].close()
+        assert kept.get("kv", KEYS[:3], tokens_of(4, 5, 6)) == [True, True, False]
+        assert torch.equal(after.page(5), after.page(1))
+        for number in range(3):
+            assert kept.set("kv", [f"{number:064x}"], tokens_of(5))[0] is (number < 2)
+        assert kept.contains("kv", KEYS[:3]) == [True, True, False]
+    assert "error in" not in caplog.text
 
 
 def test_nothing_is_found_once_it_is_closed(tmp_path: Path) -> None:
@@ -280,7 +376,12 @@ def test_a_folder_that_cannot_be_opened_later_is_a_miss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    config = CacheConfig(ssd_cache_gb=0.001, ssd_cache_dir=(str(tmp_path / "file"),))
+    config = CacheConfig(
+        cpu_cache_gb=0.001,
+        ssd_cache_gb=0.001,
+        ssd_cache_dir=(str(tmp_path / "file"),),
+        runtime_dir=str(tmp_path / "run"),
+    )
     kept = PoolStores(config, ONE, MODEL, ErrorBoundary())
     kept.add("kv", full())
     for _ in range(2):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's lower tiers under SGLang's own host tier, as a storage backend of HiCache."""
+"""FlexKV's cache under SGLang's own host tier, as a storage backend of HiCache."""

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexkv.settings import SETTINGS, CacheConfig, load_config
+from flexkv.settings import CacheConfig, load_config
+from flexkv.settings.without_effect import engines_settings
 from flexkv.types.errors import ConfigError
 
 _SOURCE = "--hicache-storage-backend-extra-config"
 _PAGES = "interface_v1"
 _OF_SGLANG = {"backend_name", "module_path", "class_name", _PAGES, "allocator"}
 
-_ADMISSION = "ssd_admission"
-IGNORED = {
-    name: "FlexKV keeps HiCache's pages on disk only, and SGLang decides the rest"
-    for name in SETTINGS
-    if name not in {"enable", "log_level"} and not name.startswith("ssd_")
-} | {_ADMISSION: "HiCache decides which pages are written (--hicache-write-policy)"}
+IGNORED = engines_settings("HiCache decides what is stored and loaded", but=["log_level", "tenant"])
 """The settings that have no effect under HiCache, with the reasons."""
 
 
@@ -39,9 +35,4 @@ def read_settings(extra: Mapping[str, object], environ: Mapping[str, str] | None
             f"are"
         )
     values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
-    config = load_config(values, _SOURCE, environ)
-    if config.service is not None:
-        raise ConfigError(
-            f"service is {config.service!r}, and HiCache cannot use it so far; allowed: no service"
-        )
-    return config
+    return load_config(values, _SOURCE, environ)

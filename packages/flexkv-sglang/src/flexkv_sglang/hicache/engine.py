@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from flexkv.types.errors import EngineVersionError
 from flexkv_sglang.compat import STORAGE
-from flexkv_sglang.identity import model_identity, outlives_process
+from flexkv_sglang.identity import model_identity, outlives_process, served_model
 
 _NAMES_TENANTS = "storage_namespace_seed"
 
@@ -39,8 +39,13 @@ def model_traits() -> list[str]:
     return model_identity(settings, ModelConfig.from_server_args(settings), sglang_version)
 
 
+def served_as() -> str:
+    """The name by which SGLang serves the model."""
+    return served_model(get_server_args())
+
+
 def keeps_on_disk() -> bool:
-    """Whether pages on disk are valid for the next process. If not, the reason is logged."""
+    """Whether pages are valid in another process. If not, the reason is logged."""
     return outlives_process(get_server_args())
 
 

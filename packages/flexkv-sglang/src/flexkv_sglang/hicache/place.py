@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a page a rank holds, and which folder on disk keeps that part.
+"""Which part of a page a rank holds, and which ranks share their pages.
 
-A folder has one owner. Ranks whose pages differ have a folder each. With latent attention (MLA) the
-ranks hold the same pages, and SGLang lets only one of them write. That rank owns the folder, and
-the others read from it.
+Ranks whose pages differ have a pool of the service each. With latent attention (MLA) the ranks hold
+the same pages, which SGLang lets only one of them write. They share a pool.
 """
 
 from __future__ import annotations
@@ -61,15 +60,16 @@ class Place:
         """Whether the tensor-parallel ranks hold the same pages of a pool."""
         return self.replicated and pool not in _OF_EVERY_RANK
 
-    def follows(self, pool: str) -> bool:
-        """Whether this rank only reads the pages of a pool, which another rank writes."""
-        return self.shares(pool) and self.tp[0] > 0
-
     def traits(self, pool: str) -> list[str]:
         """The ranks that a page of a pool depends on, for the fingerprint."""
         tp = "all" if self.shares(pool) else self.tp
         return [f"tp {tp}", f"pp {self.pp}", f"cp {self.cp}"]
 
     def owners(self, pool: str) -> int:
-        """The number of ranks of one engine that own a folder for a pool."""
+        """How many different pages the ranks of one engine hold of a pool under one key."""
         return (1 if self.shares(pool) else self.tp[1]) * self.pp[1] * self.cp[1]
+
+    def owner(self, pool: str) -> int:
+        """The number of this rank's among these pages."""
+        tp, ranks = (0, 1) if self.shares(pool) else self.tp
+        return (self.pp[0] * self.cp[1] + self.cp[0]) * ranks + tp

@@ -141,18 +141,12 @@ class Pages:
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         self._pieces = [(begin, end - begin) for begin, end in pairwise([0, *ends])]
 
-    def copy_out(self, page: int, block: memoryview) -> None:
-        """Copy a page into a block. The bytes of the block behind the page stay as they are."""
-        base = _address_of(block)
+    def copy_out(self, page: int, block: int) -> None:
+        """Copy a page into the block at an address. The bytes behind the page stay as they are."""
         for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
-            ctypes.memmove(base + offset, address, size)
+            ctypes.memmove(block + offset, address, size)
 
-    def copy_in(self, page: int, block: memoryview) -> None:
-        """Copy the page in a block to its place in the pool."""
-        base = _address_of(block)
+    def copy_in(self, page: int, block: int) -> None:
+        """Copy the page in the block at an address to its place in the pool."""
         for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
-            ctypes.memmove(address, base + offset, size)
-
-
-def _address_of(block: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(block))
+            ctypes.memmove(address, block + offset, size)

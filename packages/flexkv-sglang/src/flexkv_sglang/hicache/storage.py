@@ -36,6 +36,7 @@ from flexkv_sglang.hicache.engine import (
     engine_copies,
     keeps_on_disk,
     model_traits,
+    served_as,
 )
 from flexkv_sglang.hicache.hits import Hit, Need, PoolPages, find_hit, leading
 from flexkv_sglang.hicache.place import Place
@@ -48,7 +49,7 @@ Not tuned."""
 
 
 class FlexKVStorage(HiCacheStorage):
-    """Keeps HiCache's pages on disk. After the start, no method raises: a failure is a miss.
+    """Keeps HiCache's pages. After the start, no method raises: a failure is a miss.
 
     Args:
         config: HiCache's configuration: the ranks, and FlexKV's settings in `extra_config`.
@@ -71,7 +72,7 @@ class FlexKVStorage(HiCacheStorage):
         self._stores: PoolStores | None = None
         if settings.enable and keeps_on_disk():
             place = Place.of(config, engine_copies())
-            self._stores = PoolStores(settings, place, model_traits(), self._boundary)
+            self._stores = PoolStores(settings, place, model_traits(), self._boundary, served_as())
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -83,7 +84,7 @@ class FlexKVStorage(HiCacheStorage):
             self._stores.add(str(host_pool_name), host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Open the folders. SGLang calls this from 0.5.23 on; in older releases, the first call for
+        """Open the pools. SGLang calls this from 0.5.23 on; in older releases, the first call for
         pages opens them."""
         if self._stores is not None:
             self._stores.open()
@@ -182,7 +183,7 @@ class FlexKVStorage(HiCacheStorage):
             self._stores.clear()
 
     def close(self) -> None:
-        """Write waiting pages, and release the folders. Idempotent."""
+        """Leave the service, or end this engine's own. Idempotent."""
         if self._stores is not None:
             self._stores.close()
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the pages of HiCache's host pools on disk, in a folder for each pool.
+"""Keeps the pages of HiCache's host pools in the cache of a service: the node's, or one of this
+engine's own.
 
-Imports nothing of SGLang. Once the folders are open, nothing here raises: a failure is a miss.
+Imports nothing of SGLang. Once the pools are open, nothing here raises: a failure is a miss.
 """
 
 from __future__ import annotations
@@ -9,69 +10,81 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.weights import digest
-from flexkv.settings import GIB, CacheConfig
-from flexkv.tiers.base import TierFigures
-from flexkv.tiers.blocking import BlockingTier, Blocks
-from flexkv.tiers.disk import MAX_OWNERS, DiskTier, open_disk_tier
-from flexkv.tiers.disk.follower import FollowerTier
+from flexkv.eviction.choice import AUTO
+from flexkv.service.ask import clear_pools
+from flexkv.service.pool_sizes import PoolSize
+from flexkv.service.private_service import PrivateService, start_private
+from flexkv.settings import CacheConfig
 from flexkv.types.errors import ConfigError
+from flexkv_sglang.hicache.epochs import engine_name, epoch_of
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.pool import HostPool, PagePool
+from flexkv_sglang.hicache.pool_cache import PoolCache, first_tokens, open_pool_cache
 
 logger = logging.getLogger("flexkv.sglang")
 
 CALL_SECONDS = 8.0
 """The most seconds of a call. SGLang waits 10 s for its threads before it gives up a flush."""
-_QUEUE_BYTES = 256 << 20
-"""The most bytes of pages that wait to be written. Callers wait for their pages, so this is more
-than one call brings. Not tuned."""
-FLUSH_SECONDS = 1.0
-"""Seconds for which waiting pages are still written when the process ends. Not tuned."""
+_MEMORY_GB = 1.0
+"""Host memory of a rank's pools together, in GiB, if the settings have none: pages pass through it
+to and from lower tiers. A call brings 128 pages. Not tuned."""
+_MOST_NAME = 200
+"""Characters of a model's name that the names of its pools begin with. Not tuned."""
 
 
 class PoolStores:
-    """Keeps the pages of all host pools of a rank on disk. Thread-safe.
+    """Keeps the pages of all host pools of a rank. Thread-safe.
 
-    The caller adds all pools first. `open` then opens their folders; without it, the first call
-    does.
+    The caller adds all pools first. `open` then attaches them to the service; without it, the first
+    call does.
 
     Args:
         config: FlexKV's settings.
         place: the place of this rank.
         model: all that the bytes of a page depend on, except pool, rank and key.
         boundary: counts and logs errors.
+        served_as: the name by which SGLang serves the model.
 
     Raises:
-        ConfigError: the settings name no disk.
+        ConfigError: the settings name no lower tier and no service.
     """
 
     def __init__(
-        self, config: CacheConfig, place: Place, model: Sequence[str], boundary: ErrorBoundary
+        self,
+        config: CacheConfig,
+        place: Place,
+        model: Sequence[str],
+        boundary: ErrorBoundary,
+        served_as: str = "",
     ) -> None:
-        if config.ssd_cache_gb is None:
+        if config.service is None and not config.names_lower_tier:
             raise ConfigError(
-                "ssd_cache_gb and ssd_cache_dir are not set; allowed for HiCache: both "
-                "(FLEXKV_SSD_CACHE_GB, FLEXKV_SSD_CACHE_DIR), because FlexKV keeps HiCache's pages "
-                "on disk only"
+                "ssd_cache_gb and ssd_cache_dir are not set; allowed for HiCache: both, or "
+                "mooncake_master, objects_url or service, because HiCache has host memory of its "
+                "own"
             )
         self._config = config
         self._place = place
         self._model = list(model)
+        self._served_as = served_as
         self._boundary = boundary
         self._lock = threading.Lock()
         self._opened = False
         self._cleared = True
         self._pools: dict[str, PagePool] = {}
-        self._stores: dict[str, BlockingTier] = {}
+        self._caches: dict[str, PoolCache] = {}
+        self._private: PrivateService | None = None
+        self._root = f"{config.session_root}/hicache-{engine_name()}"
 
     def add(self, name: str, pool: HostPool) -> None:
-        """Add a pool. It replaces a pool of the same name. Once the folders are open, a new pool
-        has no room there: it is refused with a warning, and all of its pages are misses.
+        """Add a pool. It replaces a pool of the same name. Once the pools are open, a new one is
+        refused with a warning, and all of its pages are misses.
 
         Args:
             name: SGLang's name of the pool.
@@ -83,7 +96,7 @@ class PoolStores:
         with self._lock:
             if self._opened:
                 logger.warning(
-                    "HiCache registered its pool %r after FlexKV had opened its folders; pages of "
+                    "HiCache registered its pool %r after FlexKV had opened its pools; pages of "
                     "this pool are not kept",
                     name,
                 )
@@ -91,25 +104,26 @@ class PoolStores:
             self._pools[name] = PagePool(name, pool)
 
     def open(self) -> None:
-        """Open or create the folders of all pools. Idempotent.
+        """Attach all pools to the service. Idempotent.
 
         Raises:
-            DiskError: a directory cannot be used. No folder is left open, and every later call is
-                a miss.
+            ArenaError: the service does not start or answer, or refuses a pool, for instance
+                because a directory cannot be used. Nothing is left open, and every later call is a
+                miss.
         """
         with self._lock:
             if self._opened:
                 return
             self._opened = True
-            opened: dict[str, BlockingTier] = {}
+            opened: dict[str, PoolCache] = {}
             try:
+                config = self._serve()
                 for name, pool in self._pools.items():
-                    opened[name] = self._open(pool)
-                self._stores = opened
+                    opened[name] = self._open(pool, config)
+                self._caches = opened
             finally:
-                if not self._stores:
-                    for store in opened.values():
-                        store.close()
+                if not self._caches:
+                    self._close(opened)
 
     def contains(self, pool: str, keys: Sequence[str], before: Sequence[str] = ()) -> list[bool]:
         """For each page whether it can be read now.
@@ -122,10 +136,10 @@ class PoolStores:
         """
         present = [False] * len(keys)
         with self._boundary.guard("contains", "pages count as missing"):
-            store = self._store(pool)
-            if store is not None:
-                present = store.contains(_encoded(keys))
-                store.touch(_encoded(before))
+            cache = self._cache(pool)
+            if cache is not None:
+                present = cache.contains(_encoded(keys))
+                cache.touch(_encoded(before))
         return present
 
     def get(
@@ -135,7 +149,7 @@ class PoolStores:
         indices: torch.Tensor | None,
         before: Sequence[str] = (),
     ) -> list[bool]:
-        """Read pages into the host pool, up to the first that is missing. Waits for the disk.
+        """Read pages into the host pool, up to the first that is missing. Waits for lower tiers.
 
         Args:
             pool: name of the pool.
@@ -148,11 +162,11 @@ class PoolStores:
         """
         read = 0
         with self._boundary.guard("get", "pages count as missing"):
-            store = self._store(pool)
-            if store is not None and indices is not None:
-                pages = self._pools[pool].at(indices, len(keys))
-                read = store.read(_encoded(keys), pages.copy_in)
-                store.touch(_encoded([*before, *keys[:read]]))
+            cache = self._cache(pool)
+            if cache is not None and indices is not None:
+                pages = first_tokens(self._pools[pool], indices, len(keys))
+                read = cache.read(_encoded(keys), pages)
+                cache.touch(_encoded([*before, *keys[:read]]))
         return _first(read, len(keys))
 
     def set(
@@ -162,8 +176,8 @@ class PoolStores:
         indices: torch.Tensor | None,
         before: Sequence[str] = (),
     ) -> list[bool]:
-        """Write pages from the host pool, up to the first for which there is no room. Waits for the
-        disk.
+        """Write pages from the host pool, up to the first for which there is no room. Lower tiers
+        get them afterwards.
 
         Args:
             pool: name of the pool.
@@ -172,55 +186,62 @@ class PoolStores:
             before: see `contains`.
 
         Returns:
-            For each page whether the disk has it now.
+            For each page whether the service has it now.
         """
         written = 0
         with self._boundary.guard("set", "pages are not kept"):
-            store = self._store(pool)
-            if store is not None and indices is not None:
-                pages = self._pools[pool].at(indices, len(keys))
-                written = store.write(_encoded(keys), pages.copy_out)
-                store.touch(_encoded([*before, *keys[:written]]))
+            cache = self._cache(pool)
+            if cache is not None and indices is not None:
+                pages = first_tokens(self._pools[pool], indices, len(keys))
+                written = cache.write(_encoded(keys), pages)
+                cache.touch(_encoded([*before, *keys[:written]]))
         return _first(written, len(keys))
 
     def clear(self) -> None:
-        """Forget all pages of this rank. Pages that are written later are found until the process
-        ends, but not by the next process. After a failure, all pages are misses until a call
-        succeeds."""
+        """Forget all pages of this rank. Pages that are written later are found until the server
+        ends, but not by the next one. Other users of the node's service keep theirs, as does the
+        next server with it. After a failure, all pages are misses until a call succeeds."""
         self._cleared = False
         with self._boundary.guard("clear", "no page is read or written until a clear succeeds"):
-            for store in self._open_stores().values():
-                store.clear()
+            for cache in self._open_caches().values():
+                if self._config.service is None:
+                    clear_pools(self._root, cache.fingerprint)
+                cache.clear()
             self._cleared = True
 
     def close(self) -> None:
-        """Write waiting pages for up to `FLUSH_SECONDS`, and release the folders. Idempotent."""
+        """Leave the service. One of this process's own then writes waiting pages, and ends.
+        Idempotent."""
         with self._boundary.guard("close", "folders may be in use until the process ends"):
             with self._lock:
                 self._opened = True
-                stores, self._stores = self._stores, {}
-            for store in stores.values():
-                store.close(FLUSH_SECONDS)
+                caches, self._caches = self._caches, {}
+            self._close(caches)
+
+    def _close(self, caches: Mapping[str, PoolCache]) -> None:
+        private, self._private = self._private, None
+        try:
+            for cache in caches.values():
+                cache.close()
+        finally:
+            if private is not None:
+                private.close()
 
     def page_bytes(self, pool: str) -> int:
         """Bytes of a page of an added pool. Raises KeyError for any other pool."""
         return self._pools[pool].page_bytes
 
-    def figures(self) -> Mapping[str, TierFigures]:
-        """The figures of each pool's folder, by name of the pool."""
-        return {name: store.figures for name, store in self._open_stores().items()}
-
-    def _open_stores(self) -> dict[str, BlockingTier]:
+    def _open_caches(self) -> dict[str, PoolCache]:
         with self._lock:
-            return dict(self._stores)
+            return dict(self._caches)
 
-    def _store(self, pool: str) -> BlockingTier | None:
+    def _cache(self, pool: str) -> PoolCache | None:
         if not self._opened:
             self.open()
-        return self._stores.get(pool) if self._cleared else None
+        return self._caches.get(pool) if self._cleared else None
 
-    def _open(self, pool: PagePool) -> BlockingTier:
-        config, place = self._config, self._place
+    def _open(self, pool: PagePool, config: CacheConfig) -> PoolCache:
+        place = self._place
         identity = [
             "connector: hicache",
             *self._model,
@@ -228,51 +249,46 @@ class PoolStores:
             f"ranks: {', '.join(place.traits(pool.name))}",
         ]
         fingerprint = digest(identity)
-        tier: Blocks
-        if place.follows(pool.name):
-            tier = FollowerTier(
-                config.ssd_cache_dir,
-                fingerprint,
-                pool.slot_bytes,
-                stall_seconds=config.ssd_timeout_seconds,
-            )
-        else:
-            tier = self._own(pool, fingerprint, identity)
-        return BlockingTier(tier, pool.slot_bytes, config.ssd_timeout_seconds, CALL_SECONDS)
-
-    def _own(self, pool: PagePool, fingerprint: str, identity: Sequence[str]) -> DiskTier:
-        config, place = self._config, self._place
-        day_gb = config.ssd_write_gb_per_day
-        share = self._share_of(pool)
-        assert config.ssd_cache_gb is not None
-        tier = open_disk_tier(
-            config.ssd_cache_dir,
-            fingerprint,
-            pool.slot_bytes,
-            int(config.ssd_cache_gb * GIB * share),
-            owners=MAX_OWNERS if config.ssd_in_use == "own" or place.copies > 1 else 1,
-            keep_others=config.ssd_other_models == "keep",
-            day_bytes=None if day_gb is None else int(day_gb * GIB * share),
-            queue_bytes=_QUEUE_BYTES,
-            stall_seconds=config.ssd_timeout_seconds,
+        return open_pool_cache(
+            config,
+            pool,
+            model=self._names(pool.name)[place.owner(pool.name)],
+            fingerprint=fingerprint,
             identity=identity,
+            epoch=epoch_of(fingerprint),
+            call_seconds=CALL_SECONDS,
         )
-        for drive in tier.drives:
-            index = drive.index
-            logger.info(
-                "FlexKV keeps pages of HiCache's pool %r in %s: %d of %d slots are warm",
-                pool.name,
-                drive.path,
-                len(index),
-                index.num_slots,
-            )
-        return tier
 
-    def _share_of(self, pool: PagePool) -> float:
-        """This rank's part of the engine's disk space for a pool, from 0 to 1. Pools share the
-        space in proportion to the bytes of a page, and ranks share it equally."""
+    def _names(self, pool: str) -> list[str]:
+        """The names by which a service finds the sizes for the pool of each rank that has pages of
+        its own."""
+        owners, name = self._place.owners(pool), f"{self._served_as[:_MOST_NAME]} {pool}"
+        return [f"{name} {number}" for number in range(owners)] if owners > 1 else [name]
+
+    def _serve(self) -> CacheConfig:
+        """The settings with a service, which is started if they name none."""
+        config = self._config
+        if config.service is not None:
+            return config
+        if self._place.copies > 1:
+            config = replace(config, ssd_in_use="own")
+        if config.eviction_policy == AUTO:
+            config = replace(config, eviction_policy="lru")  # HiCache tells of no request
+        self._private = start_private(self._root, config, self._sizes())
+        return replace(config, service=self._root)
+
+    def _sizes(self) -> dict[str, PoolSize]:
+        """Memory and disk space of all ranks' pools. Pools share the space in proportion to the
+        bytes of a page, and ranks share it equally."""
+        config, owners = self._config, max(map(self._place.owners, self._pools), default=1)
+        memory = config.cpu_cache_gb or _MEMORY_GB * owners
         sizes = {name: each.slot_bytes for name, each in self._pools.items()}
-        return sizes[pool.name] / sum(sizes.values()) / self._place.owners(pool.name)
+        made: dict[str, PoolSize] = {}
+        for name, size in sizes.items():
+            share = size / sum(sizes.values()) / self._place.owners(name)
+            disk = None if config.ssd_cache_gb is None else config.ssd_cache_gb * share
+            made |= dict.fromkeys(self._names(name), PoolSize(memory * share, disk))
+        return made
 
 
 def _encoded(keys: Sequence[str]) -> list[bytes]:

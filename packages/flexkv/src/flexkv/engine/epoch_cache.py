@@ -22,11 +22,12 @@ class EpochCache:
         cache: the shared cache; owned.
         alone: whether the engine's keys mean something else in other engines. Then no epoch is
             shared.
+        epoch: that of the keys; None for one of this object's own.
     """
 
-    def __init__(self, cache: CacheClient, *, alone: bool) -> None:
+    def __init__(self, cache: CacheClient, *, alone: bool, epoch: KeyEpoch | None = None) -> None:
         self._cache = cache
-        self._epoch = KeyEpoch()
+        self._epoch = epoch or KeyEpoch()
         if alone:
             self._epoch.renew()
         # What has no keys is the cache's own.

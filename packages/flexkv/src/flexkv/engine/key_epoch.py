@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 _MARK = b"\xfeFKE"
@@ -16,16 +17,28 @@ class KeyEpoch:
     blocks serve other engines and later processes. The end of a later epoch is random. So no other
     engine and no later process finds the blocks of a later epoch, and nothing has to be cleared.
 
+    Args:
+        engine: what tells the engine's processes from those of all others, if each of them begins
+            the same epochs by itself. Empty if one process makes all keys.
+
     Attributes:
         end: empty, or 16 bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: bytes = b"") -> None:
         self.end = b""
+        self._engine = engine
+        self._number = 0
 
     def renew(self) -> None:
-        """Begin another epoch, in which no earlier key is found, by no process."""
-        self.end = _MARK + secrets.token_bytes(_BYTES - len(_MARK))
+        """Begin another epoch, in which no earlier key is found, by no process. If the engine was
+        named, the epoch of this number is the same in all of its processes."""
+        self._number += 1
+        drawn = secrets.token_bytes(_BYTES - len(_MARK))
+        if self._engine:
+            text = b"%d %s" % (self._number, self._engine)
+            drawn = hashlib.blake2b(text, digest_size=len(drawn)).digest()
+        self.end = _MARK + drawn
 
     def has(self, key: bytes) -> bool:
         """Whether a key is one of this epoch.

@@ -12,21 +12,17 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
-from flexkv.client import CacheClient, FetchId
+from flexkv.client import CacheClient
 from flexkv.engine.worker.pages import Device
 from flexkv.layout import KVLayout
 from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore
+from flexkv.library.page_lookup import find_pages, leading
 from flexkv.session import Session
 from flexkv.system.forks import close_in_children
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.types.mover import Mover
-from flexkv.types.presence import Presence
 
 logger = logging.getLogger(__name__)
-
-_ASK_PAUSE_SECONDS = 0.0005
-"""Pause between two polls while a lookup waits for shared stores, which answer in milliseconds. Not
-tuned."""
 
 _FLUSH_PAUSE_SECONDS = 0.001
 """Pause between two polls while a flush waits for lower tiers. Not tuned."""
@@ -89,36 +85,7 @@ class PageCache:
             TypeError, ValueError: a key is not allowed, or is there twice.
             FlexKVError: the cache is closed.
         """
-        keys = _checked_keys(keys)
-        while True:
-            with self._copier.use() as cache:
-                self._copier.advance()
-                asks = cache.info.must_query and cache.query(keys)
-                places = cache.presence(keys)
-                count = _leading(places)
-                is_known = count == len(keys) or places[count] is Presence.ABSENT
-                fetch = None
-                if not is_known and cache.info.is_shared:
-                    fetch = cache.fetch(keys[count:], queued=True)  # the service asks its stores
-            if fetch is not None:
-                return count + self._count_coming(fetch)
-            if is_known or not asks:
-                return count
-            time.sleep(_ASK_PAUSE_SECONDS)
-
-    def _count_coming(self, fetch: FetchId) -> int:
-        """How many blocks a fetch can bring. Ends it."""
-        try:
-            while True:
-                with self._copier.use() as cache:
-                    self._copier.advance()
-                    state = cache.fetch_state(fetch)
-                if state.queried is None or state.done:
-                    return state.stop
-                time.sleep(_ASK_PAUSE_SECONDS)
-        finally:
-            with self._copier.use() as cache:
-                cache.end_fetch(fetch)
+        return leading(find_pages(self._copier, _checked_keys(keys)))
 
     def store(
         self, keys: Sequence[bytes], pages: Iterable[SupportsIndex], after: bytes | None = None
@@ -287,12 +254,6 @@ def _checked_keys(keys: Iterable[object]) -> list[bytes]:
             raise ValueError(f"key {number}, {key!r}, is a duplicate; allowed: each key once")
         checked[key] = None
     return list(checked)
-
-
-def _leading(places: Sequence[Presence]) -> int:
-    """How many blocks are somewhere, from the first on."""
-    found = (place in {Presence.HOST, Presence.BELOW} for place in places)
-    return next((number for number, has in enumerate(found) if not has), len(places))
 
 
 def _finish(copy: PageCopy) -> int:

@@ -9,11 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from flexkv.client import CacheClient, FetchId, Transfer
 from flexkv.host.arena import Arena
 from flexkv.types.errors import FlexKVError
-from flexkv.types.mover import Mover, Status
+from flexkv.types.mover import Direction, Status
 
 _PAUSE_SECONDS = 0.0005
 """Pause between two polls of a lower tier that reads: less than an NVMe drive needs for a block.
@@ -23,12 +24,35 @@ _BLOCKS_A_POLL = 16
 """The least number of waiting blocks that a poll begins to write to a lower tier; see
 `flexkv.transfer.demote`."""
 
-_SLOT_SECONDS = 0.25
+SLOT_SECONDS = 0.25
 """Seconds for which a store waits for slots of the node's service, which grants them in
 milliseconds if it has any. Not tuned."""
 
 _WAIT_SECONDS = 0.1
 """Seconds of one wait for a copy. The mover ends the wait earlier if the copy ends. Not tuned."""
+
+
+class PageMover(Protocol):
+    """What copies pages; a `Mover` does."""
+
+    def submit(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        after: int = 0,
+        flag_address: int = 0,
+    ) -> int:
+        """See `Mover.submit`."""
+        ...
+
+    def wait(self, ticket: int, timeout: float) -> Status:
+        """See `Mover.wait`."""
+        ...
+
+    def close(self) -> None:
+        """See `Mover.close`."""
+        ...
 
 
 class Copier:
@@ -49,7 +73,7 @@ class Copier:
     """
 
     def __init__(
-        self, cache: CacheClient, arena: Arena, mover: Mover, work_so_far: Callable[[], int]
+        self, cache: CacheClient, arena: Arena, mover: PageMover, work_so_far: Callable[[], int]
     ) -> None:
         self.cache = cache
         self.mover = mover
@@ -249,15 +273,27 @@ class PageStore(PageCopy):
         copier: the copier of the cache.
         chain: keys of the blocks, behind that of the block that they build on, if there is one.
         pages: number of each block's page, by key.
+        is_scattered: whether each block is found without the one before it.
+        slot_seconds: seconds to wait for slots of the node's service, if it grants none.
     """
 
-    def __init__(self, copier: Copier, chain: Sequence[bytes], pages: Mapping[bytes, int]) -> None:
+    def __init__(
+        self,
+        copier: Copier,
+        chain: Sequence[bytes],
+        pages: Mapping[bytes, int],
+        *,
+        is_scattered: bool = False,
+        slot_seconds: float = SLOT_SECONDS,
+    ) -> None:
         super().__init__(copier)
         self._chain = chain
         self._pages = pages
+        self._starts = range(len(chain)) if is_scattered else (0,)
         self._next = len(chain) - len(pages)
         self._transfer: int | None = None
-        self._late = time.monotonic() + _SLOT_SECONDS
+        self._slot_seconds = slot_seconds
+        self._late = time.monotonic() + slot_seconds
         self._store()
 
     def _advance(self) -> None:
@@ -276,11 +312,11 @@ class PageStore(PageCopy):
         round has stored and that have left again are not stored anew, which might have no end."""
         cache = self._copier.cache
         absent = cache.missing(self._chain, self._next)
-        transfer = cache.store(self._chain, absent) if absent else None
+        transfer = cache.store(self._chain, absent, self._starts) if absent else None
         if transfer is not None:
             self._transfer = transfer.id
             self._next = 1 + self._chain.index(transfer.keys[-1])
-            self._late = time.monotonic() + _SLOT_SECONDS
+            self._late = time.monotonic() + self._slot_seconds
             self._begin(transfer, [self._pages[key] for key in transfer.keys])
         elif not (absent and cache.awaits_slots) or time.monotonic() > self._late:
             self.ended = True

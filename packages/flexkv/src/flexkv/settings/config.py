@@ -110,8 +110,7 @@ class CacheConfig:
         "The directory of the node's service, `flexkv serve DIR`. All engines that name it and run "
         "the same model share one host memory and the tiers below it, which the service's own "
         "settings name: `cpu_cache_gb`, `eviction_policy`, `pin_seconds` and those of lower tiers "
-        "have no effect in the engine. An engine that cannot use it yet refuses to start. Default: "
-        "the engine has a cache of its own.",
+        "have no effect in the engine. Default: the engine has a cache of its own.",
         read_by=ReadBy.ALL,
     )
     eviction_policy: str = setting(

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from disk_blocks import FINGERPRINT, SLOT, capacity_of, names, opened
 
-from flexkv.tiers.disk import OsFiles, open_disk_tier
-from flexkv.tiers.disk.followed import FollowedFolder
+from flexkv.tiers.disk import open_disk_tier
 from flexkv.tiers.job import Outcome
 from flexkv.types.errors import DiskError
 
@@ -143,10 +142,3 @@ def test_a_table_that_is_not_ours_is_not_removed(folder: Path) -> None:
     folder.chmod(0o777)
     refuses(folder.parent, "is not a table of FlexKV")
     assert (folder / "table").read_bytes() == b"my thesis"
-
-
-def test_an_open_folder_of_another_engine_is_not_read(folder: Path) -> None:
-    FollowedFolder(str(folder), SLOT, OsFiles()).close()
-    folder.chmod(0o770)
-    with pytest.raises(PermissionError, match="lets others write"):
-        FollowedFolder(str(folder), SLOT, OsFiles())

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of one host pool, in the cache of a service: each rank's pool is one of its engines.
+
+Pages are copied out of slots that this process holds, and into slots that were granted to it. The
+service verifies what it reads from lower tiers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from flexkv.client import CacheClient
+from flexkv.engine.epoch_cache import EpochCache
+from flexkv.engine.key_epoch import KeyEpoch
+from flexkv.engine.open_rank import closed_on_error, open_rank
+from flexkv.engine.start import make_cache
+from flexkv.host.arena import Arena
+from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore
+from flexkv.library.page_lookup import find_pages, leading
+from flexkv.session import Session, Shard
+from flexkv.settings import CacheConfig
+from flexkv.types.mover import Direction, Status
+from flexkv_sglang.hicache.pool import PagePool
+
+logger = logging.getLogger("flexkv.sglang")
+
+_STORED_BYTES = 64 << 20
+"""Bytes of the slots that are granted ahead: a drive of 4 GB/s writes them in 16 ms. Not tuned."""
+
+
+class HostPageMover:
+    """Copies pages of a pool in the caller's thread: each copy has ended when `submit` returns.
+
+    Args:
+        pool: the pool; borrowed.
+        arena: borrowed.
+    """
+
+    def __init__(self, pool: PagePool, arena: Arena) -> None:
+        self._pool = pool
+        self._address = arena.address
+        self._within = torch.arange(pool.page_tokens, dtype=torch.int64)
+
+    def submit(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        offsets: Sequence[int],
+        after: int = 0,
+        flag_address: int = 0,
+    ) -> int:
+        """See `Mover.submit`. `blocks` are the indices of the pages' first tokens."""
+        first = torch.tensor(list(blocks), dtype=torch.int64)
+        pages = self._pool.at((first[:, None] + self._within).flatten(), len(blocks))
+        copy = pages.copy_in if direction is Direction.LOAD else pages.copy_out
+        for page, offset in enumerate(offsets):
+            copy(page, self._address + offset)
+        ctypes.c_uint32.from_address(flag_address).value = Status.DONE
+        return 0
+
+    def wait(self, ticket: int, timeout: float) -> Status:
+        """See `Mover.wait`."""
+        return Status.DONE
+
+    def close(self) -> None:
+        """See `Mover.close`."""
+
+
+class PoolCache:
+    """Thread-safe. Calls wait, and raise after `close`.
+
+    Args:
+        session: holds the arena; owned.
+        cache: of the service; owned.
+        pool: the pages; borrowed.
+        call_seconds: every call gives up after this time.
+
+    Attributes:
+        fingerprint: names the pages that share the service's pool.
+    """
+
+    def __init__(
+        self, session: Session, cache: CacheClient, pool: PagePool, call_seconds: float
+    ) -> None:
+        self._session = session
+        self.fingerprint = session.info.fingerprint
+        self._mover = HostPageMover(pool, session.arena)
+        self._copier = Copier(cache, session.arena, self._mover, lambda: 0)
+        self._call_seconds = call_seconds
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each page whether it can be read. Behind the first that no tier has, shared stores
+        are not asked."""
+        return find_pages(self._copier, keys)
+
+    def read(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """Read pages up to the first that cannot be read.
+
+        Args:
+            keys: their keys.
+            pages: the indices of their first tokens.
+
+        Returns:
+            How many were read, from the first on.
+        """
+        with self._copier.use():
+            load = PageLoad(self._copier, keys, pages)
+            self._copier.advance()
+        return self._end(load, time.monotonic() + self._call_seconds)
+
+    def write(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """Write pages up to the first for which there is no room. Waits until lower tiers have
+        made room.
+
+        Args:
+            keys, pages: see `read`.
+
+        Returns:
+            How many the cache has now, from the first on.
+        """
+        late = time.monotonic() + self._call_seconds
+        for _ in range(2):  # what was begun before a clear of the pool is not published
+            absent = self._write(keys, pages, late)
+            if not absent or time.monotonic() > late:
+                break
+        return leading([place not in absent for place in range(len(keys))])
+
+    def _write(self, keys: Sequence[bytes], pages: Sequence[int], late: float) -> set[int]:
+        """Write pages, until a time. Returns the positions of those that the cache lacks then."""
+        with self._copier.use():
+            self._copier.advance()
+            numbers = dict(zip(keys, pages, strict=True))
+            store = PageStore(
+                self._copier,
+                keys,
+                numbers,
+                is_scattered=True,
+                slot_seconds=late - time.monotonic(),
+            )
+        self._end(store, late)
+        with self._copier.use() as cache:
+            return set(cache.missing(keys))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count the use of a prefix. Its end leaves before its beginning."""
+        with self._copier.use() as cache:
+            cache.touch(keys)
+            self._copier.advance()
+
+    def clear(self) -> None:
+        """Forget all pages. Pages that are written later have other keys."""
+        with self._copier.use() as cache:
+            cache.clear()
+
+    def close(self) -> None:
+        """Leave the service. Idempotent."""
+        if self._copier.gone:
+            return
+        with self._copier.use() as cache:
+            self._copier.gone = "closed"
+            cache.close()
+            self._session.close()
+
+    def _end(self, copy: PageCopy, late: float) -> int:
+        """Wait for a copy until a time. Returns the number of copied pages."""
+        try:
+            return copy.wait(max(0.0, late - time.monotonic()))
+        except BaseException as error:
+            copy.cancel()
+            if isinstance(error, TimeoutError):
+                return copy.blocks
+            raise
+
+
+def open_pool_cache(
+    config: CacheConfig,
+    pool: PagePool,
+    *,
+    model: str,
+    fingerprint: str,
+    identity: Sequence[str],
+    epoch: KeyEpoch,
+    call_seconds: float,
+) -> PoolCache:
+    """Attach a pool to the service.
+
+    Args:
+        config: FlexKV's settings, with `service`.
+        pool: the pool; borrowed until the cache is closed.
+        model: the name by which the service finds the sizes of its pool.
+        fingerprint: names the pages that share the service's pool.
+        identity: its parts.
+        epoch: of the keys.
+        call_seconds: see `PoolCache`.
+
+    Raises:
+        ArenaError: no service answers, or it refuses the pool.
+    """
+    shard = Shard(0, fingerprint, 1, pool.page_bytes, identity=tuple(identity))
+    session, _ = open_rank(config, None, shard, 1, lambda arena, threads: None, model=model)
+    with closed_on_error(session):
+        cache = make_cache(
+            config,
+            session,
+            keeps_blocks=True,
+            follows_requests=False,
+            step_blocks=max(1, _STORED_BYTES // pool.slot_bytes),
+        )
+        slots = cache.info.num_slots
+        logger.info("FlexKV keeps pages of HiCache's pool %r in %d blocks", pool.name, slots)
+        return PoolCache(session, EpochCache(cache, alone=False, epoch=epoch), pool, call_seconds)
+
+
+def first_tokens(pool: PagePool, indices: torch.Tensor, pages: int) -> Sequence[int]:
+    """The indices of the first tokens of pages.
+
+    Args:
+        pool: their pool.
+        indices: indices of all their tokens, int64, page after page.
+        pages: the number of pages.
+
+    Raises:
+        ValueError: the number of indices does not match `pages`.
+    """
+    if indices.numel() != pages * pool.page_tokens:
+        raise ValueError(
+            f"{indices.numel()} indices for {pages} pages of {pool.page_tokens} tokens"
+        )
+    return array("Q", indices[:: pool.page_tokens].tolist())
