@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -188,6 +191,56 @@ def test_ranks_with_the_same_pages_read_what_one_has_written(tmp_path: Path) -> 
         assert one.get("kv", KEYS[:1], tokens_of(6)) == [True], "after a clear, too"
         assert torch.equal(read.page(6), written.page(5))
     assert len(list((tmp_path / "disk").iterdir())) == 1
+
+
+RANK = """
+import sys
+from pathlib import Path
+from hicache.test_stores import KEYS, full, rank, stores, tokens_of
+with stores(Path(sys.argv[1]), full("mla"), rank(int(sys.argv[2]), replicated=True)) as kept:
+    print("open", flush=True)
+    for line in sys.stdin:
+        call, count = line.split()
+        pages = tokens_of(*range(int(count)))
+        print(sum(getattr(kept, call)("kv", KEYS[: int(count)], pages)), flush=True)
+"""
+
+
+def test_ranks_that_start_at_once_share_a_service(tmp_path: Path) -> None:
+    """As SGLang starts them: processes of one parent."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
+        for number in range(2)
+    ]
+
+    def said(number: int, line: str = "") -> str:
+        process = ranks[number]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if line:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+        return process.stdout.readline().strip()
+
+    try:
+        assert [said(0), said(1)] == ["open", "open"]
+        (root,) = (tmp_path / "run").glob("hicache-*")
+        assert said(0, "set 3") == "3"
+        assert said(1, "get 4") == "3"
+        for process in ranks:
+            process.kill()
+            process.wait()
+        until(lambda: not root.exists())
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
