@@ -133,6 +133,16 @@ def test_each_part_of_a_load_may_meet_a_fault(failures: int, right: bool) -> Non
     assert (broken(checks) == []) == right
 
 
+@pytest.mark.parametrize(("internal", "right"), [(0, False), (1, True), (2, True), (3, False)])
+def test_a_share_that_is_refused_late_is_no_internal_failure(internal: int, right: bool) -> None:
+    hits = (HIT, *[Hit(1, Kind.LOAD_REFUSED, 6.0, 1)] * 2)
+    counts = counts_with({"failures_internal_": internal})
+    checks = check_failures(counts, Counter(), hits, in_parts=True, in_shares=True)
+    assert (broken(checks) == []) == right
+    whole = check_failures(counts, Counter(), hits, in_parts=True)
+    assert (broken(whole) == []) == (internal == len(hits) - 1)
+
+
 @pytest.mark.parametrize(("loaded", "right"), [(600, True), (601, False)])
 def test_no_more_is_loaded_than_was_found(loaded: int, right: bool) -> None:
     counts = counts_with({"copied_bytes_device_load": loaded})
