@@ -226,6 +226,7 @@ def nightly(session: nox.Session) -> None:
         ("sglang", "fail", "--stores"),
         ("sglang-windows", "fail"),
         ("sglang-states", "fail"),
+        ("sglang-stages", "fail"),
     ):
         options = ["--engine", engine, "--policy", policy, *more]
         out = f"campaign-{engine}-{policy}.json"

@@ -22,6 +22,7 @@ ENGINES: dict[str, Engine] = {
     "sglang": Sglang(),
     "sglang-windows": Sglang(family=WINDOWS),
     "sglang-states": Sglang(family=STATES),
+    "sglang-stages": Sglang(stages=2),
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -76,6 +77,7 @@ class Sglang:
     Args:
         forked: forks its servers; see `ServerConfig`.
         family: the model; None for Llama's.
+        stages: of a pipeline.
     """
 
     policies: Mapping[str, OnFailedLoad] = {"fail": OnFailedLoad.FAILS_BATCH}
@@ -83,11 +85,16 @@ class Sglang:
     prefix = "sglang:"
     taken_out = "num_retracted_requests_total"
 
-    def __init__(self, *, forked: bool = False, family: Family | None = None) -> None:
+    def __init__(
+        self, *, forked: bool = False, family: Family | None = None, stages: int = 1
+    ) -> None:
         self._forked = forked
+        self._stages = {"pp_size": stages} if stages > 1 else {}
         self._family = family
         self._flags = dict(family.flags) if family else {}
-        self.block_bytes = family.block_bytes if family else BLOCK_BYTES
+        # As many layers on each stage.
+        self._spec = TINY if stages == 1 else dataclasses.replace(TINY, layers=2 * stages)
+        self.block_bytes = family.block_bytes if family else BLOCK * self._spec.kv_bytes_per_token
         self.hit_tokens = family.hit_tokens if family else BLOCK
         self.blocks_of_hit = 1 + family.parts if family else 1
         self.wire = Wire("/generate", _body, _tokens)
@@ -96,7 +103,12 @@ class Sglang:
         model = self._model(folder)
         flags = self._flags | {"disable_radix_cache": True}
         config = ServerConfig(
-            model, TINY, page_size=BLOCK, kv_tokens=KV_TOKENS, forked=self._forked, flags=flags
+            model,
+            self._spec,
+            page_size=BLOCK,
+            kv_tokens=KV_TOKENS,
+            forked=self._forked,
+            flags=flags,
         )
 
         def answer(prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
@@ -120,20 +132,20 @@ class Sglang:
         environ = {f"FLEXKV_{name.upper()}": str(value) for name, value in options.items()}
         config = linker_config(
             model,
-            TINY,
+            self._spec,
             environ | (stores.environ if stores else {}),
             own_folder,
             page_size=BLOCK,
             kv_tokens=KV_TOKENS,
             tensor_parallel_size=ranks,
             forked=self._forked,
-            flags=self._flags | {"schedule_conservativeness": _EAGER},
+            flags=self._flags | self._stages | {"schedule_conservativeness": _EAGER},
         )
         return lambda log: Tested(config, log)
 
     def _model(self, folder: Path) -> Path:
         if self._family is None:
-            return write_checkpoint(TINY, folder)
+            return write_checkpoint(self._spec, folder)
         written = folder / self._family.name
         return written if written.is_dir() else write_family(self._family.name, folder, python())
 
@@ -149,7 +161,8 @@ class Sglang:
         ranks: int,
     ) -> Iterable[Check]:
         least = self._family.least_bytes if self._family else 0
-        sizes = Sizes(self.block_bytes, self.block_bytes, BLOCK, ranks, least)
+        shards = ranks * self._stages.get("pp_size", 1)
+        sizes = Sizes(self.block_bytes, self.block_bytes, BLOCK, shards, least)
         in_shares = self._family is not None
         yield from check_failures(counts, given, hits, in_parts=True, in_shares=in_shares)
         yield from check_queries(counts)

@@ -70,7 +70,7 @@ class ServerConfig:
         base = dict(environment.FOR_ENGINES)
         attention = self.flags.get("enable_dp_attention", False)
         engines = 1 if attention else self.flags.get("dp_size", 1)
-        ranks = self.tensor_parallel_size * engines
+        ranks = self.tensor_parallel_size * engines * self.flags.get("pp_size", 1)
         if ranks > 1:
             base[environment.CORES] = cores_of_ranks(ranks)
         return os.environ | base | dict(self.env)

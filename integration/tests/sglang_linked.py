@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -176,6 +177,7 @@ class Linked:
     Args:
         folder: for logs, orders and the disk.
         model: that they serve.
+        flags: of their command lines, beside those of KV events.
 
     Attributes:
         server: the one that runs.
@@ -187,13 +189,15 @@ class Linked:
     server: SglangServer
     plain: Plain
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(
+        self, folder: Path, model: Path, flags: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.orders: OrderBook = orders_in(folder)
         self._folder = folder
         self._starts = 0
         self.router = Router()
         events = {"publisher": "zmq", "endpoint": self.router.endpoint}
-        flags = {"kv_events_config": events}
+        flags = {"kv_events_config": events, **flags}
         self._config = linker_config(model, TINY, self._settings(), folder, flags=flags)
 
     def start(self, env: Mapping[str, str] | None = None, **changes: Any) -> None:

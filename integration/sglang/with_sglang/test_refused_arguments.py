@@ -85,7 +85,13 @@ REFUSED = [
         )
     ),
     (QWEN_VL, "--model-impl=transformers", "--model-impl is transformers"),
-    (LLAMA, "--pp-size=2", "--pp-size .* is 2; allowed with FlexKV: 1$"),
+    (
+        LLAMA,
+        "--pp-size=2 --disaggregation-mode=prefill",
+        "--pp-size .* is 2 with --disaggregation-mode prefill; allowed .* 1, or",
+    ),
+    (LAGUNA, "--pp-size=2", "--pp-size .* is 2 and the model .* has sliding windows"),
+    (QWEN_NEXT, f"{NO_BUFFER} --pp-size=2", "--pp-size .* is 2 and .* or recurrent states"),
     (LLAMA, "--nnodes=2 --dist-init-addr=127.0.0.1:5000", "--nnodes is 2"),
     (LLAMA, "--enable-hierarchical-cache", "--enable-hierarchical-cache .* is set"),
     (LLAMA, "--enable-lmcache", "--enable-lmcache is set"),
@@ -117,6 +123,7 @@ REFUSED = [
 
 STARTS = [
     (LLAMA, ""),
+    (LLAMA, "--pp-size=2"),
     (LLAMA, "--speculative-algorithm=NGRAM --speculative-num-draft-tokens=4"),
     (LLAMA, f"--speculative-algorithm=EAGLE {DRAFT}"),
     (LLAMA, f"--speculative-algorithm=NEXTN {DRAFT}"),

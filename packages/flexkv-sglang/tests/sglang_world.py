@@ -276,7 +276,12 @@ class Rank:
         size = self.pool.page_size
         states = getattr(self.pool, "states", None)
         self.pages: Pages = describe_pages(
-            self.pool, size, heads=total, ranks=ranks.count, drafts=drafts, states=states
+            self.pool,
+            size,
+            heads=total,
+            ranks=ranks.count // ranks.stages,
+            drafts=drafts,
+            states=states,
         )
         self._layers = self.pages.layers
         config = CacheConfig(

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from stage_queues import QueuedLinks, Wires
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
@@ -19,6 +20,7 @@ from flexkv_sglang.delayed_offloads import AT_ONCE, DelayedOffloads
 from flexkv_sglang.page_hashes import PageHashes
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, OneRank
+from flexkv_sglang.staged_loads import StagedLoads
 from flexkv_sglang.trailing import NONE_TRAILING
 
 
@@ -48,6 +50,8 @@ class Side:
         self.delays = False
         self.delayed = DelayedOffloads(Exchanges(OneRank(), self.boundary))
         self.is_loading = False
+        self.staged: StagedLoads | None = None
+        self.known: list[int] = []
 
     @property
     def requests(self) -> Side | None:
@@ -78,6 +82,9 @@ class Side:
 
     def held(self, rids: Sequence[str]) -> list[bool]:
         return [rid in self.waiting for rid in rids]
+
+    def loads_known(self, batch: int) -> None:
+        self.known.append(batch)
 
     def fetched_tokens(self, rid: str) -> int:
         return 12 if rid in self.waiting else 0
@@ -279,6 +286,72 @@ def test_sglang_learns_how_much_of_a_hit_lower_tiers_gave(side: Side) -> None:
     request.rid = "a"
     hooks.load_back(lambda wrapper, request: (0, 3), object(), request)
     assert request.storage_hit_length == 0
+
+
+class Loading(SimpleNamespace):
+    """SGLang's wrapper of the linker and its tree, in which one request loads in batch 3."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__(inflight_load_rids=[], inflight_load_index=-1, fails=fails, marked=[])
+
+    def load_back(self, request: Any) -> int:
+        self.inflight_load_rids.append(request.rid)
+        self.inflight_load_index = 3
+        return 1
+
+    def find_failed(self, wrapper: object) -> list[str]:
+        rids, self.inflight_load_rids = self.inflight_load_rids, []
+        return rids if self.fails else []
+
+    def finish_external_linker_loads(self, requests: Sequence[Any]) -> list[Any]:
+        failed = hooks.finish_loads(self.find_failed, self)
+        self.marked += [each for each in requests if each.rid in failed]
+        return list(self.marked)
+
+
+def test_without_stages_sglang_learns_of_failed_loads_at_once(side: Side) -> None:
+    wrapper = Loading(fails=True)
+    request = SimpleNamespace(rid="a", skip_radix_cache_insert=False)
+    hooks.load_back(lambda wrapper, request: wrapper.load_back(request), wrapper, request)
+    assert hooks.finish_loads(wrapper.find_failed, wrapper) == ["a"]
+    assert not request.skip_radix_cache_insert
+
+
+@pytest.mark.parametrize("fails_on", [None, 0, 1])
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_stages_learn_of_failed_loads_with_the_result_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch, fails_on: int | None, in_chunks: bool
+) -> None:
+    wires = Wires(2)
+    stages = []
+    for number in range(2):
+        side = Side()
+        side.staged = StagedLoads(QueuedLinks(wires, number))
+        request = SimpleNamespace(rid="a", skip_radix_cache_insert=False)
+        wrapper = Loading(fails=number == fails_on)
+        monkeypatch.setattr(hooks, "_sides", [side])
+        hooks.load_back(lambda wrapper, request: wrapper.load_back(request), wrapper, request)
+        assert hooks.finish_loads(wrapper.find_failed, wrapper) == []
+        assert hooks.finish_loads(wrapper.find_failed, wrapper) == []  # a batch without loads
+        assert request.skip_radix_cache_insert
+        stages.append((side, request, wrapper))
+    for side, request, wrapper in stages:
+        monkeypatch.setattr(hooks, "_sides", [side])
+        scheduler = SimpleNamespace(
+            tree_cache=wrapper,
+            chunked_req=request if in_chunks else None,
+            _pending_chunked_abort_req=None,
+        )
+        for number in (2, 3, 3):  # the batch runs on as one that decodes
+            batch = SimpleNamespace(hicache_consumer_index=number)
+            given = hooks.process_result(lambda *given: given, scheduler, batch, "result")
+            assert given == (scheduler, batch, "result")
+        assert side.known == [3]
+        failed = fails_on is not None
+        assert wrapper.marked == ([request] if failed else [])
+        assert request.skip_radix_cache_insert == failed
+        aborted = scheduler._pending_chunked_abort_req
+        assert aborted is (request if failed and in_chunks else None)
 
 
 @pytest.mark.parametrize("succeeds", [True, False])

@@ -185,8 +185,7 @@ def test_a_wrong_setting_stops_sglang_before_it_reads_weights(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("pp_size", 2, "SGLang's --pp-size (--pipeline-parallel-size) is 2; allowed .* FlexKV: 1"),
-        ("nnodes", 2, "--nnodes is 2"),
+        ("nnodes", 2, "SGLang's --nnodes is 2; allowed with FlexKV: 1"),
         ("attn_cp_size", 2, "--attn-cp-size (--attention-context-parallel-size) is 2"),
         ("dcp_size", 2, "--dcp-size (--decode-context-parallel-size) is 2"),
         ("enable_hierarchical_cache", True, "--enable-hierarchical-cache (--enable-hicache) is"),
@@ -218,6 +217,21 @@ def test_a_draft_that_cannot_be_cached_is_refused(sglang: SGLang, linked: bool) 
     chosen = LINKED if linked else {}
     with pytest.raises(ConfigError, match=r"is DFLASH, whose .* STANDALONE$"):
         sglang.start(speculative_algorithm="DFLASH", **chosen)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
+def test_stages_of_full_attention_are_cached(sglang: SGLang, linked: bool) -> None:
+    chosen = (LINKED if linked else {}) | {"pp_size": 2}
+    sglang.start(**chosen)
+    said = r"--pp-size \(--pipeline-parallel-size\) is 2 "
+    with pytest.raises(ConfigError, match=said + "with --speculative-algorithm EAGLE; allowed"):
+        sglang.start(**chosen, speculative_algorithm="EAGLE")
+    with pytest.raises(ConfigError, match=said + "with --disaggregation-mode prefill; .* 1, or"):
+        sglang.start(**chosen, disaggregation_mode="prefill")
+    for kind in ("is_hybrid_swa", "ssm"):
+        model = SimpleNamespace(**vars(UNSET["model"]) | {kind: True})
+        with pytest.raises(ConfigError, match=said + "and the model .* windows or recurrent"):
+            sglang.start(**chosen, model=model)
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["flag", "own flags"])
@@ -272,10 +286,10 @@ def test_sglangs_own_flags_are_checked_as_the_flag_is(
     sglang: SGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sglang.start(**LINKED) == {}
-    with pytest.raises(ConfigError, match="--pp-size"):
-        sglang.start(**LINKED, pp_size=2)
+    with pytest.raises(ConfigError, match="--nnodes"):
+        sglang.start(**LINKED, nnodes=2)
     other = LINKED["unified_cache_external_linker_config"] | {"linker_module_path": "other.linker"}
-    assert sglang.start(**LINKED | {"unified_cache_external_linker_config": other}, pp_size=2) == {}
+    assert sglang.start(**LINKED | {"unified_cache_external_linker_config": other}, nnodes=2) == {}
     wrong = {"linker_extra_config": {"cpu_cache_gb": "much"}}
     named = LINKED["unified_cache_external_linker_config"] | wrong
     with pytest.raises(ConfigError, match="cpu_cache_gb"):

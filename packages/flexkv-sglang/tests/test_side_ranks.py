@@ -46,6 +46,7 @@ class Threads:
     ) -> None:
         self.rank = rank
         self.count = len(queues)
+        self.stage, self.stages, self.loads = 0, 1, None
         self._queues = queues
         self._votes = votes
         self._meeting = meeting

@@ -41,6 +41,7 @@ _USED = {
         "UnifiedCacheLinkerWrapper.offload_nodes",
         "UnifiedCacheLinkerWrapper._offload_node",
         "UnifiedCacheLinkerWrapper._sync_restorable_prefix",
+        "UnifiedCacheLinkerWrapper.finish_loads",
         "UnifiedCacheLinkerWrapper.load_back",
         "UnifiedCacheLinkerWrapper.match",
     ),
@@ -66,9 +67,11 @@ _USED = {
         "Scheduler._get_new_batch_prefill_raw",
         "Scheduler.clear_hicache_storage_wrapped",
     ),
+    "sglang.srt.managers.scheduler_pp_mixin": ("SchedulerPPMixin._pp_process_batch_result",),
     "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
     "sglang.srt.mem_cache.unified_radix_cache": (
         "UnifiedRadixCache.check_hicache_events",
+        "UnifiedRadixCache.finish_external_linker_loads",
         "UnifiedRadixCache.take_events",
     ),
     "sglang.srt.managers.scheduler_components.weight_updater": (

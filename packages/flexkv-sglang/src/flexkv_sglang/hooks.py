@@ -53,6 +53,8 @@ _OFFLOADS = f"{_WRAPPER}.offload_nodes"
 _MATCH = f"{_WRAPPER}.match"
 _AGREEMENT = f"{_WRAPPER}._sync_restorable_prefix"
 _LOAD_BACK = f"{_WRAPPER}.load_back"
+_LOADED = f"{_WRAPPER}.finish_loads"
+_RESULT = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin._pp_process_batch_result"
 _CLEAR = "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped"
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _POLL = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
@@ -93,6 +95,8 @@ def serve(side: RankSide) -> None:
         HookRegistry.register(_MATCH, match, HookType.AROUND)
         HookRegistry.register(_AGREEMENT, agree_on_prefix, HookType.AROUND)
         HookRegistry.register(_LOAD_BACK, load_back, HookType.AROUND)
+        HookRegistry.register(_LOADED, finish_loads, HookType.AROUND)
+        HookRegistry.register(_RESULT, process_result, HookType.AROUND)
         HookRegistry.register(_CLEAR, clear_storage, HookType.AROUND)
         HookRegistry.register(_EVENTS, take_events, HookType.AROUND)
         for name in _UPDATES:
@@ -122,9 +126,9 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         ):
             hashes = PageHashes(scheduler.tree_cache)
             side.requests.scheduled(requests, scheduler.waiting_queue, hashes)
-    if scheduler.device == "cpu":
+    if scheduler.device == "cpu" and side.staged is None:
         # On other devices, SGLang prepares the next step before this one ends, so its time is
-        # unknown.
+        # unknown. So is that of the other stages of a pipeline.
         with side.boundary.guard("measuring a batch", "its time is not measured", loses=False):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
@@ -202,7 +206,43 @@ def load_back(original: Callable[..., Any], wrapper: Any, request: Any) -> Any:
             "reporting where a hit came from", "it counts as host memory", loses=False
         ):
             request.storage_hit_length = side.fetched_tokens(request.rid)
+        if side.staged is not None and request.rid in wrapper.inflight_load_rids:
+            side.staged.queued(request)
     return made
+
+
+def finish_loads(original: Callable[..., list[str]], wrapper: Any) -> list[str]:
+    """Hook of SGLang's search for failed loads of a batch that it has computed: the ids of their
+    requests, which SGLang then aborts. The stages of a pipeline abort them when the result of the
+    batch arrives; see `process_result`."""
+    staged = next((side.staged for side in _sides), None)
+    if staged is None:
+        return original(wrapper)
+    if staged.failed is not None:
+        failed, staged.failed = staged.failed, None
+        return failed
+    rids, batch = [*wrapper.inflight_load_rids], wrapper.inflight_load_index
+    failed = original(wrapper)
+    if rids:
+        staged.computed(batch, rids, landed=not failed)
+    return []
+
+
+def process_result(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+    """Hook of the arrival of a batch's result at a stage of a pipeline. All stages have loaded by
+    then. Has SGLang abort the requests of the batch if a load failed on any of them."""
+    for side in _sides:
+        number = batch.hicache_consumer_index
+        if side.staged is not None and side.staged.has(number):
+            failed = side.staged.take_verdict(number)
+            side.loads_known(number)
+            if failed:
+                side.staged.failed = [each.rid for each in failed]
+                marked = scheduler.tree_cache.finish_external_linker_loads(failed)
+                if scheduler.chunked_req in marked:
+                    # As SGLang does where it searches for failed loads itself.
+                    scheduler._pending_chunked_abort_req = scheduler.chunked_req
+    return original(scheduler, batch, result)
 
 
 def clear_storage(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:

@@ -61,7 +61,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        ranks = ranks_of(params.attn_tp_cache_group or params.tp_cache_group)
+        ranks = ranks_of(params.attn_tp_cache_group or params.tp_cache_group, params.pp_cache_group)
         with together(ranks):
             config = read_settings(extra_config or {})
             if not config.enable:
@@ -76,7 +76,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             check_cache(components, params)
             pool = params.token_to_kv_pool_allocator.get_kvcache()
             draft = draft_of(server_args, settings, params)
-            pages = pages_of(pool, params, model, draft, ranks.count)
+            pages = pages_of(pool, params, model, draft, ranks.count // ranks.stages)
             engines = int(settings.dp_size)
             window = int(params.swa_retain_window or 0) if pages.windows else 0
             engine = Engine(

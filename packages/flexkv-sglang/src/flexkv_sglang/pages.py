@@ -43,6 +43,8 @@ class Pages:
         windows: where the pages of sliding windows are; empty if there are none. A page has a part
             in each.
         states: where recurrent states are; empty if there are none. A state has parts in each.
+        first_layer: the model's number of this rank's first layer; not 0 on the later stages of a
+            pipeline.
     """
 
     layout: KVLayout
@@ -51,6 +53,7 @@ class Pages:
     traits: tuple[str, ...]
     windows: tuple[KVLayout, ...] = ()
     states: tuple[CutStates, ...] = ()
+    first_layer: int = 0
 
     @property
     def apart(self) -> tuple[ApartPages, ...]:
@@ -76,7 +79,7 @@ class Pages:
 
     @property
     def layers(self) -> int:
-        """The number of the model's layers."""
+        """The number of the model's layers on this rank."""
         layouts = (self.layout, *(each.layout for each in self.apart))
         return len(frozenset().union(*(each.starts for each in layouts)))
 
@@ -168,7 +171,7 @@ def describe_pages(
     for each in cut:
         tensors |= each.tensors
     windows = tuple(_layout_of(part, window_pages, local) for part in parts)
-    return Pages(layout, sharding, tensors, tuple(traits), windows, tuple(cut))
+    return Pages(layout, sharding, tensors, tuple(traits), windows, tuple(cut), first)
 
 
 class _Described(NamedTuple):

@@ -12,6 +12,8 @@ import torch
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.types.errors import RankError
+from flexkv_sglang.stage_links import DECISIONS, StageLinks
+from flexkv_sglang.staged_loads import StagedLoads
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -25,12 +27,21 @@ class Ranks(Protocol):
     Attributes:
         rank: number of this rank, from 0.
         count: the number of ranks.
+        stage: number of this rank's stage of a pipeline, from 0. Later stages have later ranks.
+        stages: the number of stages.
+        loads: those of a pipeline; None with one stage.
     """
 
     @property
     def rank(self) -> int: ...
     @property
     def count(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def loads(self) -> StagedLoads | None: ...
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
         """Rank 0's numbers, on all ranks. Waits until all ranks have called.
@@ -141,6 +152,9 @@ class OneRank:
 
     rank = 0
     count = 1
+    stage = 0
+    stages = 1
+    loads = None
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
         return list(numbers)
@@ -158,6 +172,10 @@ class CpuGroup:
     Args:
         group: a `torch.distributed` group; borrowed.
     """
+
+    stage = 0
+    stages = 1
+    loads = None
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -192,9 +210,65 @@ class CpuGroup:
         return failed, bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def ranks_of(group: Any | None) -> Ranks:
-    """The ranks of a `torch.distributed` group; one rank if there is no group."""
+class StagedRanks:
+    """The ranks of all stages; see `Ranks`. The first stage decides. Calls wait for earlier stages
+    only, but for `first_error`, which all ranks call at the start.
+
+    Args:
+        own: the ranks of this stage.
+        across: the ranks of all stages that have the same number in their stages.
+        links: between the latter.
+    """
+
+    def __init__(self, own: Ranks, across: Ranks, links: StageLinks) -> None:
+        self.loads: StagedLoads | None = StagedLoads(links)
+        self.stage, self.stages = links.stage, links.stages
+        self.rank = links.stage * own.count + own.rank
+        self.count = links.stages * own.count
+        self._own = own
+        self._across = across
+        self._links = links
+
+    def agree(self, numbers: Sequence[int], count: int) -> list[int]:
+        return self._passed_on(self._own.agree(numbers, count) if self.stage == 0 else None, count)
+
+    def all(self, holds: bool) -> bool:
+        """Whether `holds` is true on all ranks of the first stage."""
+        made = [int(self._own.all(holds))] if self.stage == 0 else None
+        return bool(self._passed_on(made, 1)[0])
+
+    def first_error(self, text: str | None) -> tuple[int, str] | None:
+        own = self._own.first_error(text)
+        base = self.stage * self._own.count
+        named = None if own is None else f"{base + own[0]} {own[1]}"
+        first = self._across.first_error(named)
+        if first is None:
+            return None
+        rank, _, said = first[1].partition(" ")
+        return int(rank), said
+
+    def _passed_on(self, made: list[int] | None, count: int) -> list[int]:
+        """`made`: on the first stage; the others receive it."""
+        links = self._links
+        if made is None:
+            made = links.receive(count, links.stage - 1, DECISIONS)
+        if links.stage < links.last:
+            links.send(made, links.stage + 1, DECISIONS)
+        return made
+
+
+def ranks_of(group: Any | None, stages: Any | None = None) -> Ranks:
+    """The ranks of an engine; one rank if there are no others.
+
+    Args:
+        group: a `torch.distributed` group of the ranks of a stage.
+        stages: the group of the ranks that have the same number in their stages; None without a
+            pipeline.
+    """
+    own: Ranks = CpuGroup(group) if _has_others(group) else OneRank()
+    return StagedRanks(own, CpuGroup(stages), StageLinks(stages)) if _has_others(stages) else own
+
+
+def _has_others(group: Any | None) -> bool:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if group is None or not distributed or torch.distributed.get_world_size(group) == 1:
-        return OneRank()
-    return CpuGroup(group)
+    return group is not None and distributed and torch.distributed.get_world_size(group) > 1

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, in_turns
@@ -36,6 +36,12 @@ logger = logging.getLogger("flexkv.sglang")
 
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
+
+_UNDER_WAY, _FAILED, _STORED = range(3)
+"""States of an offload, as the first stage of a pipeline passes them on."""
+
+_PASSED_ON = 256
+"""The most offloads whose ends are passed on in a step. Not tuned."""
 
 _FAILED_POLLS = 8
 """Consecutive failed polls after which a rank ends all copies for good. SGLang keeps the pages of
@@ -60,6 +66,7 @@ class RankSide:
 
     Attributes:
         may_wait, trailing, boundary: as given; the first two are the same on all ranks.
+        staged: the loads of a pipeline; None if the engine has one stage.
         events: of what tiers have; None until `watch`, and on ranks other than 0.
         weights_return: whether SGLang keeps a copy of weights whose memory it releases.
         delays: whether offloads should wait until SGLang is about to evict the pages, since they
@@ -85,6 +92,7 @@ class RankSide:
         options: Collection[str] | None = None,
     ) -> None:
         self.may_wait = may_wait
+        self.staged = ranks.loads
         self.weights_return = self.delays = False
         self.events: TierEvents | None = None
         self.page_keys = PageKeys()
@@ -102,6 +110,7 @@ class RankSide:
         self._step = self._failed_polls = 0
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
+        self._passed_on: deque[int] = deque()
         self._free_to_go: set[str] = set()
         self._batch = self._ended_batch = _NO_BATCH
         self._ordered: OrderedTransfers | None = None
@@ -184,13 +193,14 @@ class RankSide:
             last: how many of the last pages have one in pools apart, by the pool's name.
 
         Returns:
-            False if the blocks have left host memory since the lookup, or a rank has no `pages`.
+            False if the blocks have left host memory since the lookup, or a rank of the first stage
+            has no `pages`. On a rank of a later stage that has none, the load fails.
         """
         trailing, count = self.trailing, len(hashes)
         named = pages is not None and len(pages) == count + trailing.count(last)
-        if not self._exchanges.ranks.all(named and last == trailing.of_hit(count)) or pages is None:
+        if not self._exchanges.ranks.all(named and last == trailing.of_hit(count)):
             return False
-        queued = QueuedLoad(CopyOrder(0, 0, [], []))
+        queued = QueuedLoad(CopyOrder(0, 0, [], []), fails=not named)
         number, cell, count = self._decide(
             "ordering a load",
             "it is a miss",
@@ -199,7 +209,7 @@ class RankSide:
         if not number:
             return False
         slots = self._exchanges.ranks.agree([*queued.order.slots], count)
-        queued.order = CopyOrder(number, cell, list(pages), slots)
+        queued.order = CopyOrder(number, cell, list(pages or ()), slots)
         self._queued[rid] = queued
         with self.boundary.guard("counting a hit", "it is not counted"):
             if self.requests is not None:
@@ -262,9 +272,10 @@ class RankSide:
         queued, self._queued = self._queued, {}
         with self.boundary.guard("starting loads", "they count as failed"):
             orders = StepOrders(layerwise=[each.order for each in queued.values()])
-            with behind():
-                self._worker.start_loads(orders)
-            return self._batch
+            if not any(each.fails for each in queued.values()):
+                with behind():
+                    self._worker.start_loads(orders)
+                return self._batch
         self._batch_failed = True
         with self.boundary.guard("failing loads", "their blocks stay in host memory"):
             self._worker.fail_loads(StepOrders(layerwise=[each.order for each in queued.values()]))
@@ -281,7 +292,8 @@ class RankSide:
     def finish_batch(self) -> bool:
         """Wait until no load writes to pages of the batch. Returns whether all loads succeeded."""
         batch_failed, self._batch_failed = self._batch_failed, False
-        self._ended_batch = self._batch
+        if self.staged is None:
+            self.loads_known(self._batch)
         with self.boundary.guard("ending loads", "copies end, now and for good"):
             orders = StepOrders(has_forward=True)
             self._worker.finished(orders)
@@ -292,6 +304,11 @@ class RankSide:
         self._worker.poll_later(StepOrders(has_forward=True))
         self._worker.take_bad_blocks()
         return False
+
+    def loads_known(self, batch: int) -> None:
+        """Note that it is known of all loads of a batch, and earlier ones, whether they have
+        succeeded."""
+        self._ended_batch = batch
 
     # Pages that SGLang has computed.
 
@@ -342,8 +359,29 @@ class RankSide:
             self._worker.fail_stores(StepOrders(stores=[CopyOrder(number, cell, [], [])]))
 
     def ended_offloads(self) -> int:
-        """How many of the oldest offloads have ended. SGLang takes the least number of all ranks.
-        Ranks that do not decide therefore count all."""
+        """How many of the oldest offloads have ended. Called once in each step. SGLang takes the
+        least number of all ranks of a stage. Ranks that do not decide therefore count all."""
+        ended = self._ended_offloads()
+        if self.staged is None:
+            return ended
+        with self.boundary.guard("ending messages", "the next step ends them", loses=False):
+            self.staged.step_begins()
+        pending = [*islice(self._pending, _PASSED_ON)]
+        states = [
+            _UNDER_WAY
+            if i >= ended
+            else _STORED
+            if each.stored and not each.transfer_id
+            else _FAILED
+            for i, each in enumerate(pending)
+        ]
+        if pending:
+            place, consequence = "passing on the ends of offloads", "the next step passes them on"
+            states = self._exchanges.decide(place, consequence, lambda: states, len(pending))
+        self._passed_on = deque(takewhile(bool, states))
+        return len(self._passed_on)
+
+    def _ended_offloads(self) -> int:
         with self.boundary.guard("measuring a step", "its time is not measured", loses=False):
             step, self._step = self._step, 0
             self._chooser.timer.ended(step)
@@ -357,6 +395,8 @@ class RankSide:
     def take_offload(self) -> bool:
         """Remove the oldest offload, which must have ended. Returns whether it is stored."""
         offload = self._pending.popleft()
+        if self.staged is not None:
+            return self._passed_on.popleft() == _STORED
         return not self.leads or (offload.stored and not offload.transfer_id)
 
     # The engine.
@@ -476,8 +516,10 @@ class RankSide:
             return [*make(self._cache), int(self._cache.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
-        # SGLang evicts windows and states before the pages of their prefix.
-        self.delays = bool(full) and not self.may_wait and not self.trailing
+        # SGLang evicts windows and states before the pages of their prefix. Stages of a pipeline
+        # cannot tell the first one that they lack a page.
+        at_once = self.may_wait or bool(self.trailing) or self.staged is not None
+        self.delays = bool(full) and not at_once
         if number and self._ordered is not None:
             self._ordered.offloads[number] = None
         return number, cell, count

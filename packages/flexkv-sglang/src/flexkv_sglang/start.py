@@ -92,6 +92,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 *model_identity(engine.settings, engine.model, engine.version, engine.draft),
                 f"dtypes: {', '.join(pages.traits)}",
                 f"pairs of tokens: {engine.is_bigram}",
+                *_layers_of(pages, ranks),
             ]
             device = device_of(pages.tensors)
         engine_id = _engine_id(ranks)
@@ -99,7 +100,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             worker = start_worker(
                 config,
                 engine_id,
-                RankPages(pages.layout, _ONE_PAGE, pages.sharding, ranks.rank, apart=pages.apart),
+                _rank_pages(pages, ranks),
                 device,
                 identity=identity,
                 model=served_model(engine.settings),
@@ -132,7 +133,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 LoadMode.LAYERWISE,
                 worker.session.arena.spec,
                 cache,
-                on_cores=engine.settings.device == "cpu",
+                on_cores=engine.settings.device == "cpu" and ranks.stages == 1,
             )
             side = RankSide(
                 worker,
@@ -171,6 +172,26 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 figures.report_health(*where)
         undo.pop_all()
         return side
+
+
+def _rank_pages(pages: Pages, ranks: Ranks) -> RankPages:
+    of_stage = ranks.count // ranks.stages
+    return RankPages(
+        pages.layout,
+        _ONE_PAGE,
+        pages.sharding,
+        ranks.rank % of_stage,
+        ranks.stage,
+        ranks.stages,
+        apart=pages.apart,
+    )
+
+
+def _layers_of(pages: Pages, ranks: Ranks) -> list[str]:
+    """The layers of a stage, for the fingerprint; empty if the stage has all layers."""
+    if ranks.stages == 1:
+        return []
+    return [f"layers of the stage: {pages.first_layer} to {pages.first_layer + pages.layers - 1}"]
 
 
 def _step_blocks(engine: Engine, pages: Pages) -> int:

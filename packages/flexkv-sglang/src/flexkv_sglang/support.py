@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from flexkv.types.errors import ConfigError, LayoutError
 
 _ONE = {
-    "pp_size": "--pp-size (--pipeline-parallel-size)",
     "nnodes": "--nnodes",
     "attn_cp_size": "--attn-cp-size (--attention-context-parallel-size)",
     "dcp_size": "--dcp-size (--decode-context-parallel-size)",
@@ -45,6 +44,13 @@ _UNSET = {
 }
 """SGLang's names of other caches, and their flags."""
 
+_WITHOUT_STAGES = (
+    ("speculative_algorithm", "--speculative-algorithm", None),
+    ("disaggregation_mode", "--disaggregation-mode", "null"),
+)
+"""SGLang's settings that must not be set together with pipeline stages: name, flag, and the value
+that stands for none."""
+
 _DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE")
 """Values of `--speculative-algorithm` whose draft keeps KV in pages with the target's numbers."""
 
@@ -65,6 +71,7 @@ def check_settings(settings: Any) -> None:
         value = getattr(settings, name, 1)
         if value not in {None, 1}:
             raise ConfigError(f"SGLang's {flag} is {value}; allowed with FlexKV: 1")
+    _check_stages(settings)
     _check_decode(settings)
     for name, (flag, allowed) in _OFF.items():
         if getattr(settings, name, False):
@@ -90,6 +97,24 @@ def check_settings(settings: Any) -> None:
             f"SGLang's --kv-cache-dtype is {dtype}, which keeps scales beside the pages; allowed "
             f"with FlexKV: any but {', '.join(_WITH_SCALES)}"
         )
+
+
+def _check_stages(settings: Any) -> None:
+    """Refuse pipeline stages with what SGLang schedules in another way with them.
+
+    Raises:
+        ConfigError: see above.
+    """
+    stages = getattr(settings, "pp_size", 1) or 1
+    if stages == 1:
+        return
+    for name, flag, allowed in _WITHOUT_STAGES:
+        value = getattr(settings, name, None)
+        if value not in {None, allowed}:
+            raise ConfigError(
+                f"SGLang's --pp-size (--pipeline-parallel-size) is {stages} with {flag} {value}; "
+                f"allowed with FlexKV: 1, or no {flag}"
+            )
 
 
 def _check_decode(settings: Any) -> None:
@@ -152,8 +177,15 @@ def check_model(settings: Any, model: Any) -> None:
             "the model of --model-path keeps windows of compressed states; allowed with FlexKV: "
             "full attention (MHA, MLA, DSA), and windows of keys and values"
         )
-    if has_kv and (model.is_hybrid_swa or uses_ssm_state(model)):
+    has_windows_or_states = model.is_hybrid_swa or uses_ssm_state(model)
+    if has_kv and has_windows_or_states:
         _refuse_draft(settings.speculative_algorithm)
+    stages = getattr(settings, "pp_size", 1) or 1
+    if stages > 1 and has_windows_or_states:
+        raise ConfigError(
+            f"SGLang's --pp-size (--pipeline-parallel-size) is {stages} and the model of "
+            f"--model-path has sliding windows or recurrent states; allowed with FlexKV: 1"
+        )
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:

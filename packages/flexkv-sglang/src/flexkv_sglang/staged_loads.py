@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of the stages of a pipeline: a load has succeeded if it has on all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv_sglang.stage_links import VERDICTS, StageLinks
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A request of SGLang that loads, and whether SGLang was to keep its pages out of the tree
+    already."""
+
+    request: Any
+    kept_out: bool
+
+
+class StagedLoads:
+    """The requests whose load may have failed on another stage. Single-threaded.
+
+    A stage computes a batch before the later stages load their layers for it, and SGLang may
+    compute the next part of a prompt meanwhile. Until it is known that the load succeeded on all
+    stages, which is when the result of the batch arrives, SGLang keeps the request's pages out of
+    its tree.
+
+    Args:
+        links: to the other stages; borrowed.
+
+    Attributes:
+        failed: ids of requests that SGLang is to abort; None if that is not decided now.
+    """
+
+    def __init__(self, links: StageLinks) -> None:
+        self.failed: list[str] | None = None
+        self._links = links
+        self._queued: dict[str, _Loading] = {}
+        self._computed: dict[int, list[_Loading]] = {}
+        self._verdicts: deque[bool] = deque()
+
+    def step_begins(self) -> None:
+        """See `StageLinks.step_begins`."""
+        self._links.step_begins()
+
+    def queued(self, request: Any) -> None:
+        """A request loads in the next batch."""
+        known = self._queued.get(request.rid)
+        if known is None or known.request is not request:
+            self._queued[request.rid] = _Loading(request, bool(request.skip_radix_cache_insert))
+        request.skip_radix_cache_insert = True
+
+    def computed(self, batch: int, rids: Iterable[str], landed: bool) -> None:
+        """This stage has computed a batch with loads, or at least queued all of it.
+
+        Args:
+            batch: number of the batch.
+            rids: ids of the requests that load.
+            landed: whether all loads have succeeded on all ranks of this stage.
+        """
+        links, queued = self._links, self._queued
+        self._queued = {}
+        self._computed[batch] = [queued.pop(rid) for rid in rids if rid in queued]
+        _let_in(queued.values())  # their loads were cancelled
+        if links.stage:
+            landed &= bool(links.receive(1, links.stage - 1, VERDICTS)[0])
+        if links.stage < links.last:
+            links.send([landed], links.stage + 1, VERDICTS)
+            return
+        self._verdicts.append(landed)
+        for stage in range(links.last):
+            links.send([landed], stage, VERDICTS)
+
+    def has(self, batch: int) -> bool:
+        """Whether the batch has loads whose verdict was not taken."""
+        return batch in self._computed
+
+    def take_verdict(self, batch: int) -> list[Any]:
+        """The requests of a batch that SGLang must abort, because a load failed on a stage. Called
+        on all stages when the result of the batch has arrived from the last one."""
+        loading = self._computed.pop(batch)
+        if self._links.stage == self._links.last:
+            landed = self._verdicts.popleft()
+        else:
+            landed = bool(self._links.receive(1, self._links.last, VERDICTS)[0])
+        if not landed:
+            return [each.request for each in loading]
+        _let_in(loading)
+        return []
+
+
+def _let_in(loading: Iterable[_Loading]) -> None:
+    """SGLang may add the requests' pages to its tree."""
+    for each in loading:
+        each.request.skip_radix_cache_insert = each.kept_out
