@@ -38,13 +38,21 @@ def test_a_restart_finds_what_the_last_engine_stored(
     assert second.side.fetched_tokens("r") == 12
     assert second.side.cancel("r")
     assert second.side.fetched_tokens("r") == 0
-    # Now host memory has them.
+    # Now host memory has them. The disk has given them to this request all the same.
+    assert second.side.held(["r"]) == [False]
     assert second.side.lookup("r", hashes) == [3]
     assert second.load("r", hashes, [7, 8, 9])
     assert same(second.read([7, 8, 9]), stored)
     second.requests.scheduled([Request("r", [1] * 13, prefix=12)], [], OwnPages())
     samples = second.side.take_samples()
-    assert samples["hit_tokens:host"] == 12
+    assert samples["hit_tokens:disk"] == 12
+    assert samples.get("hit_tokens:host", 0) == 0
+    # Once it has left the queue, its id may be another request's.
+    second.side.held([])
+    assert second.side.lookup("r", hashes) == [3]
+    assert second.side.load("r", hashes, [7, 8, 9])
+    assert second.side.fetched_tokens("r") == 0
+    assert second.side.cancel("r")
 
 
 def test_a_cleared_cache_has_nothing_in_any_tier(make_rank: MakeRank, disk: dict[str, Any]) -> None:

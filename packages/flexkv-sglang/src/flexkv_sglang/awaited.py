@@ -76,6 +76,7 @@ class AwaitedPrefixes:
         self._chooser = chooser
         self._block_tokens = block_tokens
         self._fetches: dict[str, _Fetched] = {}
+        self._given: dict[str, dict[bytes, Medium]] = {}
 
     def __contains__(self, rid: str) -> bool:
         """Whether the request has a fetch."""
@@ -124,17 +125,20 @@ class AwaitedPrefixes:
         Args:
             rids: all requests of the queue.
         """
-        for rid in (self._fetches.keys() | self._trailing.keys()) - set(rids):
+        for rid in (self._fetches.keys() | self._trailing.keys() | self._given.keys()) - set(rids):
             self.end(rid)
+            self._given.pop(rid, None)
         return [self._is_awaited(rid) for rid in rids]
 
-    def count(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
-        """How many blocks of `keys` each lower tier has fetched for the request."""
-        media: dict[bytes, Medium] = {}
+    def loads(self, rid: str, keys: Sequence[bytes]) -> Counter[Medium]:
+        """The request loads blocks, so its fetch ends. Returns how many of them each lower tier has
+        fetched for the request, also if an earlier load of these was cancelled."""
         fetched = self._fetches.get(rid)
         if fetched is not None:
+            media = self._given.setdefault(rid, {})
             note_media(media, fetched.keys, self._cache.fetch_state(fetched.id))
-        return fetched_blocks(media, keys)
+        self.end(rid)
+        return fetched_blocks(self._given.get(rid, {}), keys)
 
     def end(self, rid: str) -> None:
         """End the request's fetch and release its blocks. Idempotent."""
@@ -153,6 +157,7 @@ class AwaitedPrefixes:
         """End the fetches of all requests. Idempotent."""
         for rid in [*self._fetches, *self._trailing]:
             self.end(rid)
+        self._given.clear()
 
     def _is_awaited(self, rid: str) -> bool:
         trailing = self._trailing.get(rid)

@@ -116,9 +116,8 @@ class SglangRequests:
         """A request loads these pages in the batch of this number. Returns how many of them lower
         tiers gave."""
         self.waiting.shared.loads(rid, hashes[0], batch)
-        by_medium = self.waiting.awaited.count(rid, self._keys_of(hashes))
+        by_medium = self.waiting.awaited.loads(rid, self._keys_of(hashes))
         self.followed.loads(rid, len(hashes), by_medium)
-        self.waiting.awaited.end(rid)
         return by_medium.total()
 
     def cancelled(self, rid: str) -> None:
