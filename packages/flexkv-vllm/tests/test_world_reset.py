@@ -92,8 +92,8 @@ def test_a_reset_while_the_disk_reads(make_world: MakeWorld) -> None:
     hang.end()
     world.run()
     assert world.external_tokens[waiting] == 0
-    # It began to compute after the reset. The disk tells of blocks once it has read what it keeps of
-    # earlier ones.
+    # It began to compute after the reset. The disk tells of blocks once it has read what it keeps
+    # of earlier ones.
     wait_until(lambda: subscriber.told == loadable(world), lambda: drain(subscriber))
     assert len(subscriber.told["CPU"]) == 6
 

@@ -571,9 +571,8 @@ class KVCache:
             log_stopped(stopped)
 
     def _finish(self, copy: DeviceCopy[BlockRow]) -> None:
-        stored = copy.transfer.direction is Direction.STORE
-        finish = self._finish_store if stored else self._finish_load
-        finish(copy, len(copy.blocks))
+        is_store = copy.transfer.direction is Direction.STORE
+        (self._finish_store if is_store else self._finish_load)(copy, len(copy.blocks))
 
     def _finish_store(self, copy: DeviceCopy[BlockRow], count: int) -> None:
         if copy.done:

@@ -112,7 +112,7 @@ class ServedCache:
             return True
         if self._line.is_cut:
             return not self._is_alone or bool(self._stores.by_id)
-        if self._hangs:
+        if self._is_silent:
             return False
         # What the service publishes meanwhile can wait for a step that has something to do.
         compares = self._changes.compares(self._tiers.below)
@@ -132,7 +132,7 @@ class ServedCache:
     def _trouble(self) -> Trouble | None:
         if self._off:
             return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
-        if self._line.is_cut or self._hangs:
+        if self._is_silent:
             return Trouble.SERVICE
         if self._recovering:
             return Trouble.RECOVERING
@@ -156,14 +156,12 @@ class ServedCache:
     @property
     def publishing(self) -> Collection[int]:
         """See `CacheClient.publishing`. None while the service is away or hangs."""
-        is_silent = self._line.is_cut or self._hangs
-        return () if is_silent else self._stores.by_id.keys() - self._device.under_way
+        return () if self._is_silent else self._stores.by_id.keys() - self._device.under_way
 
     @property
     def awaits_slots(self) -> bool:
         """See `CacheClient.awaits_slots`."""
-        is_silent = self._line.is_cut or self._hangs
-        return not (self._stores.free or self._off or self._recovering or is_silent)
+        return not (self._stores.free or self._off or self._recovering or self._is_silent)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
@@ -291,7 +289,7 @@ class ServedCache:
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""
-        if self._line.is_cut or self._hangs:
+        if self._is_silent:
             return FetchState(time.monotonic())
         return self._tiers.state(fetch)
 
@@ -304,13 +302,12 @@ class ServedCache:
     @property
     def _may_fetch(self) -> bool:
         """Whether lower tiers and other engines can give blocks now."""
-        is_silent = self._line.is_cut or self._hangs
-        return not (self._recovering or is_silent)
+        return not (self._recovering or self._is_silent)
 
     @property
-    def _hangs(self) -> bool:
-        """Whether the service has not answered for too long."""
-        return self._line.is_silent and not self._stores.has_published
+    def _is_silent(self) -> bool:
+        """Whether the service is away, or has not answered for too long."""
+        return self._line.is_cut or (self._line.is_silent and not self._stores.has_published)
 
     # Uses.
 
