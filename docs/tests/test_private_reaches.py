@@ -14,7 +14,7 @@ TESTS = ("packages/*/tests/**/*.py", "packages/conftest.py", "kernels/tests/**/*
 PUBLIC = {"_replace"}
 """Names of the standard library's own: `NamedTuple._replace` is public."""
 
-CEILING = 33
+CEILING = 25
 """Reaches that are left. It may only fall: name what tests need in
 `packages/inside.py` or a file like it, or give the class a public part."""
 

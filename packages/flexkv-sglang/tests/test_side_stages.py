@@ -14,6 +14,8 @@ from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, make_pool, same, wri
 from stage_queues import MeetingRanks, QueuedLinks, Wires
 
 from flexkv_sglang.ranks import OneRank, StagedRanks
+from packages.inside import cache_of
+from packages.inside_adapters import worker_of
 
 PAGES, OTHERS = [1, 2, 3], [7, 8, 9]
 
@@ -153,7 +155,7 @@ def test_a_load_without_pages_on_the_last_stage_fails_there(pipeline: Pipeline) 
     # The lease has ended all the same.
     for stage in pipeline.stages:
         stage.side.loads_known(0)
-    cache = pipeline.stages[0].side._cache
+    cache = cache_of(pipeline.stages[0].side)
     assert cache is not None
     deadline = time.monotonic() + PATIENCE_SECONDS
     while cache.busy:
@@ -179,7 +181,7 @@ def test_the_layers_of_a_stage_belong_to_the_fingerprint(tmp_path: Path) -> None
         folder = tmp_path / str(number)
         folder.mkdir()
         pipeline = Pipeline(folder, layer)
-        first, last = (stage.side._worker.session.info.fingerprint for stage in pipeline.stages)
+        first, last = (worker_of(stage.side).session.info.fingerprint for stage in pipeline.stages)
         assert first == last
         names.append(first)
         pipeline.close()
