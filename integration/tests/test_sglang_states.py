@@ -38,11 +38,13 @@ class Kind:
         page: tokens of a page.
         ranks: that share a page.
         flags: of its command line.
+        env: added to its environment.
     """
 
     page: int = 16
     ranks: int = 1
     flags: dict[str, Any] = field(default_factory=EXTRA_BUFFER.copy)
+    env: dict[str, str] = field(default_factory=dict)
 
 
 KINDS = {
@@ -71,15 +73,15 @@ def start(tmp_path: Path, stateful: Path) -> Iterator[Start]:
         common: dict[str, Any] = {
             "page_size": kind.page,
             "tensor_parallel_size": kind.ranks,
-            "forked": True,
+            "forked": not kind.env,  # SGLang reads it when it is imported
             "flags": kind.flags,
         }
         own = {"FLEXKV_RUNTIME_DIR": str(tmp_path / "run"), "FLEXKV_ALWAYS_LOAD": "1"}
         spec = dataclasses.replace(TINY, layers=4)
         config = (
-            linker_config(stateful, spec, own | settings, **common)
+            linker_config(stateful, spec, own | settings | kind.env, **common)
             if settings
-            else ServerConfig(stateful, spec, **common)
+            else ServerConfig(stateful, spec, env=kind.env, **common)
         )
         servers.append(SglangServer(config, tmp_path / f"{len(servers)}.log"))
         return servers[-1]
@@ -116,6 +118,28 @@ def test_a_prompt_comes_back_with_its_state(start: Start, name: str) -> None:
     again = server.generate_all(PROMPTS, ANSWER)
     assert [each.tokens for each in again] == wanted
     assert [each.cached_tokens for each in again] == own
+
+
+def test_a_state_of_16_bits_comes_back(start: Start) -> None:
+    """With SGLang's own dtype of the inputs of a convolution, what a prompt gets depends on where
+    SGLang begins to compute: FlexKV gives what SGLang's own cache gives."""
+    flags = EXTRA_BUFFER | {"dtype": "bfloat16"}
+    kind = Kind(flags=flags, env={"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"})
+    plain = start(kind)
+    for prompt in PROMPTS:
+        plain.generate(prompt, ANSWER)
+    wanted = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
+    assert wanted[-1].cached_tokens > 0
+    plain.close()
+    server = start(kind, FLEXKV_CPU_CACHE_GB="0.5")
+    for prompt in PROMPTS:
+        server.generate(prompt, ANSWER)
+    settle(server)
+    server.flush()
+    server.overwrite(after_each=lambda: settle(server))
+    again = [server.generate(prompt, ANSWER) for prompt in PROMPTS]
+    assert [each.tokens for each in again] == [each.tokens for each in wanted]
+    assert [each.cached_tokens for each in again] == [each.cached_tokens for each in wanted]
 
 
 def test_a_conversation_goes_on_from_the_disk(start: Start, tmp_path: Path) -> None:
