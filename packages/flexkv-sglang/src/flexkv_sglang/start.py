@@ -32,7 +32,8 @@ _ONE_PAGE = 1
 prompt the run begins. The boundaries of larger blocks would therefore be unknown."""
 _STORED_STEPS = 3
 """Steps whose pages may be stored before the first of them are published: the one that computes,
-the one that copies, and with SGLang's overlap one more. Not tuned."""
+the one that copies, and with SGLang's overlap one more; and one for each further stage. Not tuned.
+"""
 _STEP_STATES = 4
 """States that a step leaves at the ends of its prompts and answers. Not tuned."""
 _SMALL_BLOCK = 64 << 10
@@ -120,7 +121,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     worker.session,
                     keeps_blocks=shares,
                     follows_requests=not pages.apart,
-                    step_blocks=_STORED_STEPS * _step_blocks(engine, pages),
+                    step_blocks=(_STORED_STEPS + ranks.stages - 1) * _step_blocks(engine, pages),
                     engines=engine.engines,
                 )
                 undo.callback(cache.close)
