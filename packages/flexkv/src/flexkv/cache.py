@@ -43,8 +43,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 _CHANGES = 2048
-"""The most changes of a tier that one call returns, in some milliseconds: more than a step makes.
-Blocks on disk at the start, a reset and many evictions need several calls. Not tuned."""
+"""The most changes of a tier that one call returns: more than a step makes, some ms. Not tuned."""
 
 _REMOVED_BLOCKS = 256
 """Blocks that a poll removes because of their age: about a millisecond. Not tuned."""
