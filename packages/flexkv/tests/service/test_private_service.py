@@ -40,8 +40,13 @@ def start(root: str) -> PrivateService | None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "private")
+def root(tmp_path: Path) -> Iterator[str]:
+    root = str(tmp_path / "private")
+    yield root
+    for entry in Path("/proc").iterdir():  # no failed test leaves a service behind
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and root.encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 @pytest.fixture

@@ -43,8 +43,9 @@ Not tuned."""
 _END_SECONDS = FLUSH_SECONDS + 5.0
 """Seconds after which a process that was asked to end is killed. Not tuned."""
 
-_AGAIN_SECONDS = 1.0
-"""Pause before a service that has ended starts again. Not tuned."""
+_AGAIN_SECONDS, _LONGEST_PAUSE = 0.5, 60.0
+"""Pauses in seconds before a service that has ended starts again: twice as long each time, unless
+it has lived for longer than the longest. Not tuned."""
 
 _STARTS = "starts"
 """The file in the directory that is locked while a service starts."""
@@ -84,9 +85,13 @@ class PrivateService:
                 self._process.wait()
 
     def _stay(self) -> None:
+        pause = _AGAIN_SECONDS
         while True:
+            began = time.monotonic()
             code = self._process.wait()
-            if self._closed.wait(_AGAIN_SECONDS):
+            lived = time.monotonic() - began
+            pause = _AGAIN_SECONDS if lived > _LONGEST_PAUSE else min(2 * pause, _LONGEST_PAUSE)
+            if self._closed.wait(pause):
                 return
             logger.error(
                 "FlexKV's own service in %r has ended with exit code %d; it is started again",
