@@ -118,12 +118,17 @@ def test_the_flag_gets_the_final_status(world: World, blocks: list[int]) -> None
     assert flag.value == Status.DONE
 
 
-def test_a_refused_share_fails_the_transfer_once_the_others_have_ended(world: World) -> None:
+def test_a_refused_share_fails_the_transfer_once_the_others_have_ended(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     flag = ctypes.c_uint32(Status.PENDING)
     world.movers[1].close()
     address = ctypes.addressof(flag)
     assert world.copy(STORE, [1, 8], [0, 1], flag_address=address) is Status.FAILED
     assert flag.value == Status.FAILED
+    assert world.copy(STORE, [1, 8], [0, 1], flag_address=address) is Status.FAILED
+    (line,) = (each.getMessage() for each in caplog.records)
+    assert "closed" in line
     with pytest.raises(RuntimeError):
         world.copy(STORE, [8], [1])
     with pytest.raises(ValueError, match="block 92 is out of range"):

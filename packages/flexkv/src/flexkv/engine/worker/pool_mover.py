@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import time
 from array import array
 from collections import Counter
@@ -19,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexkv.types.mover import MARKS, Direction, Mover, Status
+
+logger = logging.getLogger(__name__)
 
 _KEPT = 1 << 12
 """Copies that have ended and are kept, for `PoolMover.copy_seconds`. Not tuned."""
@@ -73,6 +76,7 @@ class PoolMover:
         self._firsts = np.array([pool.first for pool in pools], dtype=np.uint64)
         self._copies: dict[int, _Copy] = {}
         self._last = 0
+        self._has_refused = False
         self._failed: set[int] = set()
         self._marks: dict[int, tuple[int, ...]] = {}
         self._marked = 0
@@ -117,10 +121,13 @@ class PoolMover:
                     )
                 )
             return ticket
-        except Exception:
+        except Exception as error:
             if not copy.tickets:
                 del self._copies[ticket]
                 raise
+            if not self._has_refused:
+                logger.error("a part of a copy is refused, so it fails (logged once): %r", error)
+            self._has_refused = True
             # Shares under way must end before the transfer counts as failed.
             copy.failed = True
             return ticket
