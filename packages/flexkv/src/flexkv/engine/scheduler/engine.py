@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flexkv.engine.scheduler.groups import Group
@@ -57,6 +57,24 @@ class EnginePool(Protocol):
     @property
     def may_find_old_blocks(self) -> bool:
         """Whether the engine has not reset its prefix cache since its weights changed."""
+        ...
+
+
+class RequestSpans(Protocol):
+    """Takes what FlexKV did for requests, in an engine that traces them. A call waits for nothing
+    and raises nothing."""
+
+    def add(
+        self, request: EngineRequest, name: str, begun: float, attributes: Mapping[str, int | bool]
+    ) -> None:
+        """Something has ended now.
+
+        Args:
+            request: what it was done for.
+            name: `fetch`, `load` or `store`.
+            begun: when it began; time.monotonic(), in seconds.
+            attributes: numbers of blocks, and whether it is done.
+        """
         ...
 
 

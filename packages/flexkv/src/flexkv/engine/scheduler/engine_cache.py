@@ -11,7 +11,7 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.engine_door import OperatorAccess
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.ended import EndedTransfers
-from flexkv.engine.scheduler.engine import Describe
+from flexkv.engine.scheduler.engine import Describe, RequestSpans
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.named_sessions import Sessions
@@ -34,6 +34,7 @@ class EngineCache:
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
         options: reads the parameters of requests.
         access: how operators look prompts up; None if they cannot.
+        spans: takes what was done for requests; None if the engine does not trace them.
         ended: the loads and stores that have ended.
     """
 
@@ -46,6 +47,7 @@ class EngineCache:
     recorder: Recorder | None = None
     options: OptionsReader = field(default_factory=OptionsReader)
     access: OperatorAccess | None = None
+    spans: RequestSpans | None = None
     ended: EndedTransfers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

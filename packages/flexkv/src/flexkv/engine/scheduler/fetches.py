@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from flexkv.client import CacheClient, FetchId, FetchState
+from flexkv.engine.scheduler.engine import RequestSpans
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
 from flexkv.engine.scheduler.request_options import tenant_number_of
@@ -26,15 +27,21 @@ class Fetches:
             the last are read. Only for engines that recompute a failed load: such a block may fail
             to arrive.
         ended: called with every fetch that has ended, and its last state.
+        spans: takes every fetch that has ended; None if nobody wants to know.
     """
 
     def __init__(
-        self, cache: CacheClient, ahead: bool, ended: Callable[[FetchId, FetchState], None]
+        self,
+        cache: CacheClient,
+        ahead: bool,
+        ended: Callable[[FetchId, FetchState], None],
+        spans: RequestSpans | None = None,
     ) -> None:
         self._cache = cache
         self._may_fetch = cache.info.may_fetch
         self._ahead = ahead
         self._ended = ended
+        self._spans = spans
 
     def begin_early(
         self, tracked: TrackedRequest, keys: Sequence[bytes], announced: int = 0
@@ -138,3 +145,7 @@ class Fetches:
                 state = self._cache.end_fetch(each.id)
                 note_media(tracked.awaited, each.keys, state)
                 self._ended(each.id, state)
+                if self._spans is not None and state.length:
+                    came = {f"{medium.value}_blocks": n for medium, (n, _) in state.gave.items()}
+                    blocks = {"blocks": state.length, "arrived_blocks": state.arrived, **came}
+                    self._spans.add(tracked.request, "fetch", state.begun, blocks)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexkv.client import Ended
 from flexkv.engine.orders import StepOrders
@@ -23,12 +24,16 @@ class _Running:
     Attributes:
         tracked: the request that it loads for.
         start: tokens before the load.
+        blocks: how many it loads.
+        begun: when it was ordered; time.monotonic().
         computed_on: the engine's blocks that the forward pass beside it reads or fills.
     """
 
     tracked: TrackedRequest
     start: int
+    blocks: int
     computed_on: Sequence[int] = ()
+    begun: float = field(default_factory=time.monotonic)
 
 
 class Loads:
@@ -54,6 +59,7 @@ class Loads:
         self._keys = engine.keys
         self._boundary = engine.boundary
         self._fetches = fetches
+        self._spans = engine.spans
         self.unfinished: dict[TrackedRequest, None] = {}
         self._running: dict[int, _Running] = {}
         self.half_loaded: set[bytes] = set()
@@ -102,7 +108,7 @@ class Loads:
             return
         tracked.built_on = order.transfer_id
         filled = self._blocks_from(tracked, local_tokens)
-        self._running[order.transfer_id] = _Running(tracked, local_tokens, filled)
+        self._running[order.transfer_id] = _Running(tracked, local_tokens, len(order.slots), filled)
         orders.layerwise.append(order)
         loading.advance(order)
         size = self._keys.hash_tokens
@@ -170,6 +176,9 @@ class Loads:
                 tracked.next_fill = NEVER
             self._disown(running.computed_on)
         del self._running[transfer.id]
+        if self._spans is not None:
+            blocks = {"blocks": running.blocks, "done": transfer.done}
+            self._spans.add(tracked.request, "load", running.begun, blocks)
 
     @property
     def running(self) -> Iterable[int]:
@@ -248,7 +257,7 @@ class Loads:
         start = loading.tokens_ordered
         order = loading.next_part(self._cache, more_may_come)
         if order is not None:
-            self._running[order.transfer_id] = _Running(tracked, start)
+            self._running[order.transfer_id] = _Running(tracked, start, len(order.slots))
             orders.loads[tracked.id] = order
             loading.advance(order)
             if order.last:

@@ -44,7 +44,8 @@ class PrefixLoads:
         self._groups = engine.groups
         self._keys = engine.keys
         self._chooser = chooser
-        self._fetches = Fetches(self._cache, load_ahead and self._groups.plain, chooser.fetched)
+        ahead = load_ahead and self._groups.plain
+        self._fetches = Fetches(self._cache, ahead, chooser.fetched, engine.spans)
         self._matcher = Matcher(engine, self._fetches, chooser)
         self._loads = Loads(engine, self._fetches)
         self.hits = self._loads.hits

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -106,12 +107,14 @@ class _Running:
         runs: the sources of its blocks, in their order.
         engine_blocks: the engine's blocks that it reads.
         step: number of the step whose end proves them.
+        begun: when it was ordered; time.monotonic().
     """
 
     transfer: Transfer
     runs: Sequence[_Run]
     engine_blocks: AbstractSet[int]
     step: int
+    begun: float = field(default_factory=time.monotonic)
 
     def reads_of(self, request_id: str) -> bool:
         """Whether it reads blocks of this request."""
@@ -156,6 +159,7 @@ class Stores:
         self._keys = engine.keys
         self._boundary = engine.boundary
         self._describe = engine.describe
+        self._spans = engine.spans
         self._align = groups.alignment
         self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
         self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
@@ -212,7 +216,16 @@ class Stores:
 
     def ended(self, transfer: Ended) -> None:
         """A transfer has ended; if it is no store, nothing happens."""
-        self.under_way.pop(transfer.id, None)
+        running = self.under_way.pop(transfer.id, None)
+        if self._spans is None or running is None:
+            return
+        requests = {run.request.request_id: run.request for run in running.runs}
+        stored: Counter[str] = Counter()
+        for run in running.runs:
+            stored[run.request.request_id] += run.blocks
+        for request_id, blocks in stored.items():
+            attributes = {"blocks": blocks, "done": transfer.done}
+            self._spans.add(requests[request_id], "store", running.begun, attributes)
 
     def began(self, tracked: TrackedRequest) -> None:
         """The step that is being scheduled is the first to run a request with its blocks."""
