@@ -57,7 +57,8 @@ class Victims:
 @contextmanager
 def victims(root: Path) -> Iterator[Victims]:
     command = [sys.executable, str(Path(__file__).with_name("victim.py")), str(root), str(SLOTS)]
-    paths = [str(Path(disk_blocks.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    tests = Path(disk_blocks.__file__).parent
+    paths = [str(tests), str(tests.parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     pipe = subprocess.PIPE
     process = subprocess.Popen(
