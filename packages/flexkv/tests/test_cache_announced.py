@@ -106,6 +106,23 @@ def test_a_block_that_does_not_come_ends_the_fetch_at_its_deadline(
     node.assert_at_rest()
 
 
+def test_each_block_that_comes_gives_the_next_one_time(
+    make: Callable[..., Node], store: MemoryStore, clock: Clock
+) -> None:
+    node = make(stall_seconds=1.0)
+    fetch = begin(node, "abc", announced=3)
+    for number, name in enumerate("abc", start=1):
+        node.until(lambda: fetch.queried is not None)
+        asked = len(store.finds)
+        node.until(lambda asked=asked: len(store.finds) > asked)  # type: ignore[misc]
+        clock.skip(9.0)
+        fill(store, name)
+        node.until(lambda number=number: fetch.arrived == number)  # type: ignore[misc]
+    assert fetch.done
+    node.cache.end_fetch(fetch)
+    node.assert_at_rest()
+
+
 def test_the_disk_gives_what_it_has_and_the_store_the_rest(
     make: Callable[..., Node], store: MemoryStore
 ) -> None:

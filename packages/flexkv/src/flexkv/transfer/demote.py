@@ -184,8 +184,9 @@ class Demoter:
             del self._held[key]
         self._index.release_unused(unwritten)
         self._unwritten += ended + unwritten
-        # A request computed these again: writes must not evict them first.
-        self.source.touch([key for key in keys if key in there])
+        if there:
+            # A request computed these again: writes must not evict them first.
+            self.source.touch([key for key in keys if key in there])
         self._write(list(batch.values()))
         ended, self._unwritten = self._unwritten, []
         return ended

@@ -23,8 +23,8 @@ _ASK_SECONDS = 0.05
 """Pause between two queries for a block that another node is writing to a store. Not tuned."""
 
 _ANNOUNCED_SECONDS = 10.0
-"""A fetch waits so long for blocks that another node is said to write: that node has failed, or
-takes longer than a request should wait. Not tuned."""
+"""A fetch waits so long for the next block that another node is said to write. Then that node has
+failed, or takes longer than a request should wait. Not tuned."""
 
 
 class Fetcher:
@@ -339,6 +339,7 @@ class Fetcher:
             fetch.announced = 0
             return True
         if any(store.contains(head)[0] for store in stores):
+            fetch.announced_until = now + _ANNOUNCED_SECONDS
             for store in stores:
                 store.doubt(fetch.keys[start + 1 : fetch.announced])
             return True
