@@ -3,7 +3,7 @@
 
 Each is a file with a function ``run()`` that returns a list of dicts. It runs in a process of its
 own, so that its memory and its imports (torch, for one) are gone before the next one starts:
-``python scripts.py FILE`` prints what ``run()`` returns as one line of JSON.
+``python scripts.py FILE OPTIONS`` prints what ``run(**OPTIONS)`` returns as one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ STEP_CALLS = _ROOT / "packages" / "flexkv-vllm" / "bench" / "step_calls.py"
 OFFLOAD_CALLS = _ROOT / "packages" / "flexkv-vllm" / "bench" / "offload_calls.py"
 FULL_ARENA = _ROOT / "packages" / "flexkv-vllm" / "bench" / "full_arena.py"
 SGLANG_CALLS = _ROOT / "packages" / "flexkv-sglang" / "bench" / "scheduler_calls.py"
-_SGLANG_GOALS = {
+SGLANG_GOALS = {
     "lookup, a hit": Goal("<=", 1000),
     "lookup, a miss": Goal("<=", 1000),
     "offload of new pages": Goal("<=", 10_000),
     "offload of known pages": Goal("<=", 1000),
     "a step's look-ahead, 64 requests wait": Goal("<=", 2000),
 }
-_CALL_GOALS = {
+CALL_GOALS = {
     "an idle decoding step: calls": Goal("<=", 60),
     "an idle decoding step: files": Goal("<=", 12),
     "match of a host hit: calls": Goal("<=", 30),
@@ -46,7 +46,7 @@ _CALL_GOALS = {
     "a host hit: searches of the index before its load": Goal("<=", 2),
     "a disk hit: searches of the index before its load": Goal("<=", 2),
 }
-_FULL_ARENA_GOALS = {
+FULL_ARENA_GOALS = {
     "a decoding step with stores": Goal("<=", 100),
     "a lookup": Goal("<=", 150),
     "the same lookup, next step": Goal("<=", 150),
@@ -54,7 +54,7 @@ _FULL_ARENA_GOALS = {
     "seeing the stores end": Goal("<=", 500),
     "presence of 8,000 blocks": Goal("<=", 3000),
 }
-_OFFLOAD_GOALS = {
+OFFLOAD_GOALS = {
     "lookups of a prompt": Goal("<=", 300),
     "sources of the hit": Goal("<=", 500),
 }
@@ -83,10 +83,11 @@ def script_rows() -> list[Row]:
     ]
 
 
-def report_of(script: Path) -> list[dict[str, Any]]:
-    """What a benchmark's ``run()`` returns; CalledProcessError when it fails."""
+def report_of(script: Path, **options: Any) -> list[dict[str, Any]]:
+    """What a benchmark's ``run()`` returns, called with these options; CalledProcessError when it
+    fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "integration.bench.scripts", str(script)],
+        [sys.executable, "-m", "integration.bench.scripts", str(script), json.dumps(options)],
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -122,7 +123,7 @@ def _call_rows(report: list[dict[str, Any]]) -> list[Row]:
             what=f"FlexKV in vLLM's step: {row['name']}",
             value=row["count"],
             unit="",
-            goal=_CALL_GOALS.get(row["name"]),
+            goal=CALL_GOALS.get(row["name"]),
             detail=f"median of {row['repeats']}; see {STEP_CALLS.name}",
         )
         for row in report
@@ -135,7 +136,7 @@ def _full_arena_rows(report: list[dict[str, Any]]) -> list[Row]:
             what=f"full arena, {row['case']}: {row['name']}",
             value=row["microseconds"],
             unit="us",
-            goal=_FULL_ARENA_GOALS.get(row["name"], _QUEUED_GOAL),
+            goal=FULL_ARENA_GOALS.get(row["name"], _QUEUED_GOAL),
             detail=f"median of {row['repeats']}, least {row['least']:.0f}",
         )
         for row in report
@@ -148,7 +149,7 @@ def _offload_rows(report: list[dict[str, Any]]) -> list[Row]:
             what=f"OffloadingConnector, {row['name']}: FlexKV's share",
             value=row["share"],
             unit="us",
-            goal=_OFFLOAD_GOALS[row["name"]],
+            goal=OFFLOAD_GOALS[row["name"]],
             detail=(
                 f"of {row['microseconds']:.0f}, medians of {row['repeats']}; {row['calls']:g} "
                 f"calls, {row['searches']:g} searches of the index"
@@ -164,7 +165,7 @@ def _sglang_rows(report: list[dict[str, Any]]) -> list[Row]:
             what=f"SGLang's scheduler, 32,768 tokens, pages of {row['page']}: {row['name']}",
             value=row["microseconds"],
             unit="us",
-            goal=_SGLANG_GOALS.get(row["name"]),
+            goal=SGLANG_GOALS.get(row["name"]),
             detail=f"of {row['repeats']}; see {SGLANG_CALLS.name}",
         )
         for row in report
@@ -184,7 +185,7 @@ def _time_rows(report: list[dict[str, Any]], what: str, case: str, goal: Goal) -
     ]
 
 
-def _run_script(path: Path) -> list[dict[str, Any]]:
+def _run_script(path: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -192,9 +193,9 @@ def _run_script(path: Path) -> list[dict[str, Any]]:
     # Dataclasses look up the module they are defined in.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    rows: list[dict[str, Any]] = module.run()
+    rows: list[dict[str, Any]] = module.run(**options)
     return rows
 
 
 if __name__ == "__main__":
-    print(json.dumps(_run_script(Path(sys.argv[1]))))
+    print(json.dumps(_run_script(Path(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of
 
 from flexkv_sglang.look_ahead import WINDOW
+from packages.inside import cache_of
 
 TOKENS = 1 << 15
 PAGE_SIZES = (1, 16, 64)
@@ -96,27 +97,26 @@ def _measure_calls(rank: Rank, hashes: list[str], taken: dict[str, list[float]])
     timed("lookup, a hit", lambda: side.lookup("r", hashes))
     timed("load", lambda: side.load("r", hashes, pages))
     side.cancel("r")
-    cache: Any = side._cache
-    while cache.busy:  # the next prompt needs the room of blocks that are being written to the disk
+    while cache_of(side).busy:  # the next prompt needs the room of blocks that are being written to the disk
         side.ended_offloads()
         time.sleep(0.001)
 
 
 def _look_ahead(rank: Rank, hashes: list[str]) -> list[float]:
     """Microseconds of each step in which requests are looked up whose pages a disk has."""
-    side: Any = rank.side
+    requests, side = rank.requests, rank.side
     taken: list[float] = []
     rids = [f"r {number}" for number in range(WINDOW)]
     for rid in rids:
-        side.is_new(rid)
-        side.look_ahead(rid, HashedPrompt(hashes))
-    while side.looks_ahead and len(taken) < _STEPS:
+        requests.is_new(rid)
+        requests.look_ahead(rid, HashedPrompt(hashes))
+    while requests.looks_ahead and len(taken) < _STEPS:
         start = time.thread_time()
-        side.go_on_looking()
+        requests.go_on_looking()
         taken.append((time.thread_time() - start) * 1e6)
         side.held(rids)
         side.ended_offloads()
-    assert rids[0] in side._waiting.awaited, "nothing is read"
+    assert rids[0] in requests.waiting.awaited, "nothing is read"
     side.held([])
     return taken
 

@@ -22,20 +22,19 @@ from flexkv.tiers.disk.files import OsFiles, open_folder, read_fully
 from flexkv.tiers.disk.slot_index import SlotIndex
 
 SLOTS = 1_000_000
-HEADER = table.Header(2 << 20, SLOTS, 1, "f" * 64, 1)
 REPEATS = 5
 KEY_BYTES = 32
 """Of one of vLLM's or SGLang's hashes. Keys of further groups and of adapters have up to 49."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def run(key_bytes: int = KEY_BYTES) -> list[dict[str, Any]]:
+def run(key_bytes: int = KEY_BYTES, slots: int = SLOTS) -> list[dict[str, Any]]:
     """Median seconds from a table on disk to its index, and bytes of the index for each slot:
     what the process grew by, and what Python's allocator was asked for, both once the store was
     opened and once every block was replaced by another."""
     with tempfile.TemporaryDirectory(prefix="flexkv-bench-") as folder:
         path = Path(folder, "table")
-        _write_table(path, key_bytes)
+        _write_table(path, key_bytes, slots)
         # Before all else: memory that was used and freed once would hide what the index takes.
         resident = _weigh(path, key_bytes, _resident)
         tracemalloc.start()
@@ -43,20 +42,21 @@ def run(key_bytes: int = KEY_BYTES) -> list[dict[str, Any]]:
         tracemalloc.stop()
         seconds = [_seconds_to_open(path) for _ in range(REPEATS)]
     return [
-        {"name": "reopen", "slots": SLOTS, "repeats": REPEATS,
+        {"name": "reopen", "slots": slots, "repeats": REPEATS,
          "seconds": statistics.median(seconds), "samples": seconds},
-        *({"name": "memory", "slots": SLOTS, "case": case, "resident": resident[case] / SLOTS,
-           "traced": traced[case] / SLOTS} for case in resident),
+        *({"name": "memory", "slots": slots, "case": case, "resident": resident[case] / slots,
+           "traced": traced[case] / slots} for case in resident),
     ]  # fmt: skip
 
 
-def _write_table(path: Path, key_bytes: int) -> None:
+def _write_table(path: Path, key_bytes: int, slots: int) -> None:
+    header = table.Header(2 << 20, slots, 1, "f" * 64, 1)
     with path.open("wb") as file:
-        file.write(HEADER.encode() * len(table.HEADER_OFFSETS))
-        for slot in range(SLOTS):
+        file.write(header.encode() * len(table.HEADER_OFFSETS))
+        for slot in range(slots):
             key = os.urandom(key_bytes)
             checksum = os.urandom(table.CHECKSUM_BYTES)
-            file.write(table.encode_record(slot, HEADER.seal, key, checksum, SLOTS - slot))
+            file.write(table.encode_record(slot, header.seal, key, checksum, slots - slot))
         file.flush()
         os.fsync(file.fileno())
 
@@ -75,8 +75,8 @@ def _open(path: Path) -> SlotIndex:
     files.close(fd)
     index = SlotIndex(header.num_slots)
     index.restore(each[:4] for each in table.decode_records(records, header.seal))
-    if len(index) != SLOTS:
-        raise RuntimeError(f"{len(index)} of {SLOTS} blocks were found")
+    if len(index) != header.num_slots:
+        raise RuntimeError(f"{len(index)} of {header.num_slots} blocks were found")
     return index
 
 
@@ -97,7 +97,7 @@ def _weigh(path: Path, key_bytes: int, measure: Any) -> dict[str, int]:
     gc.collect()
     opened = measure() - before
     checksum = bytes(table.CHECKSUM_BYTES)
-    for _ in range(SLOTS):
+    for _ in range(index.num_slots):
         slot = index.reserve(os.urandom(key_bytes))
         if slot is None:
             raise RuntimeError("no slot to replace")
