@@ -97,7 +97,9 @@ def _measure_calls(rank: Rank, hashes: list[str], taken: dict[str, list[float]])
     timed("lookup, a hit", lambda: side.lookup("r", hashes))
     timed("load", lambda: side.load("r", hashes, pages))
     side.cancel("r")
-    while cache_of(side).busy:  # the next prompt needs the room of blocks that are being written to the disk
+    while cache_of(
+        side
+    ).busy:  # the next prompt needs the room of blocks that are being written to the disk
         side.ended_offloads()
         time.sleep(0.001)
 

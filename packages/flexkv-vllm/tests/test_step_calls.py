@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of an idle step and of a match stay few. What depends on when a disk answers, or on
-when figures are due, is a row of the benchmark alone."""
+"""The calls of an idle step, of a match and of a request with a hit stay few. What depends on when
+a disk answers is a row of the benchmark alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ MOST = {
     "an idle decoding step: calls": 60,
     "an idle decoding step: files": 12,
     "match of a host hit: calls": 30,
+    "a request with a host hit: calls": 850,  # 800, and once more the figures, if they are due
     "a host hit: keys cut before its load": 2,
     "a host hit: searches of the index before its load": 2,
 }
 
 
-def test_an_idle_step_and_a_match_make_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_matches_and_requests_make_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     spec = importlib.util.spec_from_file_location("step_calls", BENCH)
     assert spec is not None

@@ -81,7 +81,7 @@ class CheckedPolicy:
         assert key is None or key in self.evictable
         return key
 
-    def guard_state(self) -> GuardState | None:
+    def guard_state(self) -> GuardState:
         return self.policy.guard_state()
 
     def clear(self) -> None:

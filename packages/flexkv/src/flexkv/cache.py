@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
-from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, LRUPolicy, RequestContext, TenantPolicies
+from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext, TenantPolicies
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
@@ -176,7 +176,7 @@ class KVCache:
             self._trouble,
             self._device.unreported,
             info.policy_name,
-            None if isinstance(self._policy, LRUPolicy) else self._policy.guard_state(),
+            self._policy.guard_state(),
         )
         read = self._meter.read(host, self._below.figures(info.slot_bytes))
         if isinstance(self._policy, TenantPolicies):

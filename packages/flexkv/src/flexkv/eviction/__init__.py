@@ -10,6 +10,7 @@ from flexkv.eviction.choice import AUTO, FOLLOWING, OTHERWISE, choose_policy
 from flexkv.eviction.hazard import MOST_BLOCKS, hazard_policy
 from flexkv.eviction.lru import LRUPolicy
 from flexkv.eviction.policy import (
+    NO_GUARD,
     UNKNOWN_REQUEST,
     EvictionPolicy,
     GuardState,
@@ -34,6 +35,7 @@ __all__ = [
     "AUTO",
     "FOLLOWING",
     "MOST_BLOCKS",
+    "NO_GUARD",
     "OTHERWISE",
     "POLICIES",
     "UNKNOWN_REQUEST",

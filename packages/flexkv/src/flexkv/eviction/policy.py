@@ -55,6 +55,9 @@ class GuardState(NamedTuple):
     switches: int
 
 
+NO_GUARD = GuardState(True, 0.0, 0, 0, 0, 0)
+"""Of a policy that has none."""
+
 UNKNOWN_REQUEST = RequestContext()
 """A request of which nothing is known."""
 
@@ -127,9 +130,9 @@ class EvictionPolicy(Protocol):
         are held."""
         ...
 
-    def guard_state(self) -> GuardState | None:
-        """The state of the policy's guard; None if it has none."""
-        return None
+    def guard_state(self) -> GuardState:
+        """The state of the policy's guard."""
+        return NO_GUARD
 
     def clear(self) -> None:
         """All blocks have left the tier, or an error may have torn what is known of them. The index

@@ -47,12 +47,9 @@ class TenantPolicies:
             (tenant, part * slots, policy()) for tenant, part in parts.items()
         )
 
-    def guard_state(self) -> GuardState | None:
+    def guard_state(self) -> GuardState:
         """The sums of all guards; see `EvictionPolicy.guard_state`."""
-        states = [each.guard_state() for _, _, each in self.parts if each is not None]
-        known = [each for each in states if each is not None]
-        if not known:
-            return None
+        known = [each.guard_state() for _, _, each in self.parts if each is not None]
         return GuardState(
             all(each.trusts_hazard for each in known),
             sum(each.credit for each in known),

@@ -50,7 +50,7 @@ class HostFigures:
         trouble: what keeps the cache as a whole from loads or stores; None if nothing does.
         transfers: loads and stores under way.
         policy: name of the eviction policy.
-        guard: state of its guard; None if it has none.
+        guard: state of its guard; see `NO_GUARD`.
     """
 
     counters: Counters
@@ -61,7 +61,7 @@ class HostFigures:
     trouble: Trouble | None
     transfers: int
     policy: str
-    guard: GuardState | None
+    guard: GuardState
 
 
 class TierReading(NamedTuple):
@@ -183,22 +183,6 @@ def _tier_has_policy(name: str) -> ReadTier:
     return lambda tier: int(tier.figures.policy == name)
 
 
-def _guard(read: Callable[[GuardState], float]) -> ReadHost:
-    return lambda host: 0 if host.guard is None else read(host.guard)
-
-
-def _tier_guard(read: Callable[[GuardState], float]) -> ReadTier:
-    return lambda tier: 0 if tier.figures.guard is None else read(tier.figures.guard)
-
-
-def _falls_back(guard: GuardState) -> float:
-    return not guard.trusts_hazard
-
-
-def _credit(guard: GuardState) -> float:
-    return max(0.0, guard.credit)
-
-
 def _reads_in(state: CircuitState) -> ReadTier:
     return lambda tier: tier.figures.reads.get(state, 0)
 
@@ -222,7 +206,6 @@ _RESETS = {
     ResetCause.DOUBT: "doubt_resets",
     ResetCause.PAUSE: "pauses",
 }
-_hits, _lru_hits, _switches = map(_attribute, ("hits", "lru_hits", "switches"))
 _counter, _gauge, _histogram = (functools.partial(Metric, kind) for kind in Kind)
 
 # Each constant that is a `Metric` is an entry of `METRICS`, in this order.
@@ -374,16 +357,22 @@ GUARD_HIT_BLOCKS = _counter(
     "guard_hit_blocks",
     "Blocks that the tier had when their requests came, and that it would have had with lru.",
     ("tier", "policy"),
-    own={(_HOST, "used"): _guard(_hits), (_HOST, "lru"): _guard(_lru_hits)},
-    tiers={(TIER, "used"): _tier_guard(_hits), (TIER, "lru"): _tier_guard(_lru_hits)},
+    own={
+        (_HOST, "used"): _attribute("guard.hits"),
+        (_HOST, "lru"): _attribute("guard.lru_hits"),
+    },
+    tiers={
+        (TIER, "used"): _attribute("figures.guard.hits"),
+        (TIER, "lru"): _attribute("figures.guard.lru_hits"),
+    },
     media=_INDEXED,
 )
 GUARD_SWITCHES = _counter(
     "guard_switches",
     "Times that the guard of the tier's eviction policy fell back to the order of lru.",
     ("tier",),
-    own={(_HOST,): _guard(_switches)},
-    tiers={(TIER,): _tier_guard(_switches)},
+    own={(_HOST,): _attribute("guard.switches")},
+    tiers={(TIER,): _attribute("figures.guard.switches")},
     media=_INDEXED,
 )
 BLOCKS = _gauge(
@@ -430,16 +419,16 @@ GUARD_FALLBACKS = _gauge(
     "guard_fallbacks",
     "1 while the guard of the tier's eviction policy has the order of lru in force, else 0.",
     ("tier",),
-    shared={(_HOST,): _guard(_falls_back)},
-    tiers={(TIER,): _tier_guard(_falls_back)},
+    shared={(_HOST,): lambda host: not host.guard.trusts_hazard},
+    tiers={(TIER,): lambda tier: not tier.figures.guard.trusts_hazard},
     media=_INDEXED,
 )
 GUARD_CREDIT_BLOCKS = _gauge(
     "guard_credit_blocks",
     "FlexKV blocks that the tier may lose to lru before its policy's guard falls back to lru.",
     ("tier",),
-    shared={(_HOST,): _guard(_credit)},
-    tiers={(TIER,): _tier_guard(_credit)},
+    shared={(_HOST,): lambda host: max(0.0, host.guard.credit)},
+    tiers={(TIER,): lambda tier: max(0.0, tier.figures.guard.credit)},
     media=_INDEXED,
 )
 PINNED_BLOCKS = _gauge(

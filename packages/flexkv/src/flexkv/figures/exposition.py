@@ -28,7 +28,7 @@ from flexkv.figures.definitions import (
     sample,
 )
 from flexkv.figures.health_samples import problems_of, trouble_samples
-from flexkv.figures.tenant_samples import TENANT_METRICS, is_of_tenant
+from flexkv.figures.tenant_samples import TENANT_METRICS
 from flexkv.settings import SETTINGS, CacheConfig
 from flexkv.types.changes import BELOW
 from flexkv.types.troubles import Trouble
@@ -158,10 +158,9 @@ class Exposition:
         """Add the samples that an engine has counted since the last call."""
         if engine not in self._engines:
             return
-        for name in filter(is_of_tenant, samples):
-            if name in self._tenants:
-                made, tenant = self._tenants[name]
-                made.labels(*self._engines[engine], tenant).set(samples[name])
+        for name in samples.keys() & self._tenants.keys():
+            made, tenant = self._tenants[name]
+            made.labels(*self._engines[engine], tenant).set(samples[name])
         for metric, labels, value, times in values_of(samples):
             tier = _lower_tier(labels)
             if (engine, tier) not in self._tiers:

@@ -18,7 +18,7 @@ from flexkv.figures.definitions import (
     bucket,
     sample,
 )
-from flexkv.figures.tenant_samples import is_of_tenant
+from flexkv.figures.tenant_samples import BEGINNINGS as TENANTS
 from flexkv.types.changes import Medium
 
 _OWN = {sample(m.name, *labels): read for m in METRICS for labels, read in m.own.items()}
@@ -113,7 +113,7 @@ class Reader:
         gauges: Samples = {}
         changed = False
         for name, value in values.items():
-            if name in GAUGES or is_of_tenant(name):
+            if name in GAUGES or name.startswith(TENANTS):
                 gauges[name] = value
                 changed = changed or value != reported.get(name)
             elif value > (before := reported.get(name, 0)):

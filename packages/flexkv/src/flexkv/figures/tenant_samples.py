@@ -22,7 +22,8 @@ TENANT_SHARE_BLOCKS = Metric(
 TENANT_METRICS = (TENANT_BLOCKS, TENANT_SHARE_BLOCKS)
 """The metrics, whose label is the name of a tenant that has a share."""
 
-_BEGINNINGS = tuple(sample(metric.name, "") for metric in TENANT_METRICS)
+BEGINNINGS = tuple(sample(metric.name, "") for metric in TENANT_METRICS)
+"""With one of these the samples of `tenant_samples` begin, which are gauges."""
 
 
 def tenant_samples(tenants: Iterable[tuple[str, float, float]]) -> Samples:
@@ -34,12 +35,7 @@ def tenant_samples(tenants: Iterable[tuple[str, float, float]]) -> Samples:
     return found
 
 
-def is_of_tenant(name: str) -> bool:
-    """Whether a sample is one of `tenant_samples`, which are gauges."""
-    return name.startswith(_BEGINNINGS)
-
-
 def tenants_in(samples: Iterable[str]) -> list[str]:
     """The names of the tenants of whom there are samples."""
-    begin = _BEGINNINGS[0]
+    begin = BEGINNINGS[0]
     return sorted(each.removeprefix(begin) for each in samples if each.startswith(begin))

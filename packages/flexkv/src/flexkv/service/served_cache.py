@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
-from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
+from flexkv.eviction import NO_GUARD, UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
@@ -580,7 +580,7 @@ class ServedCache:
             self._trouble,
             self._device.unreported,
             self.info.policy_name,
-            None,
+            NO_GUARD,
         )
         read = self._meter.read(host, ())
         return Figures(read.own, self._node.shared or read.shared, read.counts)

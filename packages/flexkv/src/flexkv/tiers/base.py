@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from flexkv.eviction import GuardState, RequestContext
+from flexkv.eviction import NO_GUARD, GuardState, RequestContext
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.admission import ADMISSIONS, Admission
@@ -110,7 +110,7 @@ class TierFigures:
     openings: int
     traffic: Traffic
     policy: str = ""
-    guard: GuardState | None = None
+    guard: GuardState = NO_GUARD
     expired_blocks: int = 0
 
 

@@ -119,11 +119,9 @@ def test_the_guard_counts_blocks_whose_writes_ended_in_any_order(order: tuple[in
     found = []
     for number in range(4):
         state = policy.guard_state()
-        assert state is not None
         before = state.lru_hits
         index.began(keys, RequestContext(), float(number))
         state = policy.guard_state()
-        assert state is not None
         found.append(state.lru_hits - before)
         new = index.reserve(b"new %d" % number)
         assert new is not None

@@ -9,7 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from flexkv.eviction import FOLLOWING, OTHERWISE, LRUPolicy, OnePolicy, RequestContext
+from flexkv.eviction import (
+    FOLLOWING,
+    NO_GUARD,
+    OTHERWISE,
+    LRUPolicy,
+    OnePolicy,
+    RequestContext,
+)
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
@@ -71,7 +78,10 @@ class DiskTier:
         connecting = self.connecting
         if connecting and any(each.drive is not None for each in connecting):
             return True
-        return self._policy is not None and any(each.index.is_reporting for each in self._drives)
+        for drive in self._drives if self._policy is not None else ():
+            if drive.index.is_reporting:
+                return True
+        return False
 
     @property
     def figures(self) -> TierFigures:
@@ -108,7 +118,7 @@ class DiskTier:
             openings=openings,
             traffic=traffic,
             policy=OTHERWISE if self._policy is None else FOLLOWING,
-            guard=None if self._policy is None else self._policy.policy.guard_state(),
+            guard=NO_GUARD if self._policy is None else self._policy.policy.guard_state(),
         )
 
     def watch(self) -> None:
