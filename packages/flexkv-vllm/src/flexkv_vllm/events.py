@@ -219,14 +219,17 @@ class BlockEvents:
             blocks: position in the prefix and key of each.
         """
         self._follow_epoch()
+        fresh: dict[bytes, Description] = {}
         for position, key in blocks:
             if key in self._described and key not in self._lost:
                 continue
-            self._described[key] = self._description(request, group, position)
+            self._described[key] = fresh[key] = self._description(request, group, position)
             self._lost.pop(key, None)
             self._unsure.add(key)
             if key in self._bare:
                 self._again.append(key)
+        if self._cache.info.is_shared:
+            self._keep(fresh)
 
     def cleared(self) -> None:
         """The cache was cleared, and its keys may be stored again. The next changes say which have
@@ -276,13 +279,9 @@ class BlockEvents:
                 self._remove(Medium.DISK, key, removed)
                 fresh[key] = description
                 self._add(Medium.DISK, key, stored, description)
-        for each in changes:
-            for key in each.added:
-                description = self._described.get(key)
-                if each.medium is Medium.DISK and description is not None and key not in texts:
-                    fresh[key] = description
-                self._add(each.medium, key, stored, description or self._decoded(key, texts))
-        self._keep(fresh)
+        fresh |= self._add_all(changes, texts, stored)
+        if not self._cache.info.is_shared:
+            self._keep(fresh)
         if self._unsure:
             self._forget()
         self._was_cleared = self._was_cleared and self._cache.has_changes
@@ -291,9 +290,31 @@ class BlockEvents:
         early += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
         return early + [event for _, event in stored]
 
+    def _add_all(
+        self,
+        changes: Iterable[Changes],
+        texts: Mapping[bytes, bytes],
+        stored: list[tuple[int, KVCacheEvent]],
+    ) -> dict[bytes, Description]:
+        """Append the events of new blocks to `stored`. Returns what the disk has not kept of its
+        own."""
+        fresh: dict[bytes, Description] = {}
+        for each in changes:
+            for key in each.added:
+                description = self._described.get(key)
+                if each.medium is Medium.DISK and description is not None and key not in texts:
+                    fresh[key] = description
+                description = description or self._decoded(key, texts)
+                if each.medium is Medium.HOST and description is not None:
+                    self._described[key] = description
+                self._add(each.medium, key, stored, description)
+        return fresh
+
     def _kept_of(self, changes: Iterable[Changes]) -> Mapping[bytes, bytes]:
-        """What the disk has kept of new blocks."""
-        added = [key for each in changes if each.medium is Medium.DISK for key in each.added]
+        """What the disk has kept of new blocks, and what other engines say of theirs."""
+        is_shared = self._cache.info.is_shared
+        kept = [each for each in changes if is_shared or each.medium is Medium.DISK]
+        added = [key for each in kept for key in each.added]
         return self._cache.take_descriptions(added) if added else {}
 
     def _decoded(self, key: bytes, texts: Mapping[bytes, bytes]) -> Description | None:
@@ -301,7 +322,7 @@ class BlockEvents:
         return None if origin is None else Description.decode(texts[key], origin)
 
     def _keep(self, fresh: Mapping[bytes, Description]) -> None:
-        """Let the disk keep the descriptions of new blocks. Those of adapters may have changed by
+        """Let the cache keep the descriptions of new blocks. Those of adapters may have changed by
         the next start."""
         if self._has_stamps:
             return

@@ -443,7 +443,9 @@ class CacheClient(Protocol):
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Keep descriptions of blocks on disk beside them, over restarts: what events say of a
-        block. Best effort, written later; blocks that are not there are skipped.
+        block. Best effort, written later; blocks that are not there are skipped. A cache that
+        others share (`CacheInfo.is_shared`) keeps those of blocks in host memory, too, and of
+        blocks that are about to be stored: it gives them to the others.
 
         Args:
             described: the description of each block by key; the caller's own format.
@@ -451,8 +453,8 @@ class CacheClient(Protocol):
         ...
 
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """The descriptions that an earlier process has left of blocks which `drain_changes` has
-        just returned, each once. Blocks without a description are missing."""
+        """The descriptions that an earlier process, or another engine, has left of blocks which
+        `drain_changes` has just returned, each once. Blocks without a description are missing."""
         ...
 
     def figures(self) -> Figures:

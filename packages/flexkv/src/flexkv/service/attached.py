@@ -9,8 +9,9 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
@@ -37,6 +38,14 @@ _IDLE_SLOTS = 64
 _IDLE_SHARE = 16
 """Engines at rest together keep one of so many slots of a pool, or `_IDLE_SLOTS` each if that is
 more. Not tuned."""
+
+_REPEATED = 8
+"""Messages of blocks that were there before the engine, of up to 33 KB, between two of its reads.
+Not tuned."""
+
+_MANY = 64
+"""With so many messages waiting, changes join others: after a start of the service, those of a disk
+come a few blocks at a time. Not tuned."""
 
 _MOST_WAITING = 2048
 """Messages that wait for an engine that does not read, nearly all of them changes of blocks. With
@@ -127,7 +136,8 @@ class AttachedEngine:
         self._others: list[bytes] = []
         self._requests: set[str] = set()
         self._pins: set[str] = set()
-        self.watches = False
+        self._watches = False
+        self._repeated: Iterator[wire.Changed] | None = None
         self._messages: list[wire.ToEngine] = []
         self._waiting: deque[bytes] = deque()
         self._figures_at = 0.0
@@ -138,6 +148,16 @@ class AttachedEngine:
     def scheduler(self) -> Process | None:
         """The process of the scheduler, while it is connected."""
         return self._scheduler
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether it is told of changes."""
+        return self._watches and not self.has_ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is to be told more as soon as it reads."""
+        return self._repeated is not None and self.is_served and self._has_read
 
     @property
     def is_served(self) -> bool:
@@ -223,7 +243,8 @@ class AttachedEngine:
         self.name, self.ticket = greeting.engine, greeting.ticket
         self._bell[SENT] = self._bell[READ] = self._bell[PUBLISHED] = 0
         self._claims = set()
-        self.has_ended = self.watches = False
+        self.has_ended = self._watches = False
+        self._repeated = None
         known = self._reading
         if known is not None:
             del self.processes[known.pidfd]
@@ -305,7 +326,11 @@ class AttachedEngine:
                 assert self._fetches is not None
                 self._fetches.handle(message, self.tenant)
             case wire.Watch():
-                self.watches = True
+                self._watches = True
+                self._repeated = self.pool.descriptions.again()
+            case wire.Describe():
+                described = dict(zip(message.keys, message.texts, strict=True))
+                self.pool.descriptions.add(described)
             case wire.Claim():
                 self._claim(message)
             case _:
@@ -402,7 +427,14 @@ class AttachedEngine:
 
     def tell(self, message: wire.ToEngine) -> None:
         """Send a message with the next `send`."""
-        self._messages.append(message)
+        waiting = self._messages
+        if len(waiting) > _MANY and isinstance(message, wire.Changed):
+            last = waiting[-1]
+            joined = wire.joined(last, message) if isinstance(last, wire.Changed) else None
+            if joined is not None:
+                waiting[-1] = joined
+                return
+        waiting.append(message)
 
     def serve(self, now: float) -> None:
         """Grant slots, and tell what is new. Figures are told once the engine has read all before:
@@ -414,6 +446,8 @@ class AttachedEngine:
             self._messages += self._fetches.tell(has_read=self._has_read)
         if not self._has_read:
             return
+        if self._repeated is not None and not self._messages:
+            self._repeat(self._repeated)
         # An engine at rest gets none. One that waits for a fetch sees by them that the service
         # lives, however long a read takes.
         if (self._has_news or self._fetches) and now - self._figures_at > _FIGURE_SECONDS:
@@ -421,6 +455,13 @@ class AttachedEngine:
             cache = self.pool.cache
             shared = {name: float(value) for name, value in cache.figures().shared.items()}
             self.tell(wire.NodeFigures(shared, cache.disabled))
+
+    def _repeat(self, repeated: Iterator[wire.Changed]) -> None:
+        """Tell some of the blocks that were there before. The engine has read all others."""
+        some = list(islice(repeated, _REPEATED))
+        self._messages += some
+        if not some:
+            self._repeated = None
 
     def _grant(self, now: float) -> None:
         if self._holds is not None and self._holds.is_over:

@@ -11,7 +11,7 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -19,10 +19,11 @@ import msgspec
 from flexkv.client import FetchState
 from flexkv.eviction import RequestContext
 from flexkv.session.wire import peer_of
+from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Both sides must have the same, and the same layout of `engine_page`."""
 
 SOCKET = "flexkv service"
@@ -43,6 +44,10 @@ MOST_NAME = 256
 
 MOST_KEYS = 512
 """Keys in one message."""
+
+_DESCRIBED_BYTES = 1 << 15
+"""Keys and descriptions in one message; together with another of this size they fit into a
+packet. A longer description is not sent."""
 
 
 TenantNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=NO_TENANT, le=LARGEST_TENANT)]
@@ -268,7 +273,14 @@ class EndFetch(Message, frozen=True, tag="end"):
 
 
 class Watch(Message, frozen=True, tag="watch"):
-    """The engine wants to know of changes from now on."""
+    """The engine wants to know of all described blocks, and of changes from now on."""
+
+
+class Describe(Message, frozen=True, tag="describe"):
+    """See `CacheClient.describe`. The engine is about to store these blocks, or has found them."""
+
+    keys: list[bytes]
+    texts: list[bytes]
 
 
 ToService: TypeAlias = (
@@ -291,6 +303,7 @@ ToService: TypeAlias = (
     | RaiseFetch
     | EndFetch
     | Watch
+    | Describe
 )
 
 # From the service.
@@ -362,11 +375,27 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 class Changed(Message, frozen=True, tag="changed"):
-    """See `Changes`."""
+    """See `Changes`.
+
+    Attributes:
+        texts: the description of each block that came, empty if there is none; or no descriptions
+            at all.
+    """
 
     medium: Medium
     removed: list[bytes]
     added: list[bytes]
+    texts: list[bytes]
+
+
+def joined(change: Changed, later: Changed) -> Changed | None:
+    """Two changes that follow each other as one; None if they are none, or too many blocks."""
+    alike = change.medium is later.medium and bool(change.texts) == bool(later.texts)
+    added, texts = change.added + later.added, change.texts + later.texts
+    if not alike or change.removed or later.removed or len(added) > MOST_KEYS:
+        return None
+    size = sum(map(len, added)) + sum(map(len, texts)) + 2 * _HEAD * len(added)
+    return None if size > _DESCRIBED_BYTES else Changed(change.medium, [], added, texts)
 
 
 class NodeFigures(Message, frozen=True, tag="figures"):
@@ -401,6 +430,22 @@ _for_engine = msgspec.msgpack.Decoder(list[ToEngine])
 
 class WireError(Exception):
     """The peer sent something that is no packet of this protocol."""
+
+
+def described_parts(described: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:
+    """Blocks and their descriptions in as many parts as they need messages, in order."""
+    part: dict[bytes, bytes] = {}
+    size = 0
+    for key, text in described.items():
+        sent = text if len(text) + MAX_KEY_BYTES < _DESCRIBED_BYTES else b""
+        taken = len(key) + len(sent) + 2 * _HEAD
+        if part and (len(part) == MOST_KEYS or size + taken > _DESCRIBED_BYTES):
+            yield part
+            part, size = {}, 0
+        part[key] = sent
+        size += taken
+    if part:
+        yield part
 
 
 def packets(messages: Sequence[ToService] | Sequence[ToEngine]) -> list[bytes]:

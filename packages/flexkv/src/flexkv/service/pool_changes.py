@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flexkv.index.block_index import IndexReader
 from flexkv.index.key_set import KeySet
 from flexkv.service import messages as wire
-from flexkv.types.changes import Changes, Medium
+from flexkv.service.line import Line
+from flexkv.types.changes import Changes, Medium, changes_of, note
 
 _AT_ONCE = 2048
 """Blocks that one `compare` looks at: below a millisecond. Not tuned."""
@@ -22,29 +22,59 @@ class PoolChanges:
 
     Args:
         reader: of the pool's index; borrowed.
+        line: to the service; borrowed.
 
     Attributes:
         watches: whether the engine wants to know of changes.
     """
 
-    def __init__(self, reader: IndexReader) -> None:
+    def __init__(self, reader: IndexReader, line: Line) -> None:
         self._reader = reader
+        self._line = line
         self.watches = False
-        self._changes: deque[Changes] = deque()
+        self._changed: dict[Medium, dict[bytes, bool]] = {medium: {} for medium in Medium}
         self._known: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
         self._unsure: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
         self._lost: list[bytes] = []
+        self._texts: dict[bytes, bytes] = {}
+        self._drained_texts: dict[bytes, bytes] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether `drain` returns nothing."""
-        return not self._changes
+        return not any(self._changed.values())
 
     def drain(self) -> list[Changes]:
         """See `CacheClient.drain_changes`."""
-        changes = list(self._changes)
-        self._changes.clear()
+        changes = [
+            each for medium, keys in self._changed.items() for each in changes_of(medium, keys)
+        ]
+        self._changed = {medium: {} for medium in Medium}
+        self._drained_texts, self._texts = self._texts, {}
         return changes
+
+    def watch(self) -> None:
+        """See `CacheClient.watch`. Called again, if there is a new connection."""
+        self.watches = True
+        self._line.put(wire.Watch())
+
+    def watch_lower_again(self) -> bool:
+        """See `CacheClient.watch_lower_again`."""
+        if not self._line.put(wire.Watch()):
+            return False
+        self._known[Medium.DISK].clear()
+        self._unsure[Medium.DISK].clear()
+        return True
+
+    def describe(self, described: Mapping[bytes, bytes]) -> None:
+        """See `CacheClient.describe`."""
+        for part in wire.described_parts(described):
+            self._line.put(wire.Describe([*part], [*part.values()]))
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """See `CacheClient.take_descriptions`."""
+        texts = self._drained_texts
+        return {key: texts.pop(key) for key in keys if key in texts} if texts else {}
 
     def hear(self, message: wire.Changed) -> None:
         """The service tells of a change. After its start it repeats which blocks are there."""
@@ -54,6 +84,9 @@ class PoolChanges:
         unsure.difference_update(removed)
         added = [key for key in message.added if key not in known and key not in unsure]
         known.update(added)
+        if message.texts:
+            texts = dict(zip(message.added, message.texts, strict=True))
+            self._texts.update((key, texts[key]) for key in added if texts[key])
         self._report(message.medium, removed, added)
 
     def lose(self, stored: Sequence[Sequence[bytes]]) -> None:
@@ -91,7 +124,7 @@ class PoolChanges:
             keys, self._lost = self._lost, []
             there = self._reader.present(keys)
             added = [key for key, is_there in zip(keys, there, strict=True) if is_there]
-            self.hear(wire.Changed(Medium.HOST, [], added))
+            self.hear(wire.Changed(Medium.HOST, [], added, []))
         elif below.is_complete:
             keys = self._some(Medium.DISK)
             self._compare(Medium.DISK, keys, below.contains(keys))
@@ -106,5 +139,8 @@ class PoolChanges:
         self._report(medium, [key for key, is_there in here if not is_there], ())
 
     def _report(self, medium: Medium, removed: list[bytes], added: Collection[bytes]) -> None:
-        if removed or added:
-            self._changes.append(Changes(medium, removed, list(added)))
+        changed = self._changed[medium]
+        for key in removed:
+            note(changed, key, False)
+        for key in added:
+            note(changed, key, True)

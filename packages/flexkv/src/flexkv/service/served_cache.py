@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
@@ -33,7 +33,7 @@ from flexkv.service.served_tiers import ServedTiers
 from flexkv.service.served_uses import ServedUses
 from flexkv.session.wire import SessionInfo
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
-from flexkv.types.changes import Changes, Medium
+from flexkv.types.changes import Medium
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence
 from flexkv.types.tenants import NO_TENANT
@@ -97,7 +97,10 @@ class ServedCache:
         self.counters = Counters()
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
         self._stores = ServedStores(self._reader, self._line)
-        self._changes = PoolChanges(self._reader)
+        self._changes = changes = PoolChanges(self._reader, self._line)
+        self.watch, self.watch_lower_again = changes.watch, changes.watch_lower_again
+        self.drain_changes, self.describe = changes.drain, changes.describe
+        self.take_descriptions = changes.take_descriptions
         self._node = wire.NodeFigures({}, is_suspended=False)
         self._off = self._stopped = self._recovering = False
 
@@ -431,7 +434,7 @@ class ServedCache:
         self._is_alone = False
         self._stores.claim()
         if self._changes.watches:
-            self._line.put(wire.Watch())
+            self._changes.watch()
         self._line.send()
         logger.info("attached to the service of FlexKV again")
 
@@ -544,30 +547,10 @@ class ServedCache:
 
     # Changes, figures.
 
-    def watch(self) -> None:
-        """See `CacheClient.watch`."""
-        self._changes.watches = True
-        self._line.put(wire.Watch())
-
     @property
     def has_changes(self) -> bool:
         """See `CacheClient.has_changes`."""
         return not self._changes.is_empty
-
-    def drain_changes(self) -> list[Changes]:
-        """See `CacheClient.drain_changes`."""
-        return self._changes.drain()
-
-    def watch_lower_again(self) -> bool:
-        """See `CacheClient.watch_lower_again`. The service keeps no descriptions."""
-        return False
-
-    def describe(self, described: Mapping[bytes, bytes]) -> None:
-        """See `CacheClient.describe`. The service keeps none."""
-
-    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `CacheClient.take_descriptions`. The service keeps none."""
-        return {}
 
     def figures(self) -> Figures:
         """See `CacheClient.figures`."""

@@ -115,6 +115,7 @@ class NodeServer:
         """Serve until `stop`."""
         while not self._stops:
             busy = any(pool.busy for pool in self._pools.values())
+            busy = busy or any(engine.busy for engine in self._engines.values())
             ready = self._selector.select(_BUSY_SECONDS if busy else _IDLE_SECONDS)
             now = time.monotonic()
             for key, _ in ready:
@@ -401,8 +402,11 @@ class NodeServer:
 
     def _poll(self, pool: SharedPool) -> None:
         """See what has ended in a pool, and tell its engines what has changed."""
-        for change in pool.poll():
-            self._tell_changes(pool, wire.Changed(change.medium, change.removed, change.added))
+        changes = pool.poll()
+        watching = [each for each in self.engines if each.pool is pool and each.is_watching]
+        for message in pool.descriptions.messages(changes) if changes else ():
+            for engine in watching:
+                engine.tell(message)
 
     def _log_error(self, what: str, error: Exception, now: float) -> None:
         """Log an error that may come again and again."""
@@ -419,20 +423,6 @@ class NodeServer:
             self._leave(engine, process)
         except Exception as another:  # noqa: BLE001 - as above
             logger.error("engine %r has left something in its pool: %r", engine.name, another)
-
-    def _tell_changes(self, pool: SharedPool, change: wire.Changed) -> None:
-        keys = wire.MOST_KEYS
-        parts = [
-            wire.Changed(change.medium, change.removed[start : start + keys], [])
-            for start in range(0, len(change.removed), keys)
-        ] + [
-            wire.Changed(change.medium, [], change.added[start : start + keys])
-            for start in range(0, len(change.added), keys)
-        ]
-        for engine in self._engines.values():
-            if engine.pool is pool and engine.watches and not engine.has_ended:
-                for part in parts:
-                    engine.tell(part)
 
     def _leave(self, engine: AttachedEngine, process: Process) -> None:
         """A connection has ended. What the process may write to waits for its end."""

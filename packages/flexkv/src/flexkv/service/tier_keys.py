@@ -46,6 +46,10 @@ class TierKeys:
         if are_all and not self._lacks_some:
             self._keys.is_complete = True
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each of `keys` whether a disk has its block."""
+        return self._keys.contains(keys)
+
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         if self.fd >= 0:
