@@ -24,8 +24,8 @@ HEAD = f"""\
 
 # Settings
 
-FlexKV needs no settings. A setting can come from four places; if several give it, the first of
-these wins:
+All settings of FlexKV, which needs none of them. A setting can come from four places; if several
+give it, the first of these wins:
 
 1. `kv_connector_extra_config` in vLLM's `--kv-transfer-config`, for example
    `'{{"kv_connector":"FlexKVConnectorV1","kv_role":"kv_both","kv_connector_extra_config":{{"cpu_cache_gb":64}}}}'`
@@ -36,13 +36,11 @@ these wins:
 
 In the first two places a setting has its own name, in the environment the name of its variable.
 
-- An unknown name stops the start with an error that names the nearest known one.
-- A value that is not allowed stops the start with an error.
-- An empty variable counts as not set.
-- FlexKV ignores the variables that Kubernetes sets for a Service named `flexkv`
-  (`FLEXKV_SERVICE_HOST`, `FLEXKV_PORT_80_TCP`, ...). One line of the log names them.
-- A setting that has no effect, such as `ssd_admission` without a disk, does not stop the
-  start. The log names it, with the reason.
+- An unknown name, or a value that is not allowed, stops the start with an error. An empty variable
+  counts as not set.
+- The log names settings without effect, such as `ssd_admission` without a disk, and the variables
+  that Kubernetes sets for a Service named `flexkv` (`FLEXKV_SERVICE_HOST`, ...), which FlexKV
+  ignores.
 
 | setting | variable | unit | default |
 |---|---|---|---|
@@ -50,14 +48,14 @@ In the first two places a setting has its own name, in the environment the name 
 
 
 _OF_SERVER = (
-    "Under SGLang's linker with `--dp-size`, it is that of the server, and each engine has an "
-    "equal part. "
+    "With SGLang's `--dp-size`, [each engine has an equal "
+    "part](../start/sglang.md#data-parallelism)."
 )
 ENGINES = {
-    "cpu_cache_gb": f"{_OF_SERVER}The default's bounds are divided in the same way.",
-    "ssd_cache_gb": f"{_OF_SERVER.strip()}",
-    "ssd_write_gb_per_day": f"{_OF_SERVER.strip()}",
-    "mooncake_segment_gb": f"{_OF_SERVER.strip()}",
+    "cpu_cache_gb": f"{_OF_SERVER} The default's bounds are divided in the same way.",
+    "ssd_cache_gb": _OF_SERVER,
+    "ssd_write_gb_per_day": _OF_SERVER,
+    "mooncake_segment_gb": _OF_SERVER,
     "ssd_in_use": (
         "vLLM's data-parallel engines need `own`. Under SGLang's linker, the engines of one "
         "server (`--dp-size`) count as one engine: each has a folder with either value."
@@ -101,7 +99,6 @@ def _section(setting: Setting) -> str:
         f"{text.strip()}\n\n"
         + (f"{ENGINES[setting.name]}\n\n" if setting.name in ENGINES else "")
         + f"- Variable: `{setting.variable}`\n"
-        f"- Unit: {setting.kind.unit}\n"
         f"- Allowed: {setting.allowed}\n"
         + (f"- Takes effect with: `{setting.acts_with}`\n" if setting.acts_with else "")
         + f"- Default: {default}\n"
