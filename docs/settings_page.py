@@ -34,7 +34,8 @@ give it, the first of these wins:
 3. the environment, for example `FLEXKV_CPU_CACHE_GB=64`
 4. the default
 
-In the first two places a setting has its own name, in the environment the name of its variable.
+In the first two places a setting has its own name. Its variable is `FLEXKV_` and the name in
+capitals; only that of `enable` is `ENABLE_FLEXKV`.
 
 - An unknown name, or a value that is not allowed, stops the start with an error. An empty variable
   counts as not set.
@@ -80,7 +81,7 @@ def page() -> str:
     """The whole page as Markdown."""
     rows = [
         f"| [`{each.name}`](#{each.name}) | `{each.variable}` | "
-        f"{each.kind.unit} | {_plain_default(each) or f'see [below](#{each.name})'} |\n"
+        f"{each.kind.unit} | {_plain_default(each) or f'[below](#{each.name})'} |\n"
         for each in SETTINGS.values()
     ]
     return HEAD + "".join(rows) + "".join(map(_section, SETTINGS.values()))
@@ -98,8 +99,7 @@ def _section(setting: Setting) -> str:
         f"\n## {setting.name}\n\n"
         f"{text.strip()}\n\n"
         + (f"{ENGINES[setting.name]}\n\n" if setting.name in ENGINES else "")
-        + f"- Variable: `{setting.variable}`\n"
-        f"- Allowed: {setting.allowed}\n"
+        + f"- Allowed: {setting.allowed}\n"
         + (f"- Takes effect with: `{setting.acts_with}`\n" if setting.acts_with else "")
         + f"- Default: {default}\n"
     )
