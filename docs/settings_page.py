@@ -100,7 +100,7 @@ def _section(setting: Setting) -> str:
         f"{text.strip()}\n\n"
         + (f"{ENGINES[setting.name]}\n\n" if setting.name in ENGINES else "")
         + f"- Allowed: {setting.allowed}\n"
-        + (f"- Takes effect with: `{setting.acts_with}`\n" if setting.acts_with else "")
+        + (f"- Needs: `{setting.acts_with}`\n" if setting.acts_with else "")
         + f"- Default: {default}\n"
     )
 
