@@ -17,7 +17,7 @@ from flexkv import CacheConfig, ConfigError, KVLayout, TensorView, load_config, 
 from flexkv.settings import SETTINGS
 from flexkv.settings.setting import Setting
 
-VALUES = (0.5, 7, "on", "/a", ("/a", "/b"), "host:1", "http://host/path", "s3://bucket/path")
+VALUES = (0.5, 7, "on", "none", "/a", ("/a", "/b"), "host:1", "http://host/path", "s3://bucket/path")
 """Each kind takes at least one of them, unless it has names of its own."""
 BAD = "no such value!"
 LAYOUT = KVLayout.from_tensors([TensorView.of("a", np.zeros((2, 4096), np.int8))], 2)

@@ -144,9 +144,11 @@ def choices(names: Collection[str]) -> ValueKind[tuple[str, ...]]:
 
     def parse(value: object) -> tuple[str, ...]:
         wanted = {str(part).strip().lower() for part in _parts(value, ",")}
-        if wanted in ({"all"}, {"none"}):
-            return tuple(names) if wanted == {"all"} else ()
-        if not wanted or not wanted <= set(names):
+        if wanted == {"all"}:
+            return tuple(names)
+        if wanted == {"none"}:
+            return ()
+        if not wanted <= set(names):
             raise ValueError
         return tuple(name for name in names if name in wanted)
 
