@@ -17,7 +17,17 @@ from flexkv import CacheConfig, ConfigError, KVLayout, TensorView, load_config, 
 from flexkv.settings import SETTINGS
 from flexkv.settings.setting import Setting
 
-VALUES = (0.5, 7, "on", "none", "/a", ("/a", "/b"), "host:1", "http://host/path", "s3://bucket/path")
+VALUES = (
+    0.5,
+    7,
+    "on",
+    "none",
+    "/a",
+    ("/a", "/b"),
+    "host:1",
+    "http://host/path",
+    "s3://bucket/path",
+)
 """Each kind takes at least one of them, unless it has names of its own."""
 BAD = "no such value!"
 LAYOUT = KVLayout.from_tensors([TensorView.of("a", np.zeros((2, 4096), np.int8))], 2)
@@ -98,6 +108,38 @@ def test_a_value_comes_back_from_every_source(
         for form in forms(setting, value):
             config = load(setting, form, source, tmp_path, **beside)
             assert config == CacheConfig(**beside | {setting.name: value})
+
+
+ODD = (
+    *(" ", "nan", "inf", "-1", "1e400", "1_6", "0x10", "5GB", "true", "None", "null", "[]", "{}"),
+    *(
+        "1,2",
+        "../x",
+        "0",
+        "-0",
+        "99999999999999999999",
+        "~",
+        "$HOME",
+        "\N{LATIN SMALL LETTER E WITH ACUTE}",
+    ),
+    *("'1'", "1;2", "yes", "http://", "s3://", "file://", "://", ":50051", "a:b:c", "a:99999"),
+)
+"""What people write where something else is meant, or by mistake."""
+
+
+@every_setting
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_text_is_taken_or_refused_in_one_clear_line(setting: Setting, odd: str) -> None:
+    try:
+        config = load_config(environ={setting.variable: odd})
+    except ConfigError as error:
+        text = str(error)
+        assert "\n" not in text
+        assert repr(odd) in text
+        assert setting.variable in text
+        assert "allowed: " in text
+    else:
+        assert getattr(config, setting.name) is not None or setting.default is None
 
 
 @every_setting

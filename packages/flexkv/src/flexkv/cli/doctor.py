@@ -15,7 +15,7 @@ from flexkv.cli.common import add_json, print_json
 from flexkv.preflight.checks import all_checks
 from flexkv.preflight.findings import Finding, Level, problem_of, run_checks, unanswered
 from flexkv.settings import SETTINGS, CacheConfig, load_config
-from flexkv.settings.without_effect import without_effect
+from flexkv.settings.without_effect import lmcaches_variables, without_effect
 from flexkv.types.deadline import ANSWER_SECONDS, call_within
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import printable
@@ -72,6 +72,8 @@ def _settings() -> tuple[CacheConfig, list[Finding]]:
         Finding("settings", Level.ADVICE, sentence, "unset them, or set what they need")
         for sentence in without_effect(config)
     ]
+    if theirs := lmcaches_variables():
+        unused.append(Finding("settings", Level.ADVICE, theirs, "flexkv migrate env"))
     return config, [Finding("settings", Level.OK, ", ".join(given) or "all defaults"), *unused]
 
 

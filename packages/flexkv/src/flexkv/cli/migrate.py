@@ -94,7 +94,7 @@ def _documents(path: str) -> list[Any]:
     try:
         return list(yaml.safe_load_all(read_text(path))) or [None]
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"cannot read {path}: {reason}; allowed: a YAML or JSON file") from None
 
 

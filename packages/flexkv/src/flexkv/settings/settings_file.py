@@ -46,8 +46,9 @@ def read_file(path: str, named_by: str = CONFIG_PATH_VARIABLE) -> Mapping[Any, o
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot read {path} from {named_by}: {error}; allowed: {_ALLOWED_FILE}"
+            f"cannot read {path} from {named_by}: {reason}; allowed: {_ALLOWED_FILE}"
         ) from None
     try:
         content = _parse_json(text) if path.endswith(".json") else _parse_yaml(text)
