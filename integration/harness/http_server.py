@@ -61,7 +61,7 @@ class HttpServer:
         name: of the engine, for messages.
         start: starts its first process.
         arguments: of its command line but for the address, by their names in Python: True stands
-            for a flag without a value, False for none, a dict for JSON.
+            for a flag without a value, False for none, a list for several values, a dict for JSON.
         env: environment of its processes.
         log_path: receives all that its processes print.
 
@@ -187,6 +187,8 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             flags.append(flag)
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
         elif value is not False:
             flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags

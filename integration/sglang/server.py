@@ -35,10 +35,10 @@ class ServerConfig:
     """What a server is started with.
 
     ``flags`` are further arguments of SGLang's command line by their names in Python: True stands
-    for a flag without a value, a dict for JSON. ``env`` is added to the environment.
-    ``kv_tokens`` is the size of SGLang's KV cache in tokens. ``forked`` forks the server from a
-    process that has imported SGLang, and has SGLang fork its processes; SGLang itself spawns each,
-    and each imports SGLang for 9 s.
+    for a flag without a value, a list for several values, a dict for JSON. ``env`` is added to the
+    environment. ``kv_tokens`` is the size of SGLang's KV cache in tokens. ``forked`` forks the
+    server from a process that has imported SGLang, and has SGLang fork its processes; SGLang itself
+    spawns each, and each imports SGLang for 9 s.
     """
 
     model: Path

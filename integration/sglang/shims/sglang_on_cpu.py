@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes SGLang's CPU engine, which PyPI's packages leave without seven things.
+"""Completes SGLang's CPU engine, which PyPI's packages leave without eight things.
 
 `install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
 processes that they start have it. Nothing is imported and nothing is changed before SGLang or
@@ -18,6 +18,7 @@ torchvision themselves are imported.
   has the same in plain torch beside it.
 - Pages of several tokens need copies of recurrent states ("extra_buffer"), which SGLang refuses on
   CPUs: it copies them by kernels for GPUs, and from memory that is pinned for CUDA.
+- The layers and the CPU backend of LoRA make small tensors in memory that is pinned for CUDA.
 """
 
 from __future__ import annotations
@@ -203,6 +204,31 @@ def _after_batches(module: ModuleType) -> None:
     module.torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
 
+class UnpinnedTorch:
+    """In place of torch, for modules that ask for pinned memory.
+
+    Args:
+        torch: the module.
+    """
+
+    def __init__(self, torch: ModuleType) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._torch, name)
+        if name not in {"tensor", "zeros"}:
+            return found
+
+        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return found(*args, **kwargs)
+
+        return unpinned
+
+
+def _after_lora(module: ModuleType) -> None:
+    vars(module)["torch"] = UnpinnedTorch(module.torch)
+
+
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": before_torchvision}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     f"{_HOST_POOLS}.base": _after_base,
@@ -216,6 +242,8 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     ),
     "sglang.srt.arg_groups.mamba_hook": _offer(_platform_supports_mamba_cache_extra_buffer),
     "sglang.srt.managers.schedule_batch": _after_batches,
+    "sglang.srt.lora.layers": _after_lora,
+    "sglang.srt.lora.backend.torch_backend": _after_lora,
 }
 _kept: list[object] = []  # an operator lives as long as the library that defined it
 

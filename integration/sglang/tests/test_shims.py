@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -71,6 +73,16 @@ def test_states_are_copied_where_the_mask_says_so() -> None:
         assert torch.equal(copied[1, 4], pool[1, 4])
         assert not torch.equal(copied[1, 5], pool[1, 5])
         assert not torch.equal(copied[0, 4], pool[0, 4])
+
+
+def test_lora_gets_memory_that_is_not_pinned() -> None:
+    module = ModuleType("layers")
+    module.torch = torch  # type: ignore[attr-defined]
+    sglang_on_cpu._AFTER["sglang.srt.lora.layers"](module)
+    offsets = module.torch.tensor([0, 3], dtype=torch.int32, pin_memory=True)
+    assert offsets.tolist() == [0, 3]
+    assert module.torch.zeros((2,), pin_memory=True).tolist() == [0, 0]
+    assert module.torch.ones_like is torch.ones_like
 
 
 def test_another_kernel_fails_by_name_when_called() -> None:
