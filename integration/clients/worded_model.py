@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from integration.harness.checkpoint import ModelSpec, write_checkpoint
-
-_SPECIAL = ("<unk>", "<s>", "</s>")
+from integration.harness.tokenizers import write_words
 
 
 class WordedModel(NamedTuple):
-    """A model whose words are `w3`, `w4`, and so on, separated by blanks.
+    """A model with the words of `harness.tokenizers`.
 
     Attributes:
         path: its folder.
@@ -39,32 +37,5 @@ def write_worded_model(root: Path, words: int) -> WordedModel:
         init_range=0.25,
     )
     path = write_checkpoint(spec, root)
-    vocabulary = {word: number for number, word in enumerate(_SPECIAL)}
-    vocabulary |= {f"w{number}": number for number in range(len(_SPECIAL), words)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [
-            {
-                "id": number,
-                "content": word,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for number, word in enumerate(_SPECIAL)
-        ],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": _SPECIAL[0]},
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": _SPECIAL[0],
-        "bos_token": _SPECIAL[1],
-        "eos_token": _SPECIAL[2],
-        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_words(path, words)
     return WordedModel(path, spec.kv_bytes_per_token)
