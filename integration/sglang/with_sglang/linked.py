@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_requests import Grammars  # type: ignore[import-not-found]
 from sglang_world import PATIENCE_SECONDS, Rank  # type: ignore[import-not-found]
 
 from flexkv_sglang import hooks
@@ -117,7 +118,11 @@ class LinkedRank:
     def look_ahead(self, requests: Sequence[Any]) -> None:
         """SGLang chooses a batch, and takes none of these requests yet."""
         scheduler = SimpleNamespace(
-            waiting_queue=list(requests), tree_cache=self.tree, device="cuda", last_batch=None
+            waiting_queue=list(requests),
+            grammar_manager=Grammars(),
+            tree_cache=self.tree,
+            device="cuda",
+            last_batch=None,
         )
         running = SimpleNamespace(is_empty=lambda: False)
         hooks.schedule(lambda scheduler: (None, running), scheduler)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang_requests import Grammars  # type: ignore[import-not-found]
 from sglang_world import same  # type: ignore[import-not-found]
 
 from flexkv_sglang import hooks
@@ -42,6 +43,7 @@ class Scheduler:
 
     def __init__(self, linked: LinkedRank, queue: list[Any]) -> None:
         self.waiting_queue = queue
+        self.grammar_manager = Grammars()
         self.tree_cache = linked.tree
         self.device = "cuda"
         self.last_batch = object()

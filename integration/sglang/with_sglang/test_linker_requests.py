@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_requests import Grammars  # type: ignore[import-not-found]
 from sglang_world import Rank  # type: ignore[import-not-found]
 
 from flexkv import KVCache
@@ -81,7 +82,9 @@ class World:
         hashes = self.hashes(request)
         self.rank.side.lookup(request.rid, hashes[request.prefix_len // PAGE :])
         request.extend_end = len(request.origin_input_ids)
-        scheduler = SimpleNamespace(tree_cache=self.tree, waiting_queue=[], device="cuda")
+        scheduler = SimpleNamespace(
+            tree_cache=self.tree, waiting_queue=[], grammar_manager=Grammars(), device="cuda"
+        )
         hooks.schedule(lambda scheduler: (SimpleNamespace(reqs=[request]), None), scheduler)
 
     def hashes(self, request: Any) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rank_lines import line_errors
 from rank_pairs import GLOO_SECONDS, RANKS
+from sglang_requests import Grammars
 from sglang_requests import Request as ScheduledRequest
 from sglang_world import LAYERS, PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of, same
 from torch import distributed
@@ -231,7 +232,9 @@ class Process:
             reqs = [ScheduledRequest(each.rid, [0] * 4 * _PAGES) for each in seen]
             return SimpleNamespace(reqs=reqs, taken=seen), None
 
-        scheduler = SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu")
+        scheduler = SimpleNamespace(
+            waiting_queue=queue, grammar_manager=Grammars(), tree_cache=None, device="cpu"
+        )
         batch, _ = hooks.schedule(take_all, scheduler)
         queue[:] = scheduler.waiting_queue
         self._least(self._side.ended_offloads())

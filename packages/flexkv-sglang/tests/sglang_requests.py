@@ -30,6 +30,30 @@ class OwnPages:
         return self.pages
 
 
+class Grammars:
+    """SGLang's requests whose grammars are being compiled.
+
+    Args:
+        ready: requests whose grammars are compiled.
+        compiling: the other ones.
+
+    Attributes:
+        grammar_queue: all of them.
+    """
+
+    def __init__(self, ready: Sequence[Any] = (), compiling: Sequence[Any] = ()) -> None:
+        self.grammar_queue = [*ready, *compiling]
+        self._compiling = list(compiling)
+
+    def has_waiting_grammars(self) -> bool:
+        return bool(self.grammar_queue)
+
+    def get_ready_grammar_requests(self) -> list[Any]:
+        ready = [each for each in self.grammar_queue if each not in self._compiling]
+        self.grammar_queue = self._compiling
+        return ready
+
+
 class Request:
     def __init__(self, rid: str, prompt: list[int], prefix: int = 0, **others: Any) -> None:
         self.rid = rid

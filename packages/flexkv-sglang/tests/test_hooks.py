@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang_requests import Grammars
 from stage_queues import QueuedLinks, Wires
 
 from flexkv.engine.boundary import ErrorBoundary
@@ -138,7 +140,15 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def scheduler_of(side: Any, *rids: str) -> Any:
     queue = [Request(rid, side) for rid in rids]
-    return SimpleNamespace(waiting_queue=queue, tree_cache=None, device="cpu", last_batch=None)
+    scheduler = SimpleNamespace(
+        waiting_queue=queue,
+        grammar_manager=Grammars(),
+        tree_cache=None,
+        device="cpu",
+        last_batch=None,
+    )
+    scheduler._add_request_to_queue = queue.append
+    return scheduler
 
 
 def running(*rids: str) -> Any:
@@ -176,6 +186,31 @@ def test_requests_come_back_when_sglang_raises(side: Side) -> None:
     with pytest.raises(RuntimeError, match="SGLang's"):
         hooks.schedule(fail, scheduler)
     assert rids(scheduler.waiting_queue) == ["a", "b"]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_request_whose_grammar_is_compiled_is_looked_up_before_sglang_sees_it(
+    side: Side, raises: bool
+) -> None:
+    scheduler = scheduler_of(side)
+    ready = [Request(rid, side) for rid in "ab"]
+    compiling = Request("c", side)
+    scheduler.grammar_manager = Grammars(ready, [compiling])
+    seen: list[list[str]] = []
+
+    def choose(scheduler: Any) -> tuple[None, Any]:
+        assert not scheduler.grammar_manager.has_waiting_grammars()
+        seen.append(rids(scheduler.waiting_queue))
+        if raises:
+            raise RuntimeError("SGLang's")
+        return NOTHING
+
+    with pytest.raises(RuntimeError) if raises else contextlib.nullcontext():
+        hooks.schedule(choose, scheduler)
+    assert side.asked == ["a", "b"]
+    assert seen == [["a"]]
+    assert rids(scheduler.waiting_queue) == ["a", "b"]
+    assert scheduler.grammar_manager.grammar_queue == [compiling]
 
 
 LAST = "a batch whose tokens are to be sent"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rank_lines import line_errors
+from sglang_requests import Grammars
 from sglang_world import (
     LAYERS,
     PATIENCE_SECONDS,
@@ -152,7 +153,11 @@ class Engine:
             finished=lambda: True,
         )
         scheduler = SimpleNamespace(
-            waiting_queue=[request], tree_cache=self._tree, device="cpu", last_batch=None
+            waiting_queue=[request],
+            grammar_manager=Grammars(),
+            tree_cache=self._tree,
+            device="cpu",
+            last_batch=None,
         )
 
         def take_all(scheduler: Any) -> tuple[Any, Any]:

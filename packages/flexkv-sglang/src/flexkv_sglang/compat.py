@@ -45,6 +45,10 @@ _USED = {
         "UnifiedCacheLinkerWrapper.load_back",
         "UnifiedCacheLinkerWrapper.match",
     ),
+    "sglang.srt.constrained.grammar_manager": (
+        "GrammarManager.get_ready_grammar_requests",
+        "GrammarManager.has_waiting_grammars",
+    ),
     "sglang.srt.disaggregation.decode": (
         "SchedulerDisaggregationDecodeMixin.process_decode_queue",
     ),
@@ -64,6 +68,7 @@ _USED = {
         "UnifiedTreeCoreInterface.match_full_device_prefix",
     ),
     "sglang.srt.managers.scheduler": (
+        "Scheduler._add_request_to_queue",
         "Scheduler._get_new_batch_prefill_raw",
         "Scheduler.clear_hicache_storage_wrapped",
     ),

@@ -9,6 +9,7 @@ schedules other requests meanwhile. SGLang's own storage backends hold requests 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,8 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     side = next(iter(_sides), None)
     if side is None:
         return original(scheduler, *args, **kwargs)
-    made = _schedule_ready(side, original, scheduler, *args, **kwargs)
+    with _grammars_polled(scheduler):
+        made = _schedule_ready(side, original, scheduler, *args, **kwargs)
     batch, _ = made
     requests = () if batch is None else batch.reqs
     if side.requests is not None:
@@ -132,6 +134,21 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         with side.boundary.guard("measuring a batch", "its time is not measured", loses=False):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
+
+
+@contextlib.contextmanager
+def _grammars_polled(scheduler: Any) -> Iterator[None]:
+    """Add the requests whose grammars are compiled to SGLang's queue, and hide the others. SGLang
+    adds them itself within its choice, which would take them before FlexKV has looked them up."""
+    manager = scheduler.grammar_manager
+    if manager.has_waiting_grammars():
+        for request in manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(request)
+    manager.grammar_queue, hidden = [], manager.grammar_queue
+    try:
+        yield
+    finally:
+        manager.grammar_queue = hidden
 
 
 def _schedule_ready(
