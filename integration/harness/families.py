@@ -72,6 +72,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64,
         },
     ),
+    # Full attention; SGLang divides it over data-parallel ranks.
+    "qwen3": ("Qwen3Config", {"num_hidden_layers": 3, "head_dim": 32}),
     # Three layers of linear attention with a recurrent state, then one of full attention.
     "qwen3_next": (
         "Qwen3NextConfig",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes SGLang's CPU engine, which PyPI's packages leave without eight things.
+"""Completes SGLang's CPU engine, which PyPI's packages leave without ten things.
 
 `install.py` has every Python of the environment call `start`, so that SGLang's own commands and all
 processes that they start have it. Nothing is imported and nothing is changed before SGLang or
@@ -18,6 +18,8 @@ torchvision themselves are imported.
   has the same in plain torch beside it.
 - Pages of several tokens need copies of recurrent states ("extra_buffer"), which SGLang refuses on
   CPUs: it copies them by kernels for GPUs, and from memory that is pinned for CUDA.
+- With DP attention, SGLang asks the attention backend for the length of a request that fills up a
+  batch, which the one for CPUs does not say, and a rank without requests rotates no tokens.
 - The layers and the CPU backend of LoRA make small tensors in memory that is pinned for CUDA.
 """
 
@@ -153,6 +155,7 @@ def _after_attention(module: ModuleType) -> None:
     backend = module.TorchNativeAttnBackend
     backend.forward_extend = reads_windows(backend.forward_extend)
     backend.forward_decode = reads_windows(backend.forward_decode)
+    backend.get_cpu_graph_seq_len_fill_value = lambda backend: 1  # as SGLang's other backends
 
 
 def _after_gated_norm(module: ModuleType) -> None:
@@ -204,6 +207,17 @@ def _after_batches(module: ModuleType) -> None:
     module.torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
 
+def _after_rotary(module: ModuleType) -> None:
+    rotate = module.RotaryEmbedding.forward_native
+
+    def forward(embedding: Any, positions: Any, query: Any, key: Any, *args: Any) -> Any:
+        if not positions.numel():  # of a rank that has no request meanwhile
+            return query, key
+        return rotate(embedding, positions, query, key, *args)
+
+    module.RotaryEmbedding.forward_native = forward
+
+
 class UnpinnedTorch:
     """In place of torch, for modules that ask for pinned memory.
 
@@ -242,6 +256,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     ),
     "sglang.srt.arg_groups.mamba_hook": _offer(_platform_supports_mamba_cache_extra_buffer),
     "sglang.srt.managers.schedule_batch": _after_batches,
+    "sglang.srt.layers.rotary_embedding.base": _after_rotary,
     "sglang.srt.lora.layers": _after_lora,
     "sglang.srt.lora.backend.torch_backend": _after_lora,
 }

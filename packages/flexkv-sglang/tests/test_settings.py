@@ -3,8 +3,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from flexkv import CacheConfig
-from flexkv_sglang.settings import share_of_engine
+from flexkv_sglang.settings import engines_of, share_of_engine
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        ({"dp_size": 1, "attn_dp_size": 1}, 1),
+        ({"dp_size": 2, "attn_dp_size": 1}, 2),
+        ({"dp_size": 1, "attn_dp_size": 4}, 4),
+        ({"dp_size": 2}, 2),
+    ],
+    ids=["one", "replicas", "DP attention", "replicas of an older SGLang"],
+)
+def test_a_server_has_an_engine_for_each_scheduler(settings: dict[str, int], engines: int) -> None:
+    assert engines_of(SimpleNamespace(**settings)) == engines
 
 
 def test_each_engine_of_a_server_has_an_equal_part_of_its_sizes() -> None:

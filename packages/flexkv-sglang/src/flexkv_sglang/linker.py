@@ -29,7 +29,7 @@ from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.metrics import Metrics
 from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
-from flexkv_sglang.settings import read_settings, report_ignored, share_of_engine
+from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
 from flexkv_sglang.support import check_cache, check_settings
@@ -77,7 +77,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             pool = params.token_to_kv_pool_allocator.get_kvcache()
             draft = draft_of(server_args, settings, params)
             pages = pages_of(pool, params, model, draft, ranks.count // ranks.stages)
-            engines = int(settings.dp_size)
+            engines = engines_of(settings)
             window = int(params.swa_retain_window or 0) if pages.windows else 0
             engine = Engine(
                 settings,

@@ -45,6 +45,16 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
     return load_config(values, _SOURCE, environ)
 
 
+def engines_of(settings: Any) -> int:
+    """How many engines a server has: replicas of the model (data parallelism), or groups of ranks
+    with a scheduler of their own (DP attention), of which SGLang allows one kind at a time.
+
+    Args:
+        settings: SGLang's resolved settings, where `--dp-size` stands for one kind or the other.
+    """
+    return int(settings.dp_size or 1) * int(getattr(settings, "attn_dp_size", 1) or 1)
+
+
 def share_of_engine(config: CacheConfig, engines: int) -> CacheConfig:
     """The settings of one engine of a server with data parallelism: each size that is given is that
     of the server, and each engine has an equal part of it.

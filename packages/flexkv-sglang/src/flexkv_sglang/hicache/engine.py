@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_server_args
 from flexkv.types.errors import EngineVersionError
 from flexkv_sglang.compat import STORAGE
 from flexkv_sglang.identity import model_identity, outlives_process, served_model
+from flexkv_sglang.settings import engines_of
 
 _NAMES_TENANTS = "storage_namespace_seed"
 
@@ -51,4 +52,4 @@ def keeps_on_disk() -> bool:
 
 def engine_copies() -> int:
     """The number of engines with the same model beside each other (data parallelism)."""
-    return int(get_server_args().dp_size or 1)
+    return engines_of(get_server_args())
