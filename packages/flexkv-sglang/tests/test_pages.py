@@ -53,6 +53,13 @@ def test_a_page_has_its_index() -> None:
     assert pages.layout.block_bytes == LAYERS * (4 * (DIM + 8) * 4 + 72)
 
 
+def test_a_layer_that_shares_anothers_index_has_none() -> None:
+    pool = make_pool("dsa", page_size=4)
+    pool.index_k_with_scale_buffer[1] = torch.zeros((0, 72), dtype=torch.uint8)
+    pages = describe_pages(pool, 4, heads=1, ranks=1)
+    assert pages.layout.block_bytes == LAYERS * 4 * (DIM + 8) * 4 + (LAYERS - 1) * 72
+
+
 def test_ranks_of_one_head_each_share_a_block_by_head() -> None:
     pages = describe_pages(make_pool(heads=1), 4, heads=2, ranks=2)
     assert (pages.layout.by_head, pages.sharding.parts, pages.sharding.replicas) == (True, 2, 1)

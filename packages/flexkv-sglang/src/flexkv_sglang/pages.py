@@ -297,7 +297,8 @@ def _tensors(
         if isinstance(buffers, tuple):
             paged = _by_page(buffers[number], pages, page_size)
             yield layer, f"{layer} kv", paged, 2
-            if hasattr(pool, _INDEXER):
+            # A layer that shares another one's choice of tokens may have an index without rows.
+            if hasattr(pool, _INDEXER) and len(getattr(pool, _INDEXER)[number]):
                 index = getattr(pool, _INDEXER)[number][:pages]
                 yield layer, f"{layer} index", index.reshape(pages, 1, -1), 1
             continue
