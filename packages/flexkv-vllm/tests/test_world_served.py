@@ -296,3 +296,34 @@ def test_what_left_host_memory_comes_back_from_the_services_disk(
     fetched = service.pool.cache.counters.fetched_blocks
     assert fetched > 0
     assert_nothing_is_lost(service)
+
+
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+def test_what_another_node_wrote_to_a_shared_store_is_a_hit(
+    make_service: MakeService,
+    make_world: MakeWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, ...],
+) -> None:
+    """For a model with windows, what a hit needs depends on the answers of the store."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    monkeypatch.setattr("flexkv.service.served_tiers.ANSWER_SECONDS", PATIENCE_SECONDS)
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    settings: dict[str, Any] = {
+        "objects_url": f"file://{tmp_path / 'bucket'}",
+        "objects_question_seconds": PATIENCE_SECONDS,
+        "objects_timeout_seconds": PATIENCE_SECONDS,
+    }
+    here, there = (make_service(64 * (1 + len(windows)), **settings) for _ in range(2))
+    one, other = (served(make_world, each, windows=windows) for each in (here, there))
+    text, unknown = prompts(1, 2)
+    one.generate(text)
+    one.settle()
+    wait_until(lambda: not here.pool.busy, lambda: None)
+    assert hits(other, text) == PROMPT_BLOCKS
+    assert hits(other, unknown) == 0
+    other.check_outputs()
+    other.settle()
+    wait_until(lambda: not there.pool.busy, lambda: None)
+    assert_nothing_is_lost(there)

@@ -208,7 +208,7 @@ def test_answers_are_forgotten_after_a_while(
 def test_of_many_answers_the_oldest_are_forgotten(
     make: Callable[..., Node], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_ANSWERS", 3)
+    monkeypatch.setattr(sources, "ANSWERS", 3)
     node = make()
     for name in "abcde":
         assert node.fetched(name) == ""

@@ -21,6 +21,7 @@ from flexkv.service import pool as pool_module
 from flexkv.service import served_tiers
 from flexkv.service.ask import state_of
 from flexkv.service.engine_page import READ
+from flexkv.service.engine_queries import EngineQueries
 from flexkv.service.tier_keys import TierKeys
 from flexkv.transfer import fetcher
 from flexkv.types.changes import Changes, Medium
@@ -216,6 +217,47 @@ def test_blocks_of_a_shared_store_are_asked_for(
         until(lambda fetch=fetch: one.cache.fetch_state(fetch).done, one.cache.poll)
         state = one.cache.end_fetch(fetch)
     assert state.gave[Medium.OBJECTS][0] == 4
+
+
+def test_what_a_shared_store_has_is_known_after_a_query(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 60.0)
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    url = f"file://{tmp_path / 'bucket'}"
+    here, there = (make_service(16, objects_url=url, objects_question_seconds=60.0) for _ in "ab")
+    one, other = attach(here, step_blocks=8), attach(there)
+    keys = keys_of("a", 4)
+    one.store(keys)
+    until(lambda: not here.pool.busy)
+    wanted = [*keys[:2], *keys_of("b", 2)]
+    assert other.cache.query(wanted, keys[3:])
+    until(lambda: not other.cache.query(wanted, keys[3:]), other.cache.poll)
+    below, absent = Presence.BELOW, Presence.ABSENT
+    assert other.cache.presence([*wanted, keys[3]]) == [below, below, absent, absent, below]
+    assert other.cache.presence(keys[2:3]) == [Presence.UNKNOWN], "nobody has asked"
+
+
+def test_a_question_without_an_answer_ends(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a service that lives: of another, no tier is asked."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(EngineQueries, "answers", lambda *_: iter(()))
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    one = attach(make_service(16, objects_url=f"file://{tmp_path / 'bucket'}"))
+    keys = keys_of("a", 4)
+    assert one.cache.query(keys)
+    until(lambda: not one.cache.query(keys), one.cache.poll)
+    assert one.cache.presence(keys) == [Presence.ABSENT] * 4
 
 
 def test_blocks_on_their_way_to_a_shared_store_are_awaited(

@@ -29,13 +29,14 @@ def find_pages(copier: Copier, keys: Sequence[bytes]) -> list[bool]:
     while True:
         with copier.use() as cache:
             copier.advance()
-            asks = cache.info.must_query and cache.query(keys)
+            is_shared = cache.info.is_shared
+            asks = cache.info.must_query and not is_shared and cache.query(keys)
             places = cache.presence(keys)
             found = [place in {Presence.HOST, Presence.BELOW} for place in places]
             count = leading(found)
             is_known = count == len(keys) or places[count] is Presence.ABSENT
             fetch = None
-            if not is_known and cache.info.is_shared:
+            if not is_known and is_shared:
                 fetch = cache.fetch(keys[count:], queued=True)  # the service asks its stores
         if fetch is not None:
             more = _count_coming(copier, fetch)

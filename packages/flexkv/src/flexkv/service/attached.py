@@ -19,6 +19,7 @@ from flexkv.service.announcements import Announcements
 from flexkv.service.engine_fetches import EngineFetches
 from flexkv.service.engine_holds import EngineHolds
 from flexkv.service.engine_page import PUBLISHED, READ, SENT
+from flexkv.service.engine_queries import EngineQueries
 from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
@@ -119,6 +120,7 @@ class AttachedEngine:
         self._reading: Process | None = None  # who holds slots, connected or not
         self._holds: EngineHolds | None = None
         self._fetches: EngineFetches | None = None
+        self._queries = EngineQueries(pool.cache)
         self._announced = Announcements(pool.announced, pool.num_slots)
         self._bell = memoryview(bytearray(12)).cast("I")
         self._reader: int | None = None
@@ -156,7 +158,9 @@ class AttachedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether it is to be told more as soon as it reads."""
+        """Whether it is to be told more soon."""
+        if self._queries:
+            return True
         return self._repeated is not None and self.is_served and self._has_read
 
     @property
@@ -325,12 +329,12 @@ class AttachedEngine:
             case wire.Fetch() | wire.ExtendFetch() | wire.RaiseFetch() | wire.EndFetch():
                 assert self._fetches is not None
                 self._fetches.handle(message, self.tenant)
+            case wire.Query():
+                self._queries.handle(message)
             case wire.Watch():
-                self._watches = True
-                self._repeated = self.pool.descriptions.again()
+                self._watches, self._repeated = True, self.pool.descriptions.again()
             case wire.Describe():
-                described = dict(zip(message.keys, message.texts, strict=True))
-                self.pool.descriptions.add(described)
+                self.pool.descriptions.add(dict(zip(message.keys, message.texts, strict=True)))
             case wire.Claim():
                 self._claim(message)
             case _:
@@ -444,6 +448,7 @@ class AttachedEngine:
         self._grant(now)
         if self._fetches:
             self._messages += self._fetches.tell(has_read=self._has_read)
+        self._messages += self._queries.answers(now)
         if not self._has_read:
             return
         if self._repeated is not None and not self._messages:
@@ -521,6 +526,7 @@ class AttachedEngine:
         self._messages.clear()
         cache = self.pool.cache
         self._announced.clear()
+        self._queries.clear()
         if self._fetches is not None:
             self._fetches.clear()
         for owner in self._pins:

@@ -272,6 +272,13 @@ class EndFetch(Message, frozen=True, tag="end"):
     fetch: int
 
 
+class Query(Message, frozen=True, tag="query"):
+    """See `CacheClient.query`. The service answers within the deadlines of its stores."""
+
+    keys: list[bytes]
+    scattered: list[bytes]
+
+
 class Watch(Message, frozen=True, tag="watch"):
     """The engine wants to know of all described blocks, and of changes from now on."""
 
@@ -304,6 +311,7 @@ ToService: TypeAlias = (
     | EndFetch
     | Watch
     | Describe
+    | Query
 )
 
 # From the service.
@@ -388,6 +396,13 @@ class Changed(Message, frozen=True, tag="changed"):
     texts: list[bytes]
 
 
+class Answered(Message, frozen=True, tag="answered"):
+    """Which blocks of queries a tier has, and which none has."""
+
+    there: list[bytes]
+    absent: list[bytes]
+
+
 def joined(change: Changed, later: Changed) -> Changed | None:
     """Two changes that follow each other as one; None if they are none, or too many blocks."""
     alike = change.medium is later.medium and bool(change.texts) == bool(later.texts)
@@ -420,6 +435,7 @@ ToEngine: TypeAlias = (
     | Recall
     | Fetched
     | Changed
+    | Answered
     | NodeFigures
 )
 

@@ -71,7 +71,7 @@ class ServedCache:
             num_slots=spec.num_slots,
             slot_bytes=spec.format.slot_bytes,
             media=answer.media,
-            must_query=False,
+            must_query=answer.asks_stores,
             policy_name=answer.policy,
             is_shared=True,
         )
@@ -196,7 +196,7 @@ class ServedCache:
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
         """See `CacheClient.query`."""
-        return False
+        return self._may_fetch and self._tiers.query(keys, scattered)
 
     # Loads and stores.
 
@@ -450,6 +450,8 @@ class ServedCache:
                 self._tiers.hear(message)
             case wire.Changed():
                 self._changes.hear(message)
+            case wire.Answered():
+                self._tiers.hear_answer(message)
             case wire.NodeFigures():
                 self._node = message
 

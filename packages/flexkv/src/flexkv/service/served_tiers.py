@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +15,9 @@ from flexkv.index.key_set import KeySet
 from flexkv.service import messages as wire
 from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.line import Line
+from flexkv.service.store_answers import StoreAnswers
 from flexkv.types.changes import Medium
-from flexkv.types.presence import Presence
+from flexkv.types.presence import Presence, presence_below
 
 ANSWER_SECONDS = 0.05
 """Seconds that a request waits for the service to say what shared stores have. Not tuned."""
@@ -72,6 +75,7 @@ class ServedTiers:
         self._media = media
         self._rows = rows
         self._asks_stores = asks_stores
+        self._answers = StoreAnswers(line, ANSWER_SECONDS)
         self._fetches: dict[FetchId, _ServedFetch] = {}
         self._next_fetch = 1
 
@@ -85,11 +89,29 @@ class ServedTiers:
         there = self._reader.present(keys)
         absent = [key for key, each in zip(keys, there, strict=True) if not each]
         come = zip(self.below.contains(absent), self.announced.contains(absent), strict=True)
-        below = map(any, come)
-        other = Presence.ABSENT if self._knows_all else Presence.UNKNOWN
-        return [
-            Presence.HOST if each else Presence.BELOW if next(below) else other for each in there
-        ]
+        now, knows_all = time.monotonic(), self._knows_all
+        below = iter(
+            [
+                Presence.BELOW
+                if any(each)
+                else Presence.ABSENT
+                if knows_all
+                else presence_below(self._answers.has(key, now))
+                for key, each in zip(absent, come, strict=True)
+            ]
+        )
+        return [Presence.HOST if each else next(below) for each in there]
+
+    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes]) -> bool:
+        """See `CacheClient.query`."""
+        if not self._asks_stores:
+            return False
+        return self._answers.ask(self._elsewhere(keys), self._elsewhere(scattered))
+
+    def _elsewhere(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of `keys` that neither host memory nor a disk has."""
+        absent = [keys[at] for at in self._reader.missing(keys)]
+        return list(itertools.compress(absent, map(operator.not_, self.below.contains(absent))))
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
         """See `CacheClient.where`. What shared stores have is not known here."""
@@ -183,8 +205,13 @@ class ServedTiers:
             self.end(fetch)
 
     def lose(self) -> None:
-        """The service is gone, and all fetches with it."""
+        """The service is gone, and all fetches and questions with it."""
         self._fetches.clear()
+        self._answers.clear()
+
+    def hear_answer(self, message: wire.Answered) -> None:
+        """The service tells what stores have."""
+        self._answers.hear(message)
 
     def hear(self, message: wire.Fetched) -> None:
         """The service tells how far a fetch is."""

@@ -20,7 +20,7 @@ LACKS_SECONDS = 5.0
 a waiting request up in every step; the tier is queried once in this time. A block that another node
 writes meanwhile is a miss until then. Not tuned."""
 
-_ANSWERS = 1 << 17
+ANSWERS = 1 << 17
 """The most answers that are remembered, about 20 MB. Not tuned."""
 
 
@@ -233,7 +233,7 @@ class QueriedSource(Source):
         known = self._known
         known.pop(key, None)  # to its end
         known[key] = has, now + (HAS_SECONDS if has else LACKS_SECONDS)
-        if len(known) > _ANSWERS:
+        if len(known) > ANSWERS:
             del known[next(iter(known))]
 
 
