@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,22 +12,29 @@ from pathlib import Path
 import pytest
 from ages_clock import AgesClock
 
+from flexkv.cache import KVCache
 from flexkv.cli.stat_service import print_service
 from flexkv.client import FetchId, FetchState
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
+from flexkv.service import engine_queries, served_tiers
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
-from flexkv.service import served_tiers
 from flexkv.service.ask import state_of
 from flexkv.service.engine_page import READ
-from flexkv.service.engine_queries import EngineQueries
 from flexkv.service.tier_keys import TierKeys
 from flexkv.transfer import fetcher
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, attached_again, keys_of, until
-from packages.inside import bell_of, below_of, line_of, open_fetches, waiting_messages
+from packages.inside import (
+    bell_of,
+    below_of,
+    line_of,
+    open_fetches,
+    stores_of,
+    waiting_messages,
+)
 
 Attach = Callable[..., Scheduler]
 
@@ -67,6 +74,7 @@ def test_old_blocks_leave_the_memory_and_disks_of_all_engines(
     keys, late = keys_of("a", 4), keys_of("b", 2)
     assert one.store(keys) == keys
     clock.pass_by(400)
+    until(lambda: len(stores_of(one.cache).free) >= 2, one.cache.poll)  # granted by and by
     assert one.store(late) == late
     until(lambda: not service.pool.busy)
     assert other.cache.presence(keys) == [HOST] * 4
@@ -242,6 +250,52 @@ def test_what_a_shared_store_has_is_known_after_a_query(
     assert other.cache.presence(keys[2:3]) == [Presence.UNKNOWN], "nobody has asked"
 
 
+def test_a_look_for_answers_is_about_a_part_of_what_an_engine_asks(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that asks much costs the others nothing; the answers to all come nevertheless."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(wire, "MOST_KEYS", 4)
+    looks: list[int] = []
+    presence = KVCache.presence
+
+    def look(cache: KVCache, keys: Sequence[bytes]) -> list[Presence]:
+        looks.append(len(keys))
+        return presence(cache, keys)
+
+    monkeypatch.setattr(KVCache, "presence", look)
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    url = f"file://{tmp_path / 'bucket'}"
+    one = attach(make_service(16, objects_url=url, objects_question_seconds=60.0))
+    keys = keys_of("a", 30)
+    assert one.cache.query(keys)
+    until(lambda: not one.cache.query(keys), one.cache.poll)
+    assert one.cache.presence(keys) == [Presence.ABSENT] * 30
+    assert 0 < max(looks) <= 4
+
+
+def test_a_question_whose_answer_is_forgotten_ends(
+    make_service: Callable[..., Service],
+    attach: Attach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a pool that is cleared meanwhile: the service comes to rest."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    monkeypatch.setattr(engine_queries, "LACKS_SECONDS", 0.2)
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    service = make_service(16, objects_url=f"file://{tmp_path / 'bucket'}")
+    one = attach(service)
+    monkeypatch.setattr(KVCache, "presence", lambda _, keys: [Presence.UNKNOWN] * len(keys))
+    assert one.cache.query(keys_of("a", 4))
+    one.settle_line()
+    until(lambda: not service.engine.busy)
+
+
 def test_a_question_without_an_answer_ends(
     make_service: Callable[..., Service],
     attach: Attach,
@@ -251,7 +305,7 @@ def test_a_question_without_an_answer_ends(
     """Of a service that lives: of another, no tier is asked."""
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(EngineQueries, "answers", lambda *_: iter(()))
+    monkeypatch.setattr(engine_queries.EngineQueries, "answers", lambda *_: iter(()))
     (tmp_path / "bucket").mkdir(mode=0o700)
     one = attach(make_service(16, objects_url=f"file://{tmp_path / 'bucket'}"))
     keys = keys_of("a", 4)

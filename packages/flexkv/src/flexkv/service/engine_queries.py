@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from itertools import islice
 
 from flexkv.client import CacheClient
 from flexkv.service import messages as wire
+from flexkv.transfer.sources import LACKS_SECONDS
 from flexkv.types.presence import Presence
 
 _MOST = 1 << 16
@@ -26,7 +29,7 @@ class EngineQueries:
 
     def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
-        self._waiting: dict[bytes, None] = {}
+        self._waiting: dict[bytes, float] = {}  # until when
         self._looked_at = 0.0
 
     def __bool__(self) -> bool:
@@ -38,23 +41,28 @@ class EngineQueries:
         keys = message.keys + message.scattered
         if len(self._waiting) + len(keys) <= _MOST:
             self._cache.query(message.keys, message.scattered)
-            self._waiting.update(dict.fromkeys(keys))
+            # A store's answer is forgotten if the pool is cleared, or if nobody looks for long.
+            self._waiting |= dict.fromkeys(keys, time.monotonic() + LACKS_SECONDS)
 
     def answers(self, now: float) -> Iterator[wire.Answered]:
-        """What is known by now. Each store has a deadline, after which it counts as empty."""
+        """What is known by now, of as many blocks as a message has: a look takes part of a
+        millisecond, whatever an engine asks. Each store has a deadline, after which it counts as
+        empty."""
         if not self._waiting or now - self._looked_at < _PAUSE_SECONDS:
             return
         self._looked_at = now
-        keys = list(self._waiting)
-        known = zip(keys, self._cache.presence(keys), strict=True)
-        found = {key: each for key, each in known if each is not Presence.UNKNOWN}
-        for key in found:
-            del self._waiting[key]
-        answered = list(found)
-        for start in range(0, len(answered), wire.MOST_KEYS):
-            part = answered[start : start + wire.MOST_KEYS]
-            there = [key for key in part if found[key] is not Presence.ABSENT]
-            absent = [key for key in part if found[key] is Presence.ABSENT]
+        keys = list(islice(self._waiting, wire.MOST_KEYS))
+        there, absent = [], []
+        for key, presence in zip(keys, self._cache.presence(keys), strict=True):
+            until = self._waiting.pop(key)
+            if presence is Presence.UNKNOWN:
+                if until > now:
+                    self._waiting[key] = until  # to its end
+            elif presence is Presence.ABSENT:
+                absent.append(key)
+            else:
+                there.append(key)
+        if there or absent:
             yield wire.Answered(there, absent)
 
     def clear(self) -> None:
