@@ -210,10 +210,12 @@ def _after_batches(module: ModuleType) -> None:
 def _after_rotary(module: ModuleType) -> None:
     rotate = module.RotaryEmbedding.forward_native
 
-    def forward(embedding: Any, positions: Any, query: Any, key: Any, *args: Any) -> Any:
+    def forward(
+        embedding: Any, positions: Any, query: Any, key: Any, *args: Any, **more: Any
+    ) -> Any:
         if not positions.numel():  # of a rank that has no request meanwhile
             return query, key
-        return rotate(embedding, positions, query, key, *args)
+        return rotate(embedding, positions, query, key, *args, **more)
 
     module.RotaryEmbedding.forward_native = forward
 
