@@ -79,6 +79,13 @@ class Chance:
         tenants = [of_key() for _ in keys[: self.rng.choice((0, 1, len(keys)))]]
         return wire.Publish(self.integer(), keys, before, slots, tenants, self.rng.random() < 0.5)
 
+    def describe(self) -> wire.Describe:
+        keys = self.keys()
+        count = self.rng.choice((len(keys), len(keys), self.rng.randrange(4)))
+        return wire.Describe(
+            keys, [self.rng.randbytes(self.rng.choice((0, 9, 99))) for _ in range(count)]
+        )
+
     def blocks(self) -> wire.PoolBlocks:
         rng = self.rng
         if rng.random() < 0.3:
@@ -124,6 +131,8 @@ class Chance:
             lambda: wire.RaiseFetch(self.integer()),
             lambda: wire.EndFetch(self.integer()),
             wire.Watch,
+            self.describe,
+            lambda: wire.Query(self.keys(), self.keys()),
         )
         return self.rng.choice(choices)()
 

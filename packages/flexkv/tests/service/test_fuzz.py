@@ -9,9 +9,13 @@ import random
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
+from flexkv.service import messages as wire
 from flexkv.service.ask import state_of
+from packages.flexkv.tests.service.hostile import Chance
 from packages.flexkv.tests.service.served import FORMAT, keys_of, until
 from packages.flexkv.tests.service.traffic import Traffic
 
@@ -34,14 +38,22 @@ def memory_of(pid: int) -> int:
     return int(status[status.index("RssAnon:") + 1]) << 10
 
 
+def test_the_hostile_peers_send_each_kind_of_message() -> None:
+    chance = Chance(11)
+    assert {type(chance.message()) for _ in range(2000)} == set(get_args(wire.ToService))
+
+
 def test_nothing_that_peers_do_harms_others(tmp_path: Path) -> None:
     root = str(tmp_path / "service")
+    bucket = tmp_path / "bucket"
+    bucket.mkdir(mode=0o700)
     environ = os.environ | {
         "FLEXKV_CPU_CACHE_GB": str(SLOTS * FORMAT.slot_bytes / (1 << 30)),
         "FLEXKV_RUNTIME_DIR": str(tmp_path / "runtime"),
         "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "disk"),
         "FLEXKV_SSD_CACHE_GB": "0.01",
         "FLEXKV_TENANT_SHARES": "a=50",
+        **({"FLEXKV_OBJECTS_URL": f"file://{bucket}"} if find_spec("obstore") else {}),
     }
     log = (tmp_path / "log").open("w+")
     command = [sys.executable, "-m", "flexkv", "serve", root]

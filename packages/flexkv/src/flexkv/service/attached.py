@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from flexkv.host.board import CELLS, CompletionBoard
@@ -20,12 +20,13 @@ from flexkv.service.engine_fetches import EngineFetches
 from flexkv.service.engine_holds import EngineHolds
 from flexkv.service.engine_page import PUBLISHED, READ, SENT
 from flexkv.service.engine_queries import EngineQueries
+from flexkv.service.engine_uses import EngineUses
 from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
-from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
+from flexkv.types.tenants import NO_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,6 @@ _FIGURE_SECONDS = 0.25
 _LAST_WRITES_SECONDS = 10.0
 """The kernel ends a process's lock on the memory shortly before the last copies of its GPU end.
 Slots of a process of which the service has no more than this lock wait so long. Not tuned."""
-
-_MOST_PROMPT = 1 << 20
-"""Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +120,7 @@ class AttachedEngine:
         self._fetches: EngineFetches | None = None
         self._queries = EngineQueries(pool.cache)
         self._announced = Announcements(pool.announced, pool.num_slots)
+        self._uses = EngineUses(pool, number, self._announced)
         self._bell = memoryview(bytearray(12)).cast("I")
         self._reader: int | None = None
         self._granted: set[int] = set()
@@ -134,10 +133,6 @@ class AttachedEngine:
         self._target = self._idle_slots = 0
         self._stored_at = time.monotonic()
         self._is_recalled = False
-        self._prompt: list[bytes] = []
-        self._others: list[bytes] = []
-        self._requests: set[str] = set()
-        self._pins: set[str] = set()
         self._watches = False
         self._repeated: Iterator[wire.Changed] | None = None
         self._messages: list[wire.ToEngine] = []
@@ -282,14 +277,13 @@ class AttachedEngine:
 
     # Messages.
 
-    def handle(self, message: wire.ToService) -> None:  # noqa: PLR0912 - a case for each
+    def handle(self, message: wire.ToService) -> None:
         """Do what a message of the scheduler says.
 
         Raises:
             RefusalError: it is against the rules, by a fault or by intent.
             ValueError, IndexError: parts of it do not fit each other.
         """
-        cache = self.pool.cache
         # Figures that an engine has not read yet would delay what it waits for.
         self._has_news = self._has_news or not isinstance(message, wire.Announce | wire.Retract)
         match message:
@@ -303,29 +297,8 @@ class AttachedEngine:
                 self._announced.end(cell)
             case wire.Return():
                 self._take_back(message.slots)
-            case wire.RecordUse():
-                self._record(message)
-            case wire.Touch():
-                cache.touch(message.keys)
-            case wire.RequestEnded():
-                request = self._own(message.request_id)
-                self._requests.discard(request)
-                self._announced.end_request(request)
-                cache.ended(request, message.output_tokens)
-            case wire.Pin():
-                owner = self._own(message.owner)
-                if message.retain:
-                    cache.retain(message.keys, owner, message.seconds or 0.0)
-                else:
-                    self._pins.add(owner)
-                    cache.pin(message.keys, owner, message.seconds)
-            case wire.Unpin():
-                owner = self._own(message.owner)
-                if message.keys is None:
-                    self._pins.discard(owner)
-                    cache.unpin(owner)
-                else:
-                    cache.release(message.keys, owner)
+            case wire.RecordUse() | wire.Touch() | wire.RequestEnded() | wire.Pin() | wire.Unpin():
+                self._uses.handle(message, self.tenant)
             case wire.Fetch() | wire.ExtendFetch() | wire.RaiseFetch() | wire.EndFetch():
                 assert self._fetches is not None
                 self._fetches.handle(message, self.tenant)
@@ -357,10 +330,6 @@ class AttachedEngine:
         engine returns those that it does not store to, and gets others."""
         self._has_news = True
         self.tell(wire.Recall(len(self._granted)))
-
-    def _own(self, name: str) -> str:
-        """Names of engines do not meet."""
-        return f"{self.number} {name}"
 
     def _publish(self, message: wire.Publish) -> None:
         if not 0 <= message.cell < CELLS:
@@ -401,31 +370,6 @@ class AttachedEngine:
     def _check(self, slots: Sequence[int]) -> None:
         if len(set(slots)) < len(slots) or not self._granted.issuperset(slots):
             raise RefusalError("a slot was not granted to this engine, or is named twice")
-
-    def _record(self, message: wire.RecordUse) -> None:
-        if len(self._prompt) + len(message.prompt) > _MOST_PROMPT:
-            raise RefusalError(f"a prompt has more than {_MOST_PROMPT} blocks")
-        self._prompt += message.prompt
-        self._others += message.others
-        context = message.context
-        if context is None:
-            return
-        if not NO_TENANT <= context.tenant <= LARGEST_TENANT:
-            raise RefusalError(f"a request has the tenant {context.tenant}")
-        prompt, self._prompt = self._prompt, []
-        others, self._others = self._others, []
-        self.pool.prompt_blocks += len(prompt)
-        self.pool.found_blocks += min(message.found, len(prompt))
-        request = ""
-        if context.request_id:
-            request = self._own(context.request_id)
-            self._requests.add(request)
-        # A conversation has its name on whichever engine it goes on.
-        tenant = self.tenant or context.tenant
-        named = replace(context, request_id=request, tenant=tenant)
-        self.pool.cache.record(others or prompt[: message.found], named, prompt)
-        if request and context.stores and not others:
-            self._announced.begin_request(request, prompt[message.found :])
 
     # What it is told.
 
@@ -524,17 +468,11 @@ class AttachedEngine:
         self.has_ended = True
         self._waiting.clear()
         self._messages.clear()
-        cache = self.pool.cache
         self._announced.clear()
         self._queries.clear()
         if self._fetches is not None:
             self._fetches.clear()
-        for owner in self._pins:
-            cache.unpin(owner)
-        for request in self._requests:
-            cache.ended(request, 0)
-        for names in (self._pins, self._requests, self._prompt, self._others):
-            names.clear()
+        self._uses.clear()
 
     def joined(self, process: Process) -> None:
         """A process has attached, for the first time or again."""
