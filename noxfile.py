@@ -68,7 +68,7 @@ LINTERS = [
 ]
 # As in .github/workflows/release.yml, which a test compares.
 BUILDERS = ["build==1.6.1", "twine==7.0.0"]
-CLIENTS = ["ai-dynamo-runtime==1.6.1", "vllm-router==0.1.17"]
+CLIENTS = ["ai-dynamo-runtime==1.6.1", "sglang-router==0.3.2", "vllm-router==0.1.17"]
 DYNAMO = ["ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"]
 DYNAMO_VLLM = "0.31.0"  # what it pins
 DYNAMO_NEEDS = ["aiohttp", "blake3", "kubernetes<33", "redis<9", "uvloop", "zstandard<1"]
