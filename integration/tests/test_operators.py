@@ -44,6 +44,9 @@ class Operator:
     def remove_session(self, name: str) -> str:
         return _print_of("clear", self.root, "--session", name, "--yes")
 
+    def clear(self) -> str:
+        return _print_of("clear", self.root, "--engine", "--yes")
+
     def tiers(self) -> list[int]:
         """Blocks of the prompt in each tier."""
         _, (places,) = run_cli("lookup", self._prompt, self.root, "--json")
@@ -93,6 +96,14 @@ def test_sglang(tmp_path: Path, model: Path, sglang: Path) -> None:
         server.generate_with({"flexkv.session": "chat"}, PROMPT, ANSWER)
         assert f": removed {blocks} " in operator.remove_session("chat")
         assert operator.tiers() == [0, 0]
+        server.flush()
+        answer = server.generate(PROMPT, ANSWER)
+        operator.await_tiers([blocks, blocks])
+        assert ": cleared; host memory had " in operator.clear()
+        assert operator.tiers() == [0, 0]
+        server.flush()
+        once_more = server.generate(PROMPT, ANSWER)
+        assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)
 
 
 def test_offloading_connector(
@@ -117,5 +128,11 @@ def test_offloading_connector(
         engine.reset_prefix_cache()
         assert f": removed {blocks} " in operator.remove()
         assert operator.tiers() == [0, 0]
+        once_more = engine.generate(PROMPT, max_tokens=ANSWER)
+        assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)
+        operator.await_tiers([blocks, blocks])
+        assert ": cleared; host memory had " in operator.clear()
+        assert operator.tiers() == [0, 0]
+        engine.reset_prefix_cache()
         once_more = engine.generate(PROMPT, max_tokens=ANSWER)
         assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import pytest
 from asked_door import call_door
 from sglang_requests import OwnPages, Request
-from sglang_world import Rank, hashes_of, make_windowed, make_with_states, same
+from sglang_world import (
+    LAYERS,
+    PATIENCE_SECONDS,
+    Rank,
+    hashes_of,
+    make_windowed,
+    make_with_states,
+    same,
+)
 
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
@@ -226,6 +235,55 @@ def test_a_request_pins_its_blocks_until_another_unpins_them(
     rank.requests.matched(Request("p", [1], params=named), 0)
     flood(rank, "d")
     assert in_host(call) == 0
+
+
+def test_a_clear_leaves_a_load_its_pages_and_publishes_no_offload(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any]
+) -> None:
+    rank = make_rank(settings=disk)
+    stored, other = rank.fill([1, 2, 3], seed=1), hashes_of("b", 3)
+    rank.store(HASHES, [1, 2, 3])
+    assert rank.side.lookup("r", HASHES) == [3]
+    assert rank.side.load("r", HASHES, [7, 8, 9])
+    rank.side.offload(other, lambda: [4, 5, 6])
+    cleared = call("/clear")
+    assert (cleared["blocks"], cleared["reason"]) == (3, "")
+    rank.side.start_batch()
+    for layer in range(LAYERS):
+        rank.side.wait_for_layer(layer)
+    assert rank.side.finish_batch()
+    assert same(rank.read([7, 8, 9]), stored)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not rank.side.ended_offloads():
+        assert time.monotonic() < deadline
+    rank.side.take_offload()
+    for hashes in (HASHES, other):
+        (places,) = call("/lookup", hashes=hashes)
+        assert [each["blocks"] for each in places["tiers"]] == [0, 0]
+    assert rank.store(other, [4, 5, 6])
+    rank.close()
+    make_rank(settings=disk)
+    assert call("/warm", hashes=HASHES)["done"] == 0
+    assert call("/warm", hashes=other)["done"] == 3
+
+
+def test_a_clear_that_sglang_can_not_make_is_refused(
+    make_rank: MakeRank, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank()
+    rank.store(HASHES, [1, 2, 3])
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("for the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cache_of(rank.side)), "empty", fails)
+        with pytest.raises(AskError, match="the cache is not cleared, and nothing is loaded"):
+            call("/clear")
+    assert rank.side.lookup("r", HASHES) == []
+    call("/clear")
+    assert rank.store(HASHES, [1, 2, 3])
+    assert rank.side.lookup("s", HASHES) == [3]
 
 
 def test_no_call_begins_while_sglang_is_in_one(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asked_door import call_door
 from sglang_world import (
     LAYERS,
     PATIENCE_SECONDS,
@@ -21,6 +22,7 @@ from sglang_world import (
 )
 
 from flexkv import CacheConfig
+from flexkv.control.ask_door import AskError
 from flexkv.service.server import NodeServer
 from flexkv.types.presence import Presence
 from flexkv_sglang import start
@@ -186,3 +188,13 @@ def test_keys_that_mean_nothing_elsewhere_are_an_engines_own(
     stores(one, HASHES, [1, 2, 3])
     until(one, lambda: one.side.lookup("r", HASHES) == [3])
     assert other.side.lookup("r", HASHES) == []
+
+
+def test_an_operator_cannot_have_an_engine_clear_what_is_the_services(
+    serve: Callable[..., str], engine: Callable[[str], Rank], tmp_path: Path
+) -> None:
+    one = engine(serve())
+    stores(one, HASHES, [1, 2, 3])
+    with pytest.raises(AskError, match=r"those of the node's service; allowed: `flexkv clear DIR`"):
+        call_door(str(tmp_path / "run"), "/clear")
+    assert one.side.lookup("r", HASHES) == [3]

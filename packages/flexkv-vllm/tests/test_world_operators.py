@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from asked_engine import call_engine
-from disk_world import PROMPT_BLOCKS, fill, hits, prompts
+from disk_world import PROMPT_BLOCKS, Hang, fill, hits, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
+from patience import wait_until
+from subscriber import DISK, HOST, Subscriber, drain
 
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
-from packages.inside import index_of
+from flexkv.types.mover import Direction
+from packages.inside import copies_of, index_of
 from packages.tier_blocks import ready_blocks
 
 
@@ -302,3 +305,78 @@ def test_a_prompt_is_removed_while_it_is_stored_and_written(make_world: MakeWorl
     world.close()
     again = make_world(slots=64, disk_slots=200)
     assert hits(again, prompt) == 0
+
+
+@pytest.mark.parametrize("windows", [(), WINDOWS], ids=["full", "hybrid"])
+def test_a_clear_leaves_loads_their_blocks_and_publishes_no_store(
+    make_world: MakeWorld, windows: tuple[int, ...]
+) -> None:
+    """Each step compares the bytes of all blocks that a request reads."""
+    world = make_world(slots=64, disk_slots=200, windows=windows)
+    known, other = prompts(5, 2)
+    fill(world, [known])
+    world.slow_down(random.Random(3), polls=(4, 8))
+    world.add(other, max_tokens=2)
+    while not under_way(world) & {Direction.STORE}:
+        world.step()
+    world.add(known)
+    while under_way(world) != {Direction.LOAD, Direction.STORE}:
+        world.step()
+    had = call_engine(world, "/clear")
+    assert (had["blocks"] >= PROMPT_BLOCKS, had["reason"]) == (True, "")
+    world.run()
+    world.settle()
+    world.check_outputs()
+    world.assert_at_rest()
+    assert not ready_blocks(index_of(world.cache))
+    for text in (known, other):
+        (places,) = call_engine(world, "/lookup", tokens=text)
+        assert [each["blocks"] for each in places["tiers"]] == [0, 0]
+    world.forget()
+    assert hits(world, known) == 0
+
+
+def under_way(world: World) -> set[Direction]:
+    return {each.transfer.direction for each in copies_of(world.cache)}
+
+
+def test_a_fetch_under_way_brings_no_cleared_block(make_world: MakeWorld) -> None:
+    first = make_world(slots=64, disk_slots=200)
+    (prompt,) = prompts(5, 1)
+    fill(first, [prompt])
+    first.close()
+    world = make_world(slots=64, disk_slots=200)
+    hang = Hang(world)
+    world.add(prompt)
+    while not hang.begun:
+        world.step()
+    call_engine(world, "/clear")
+    hang.end()
+    world.run()
+    world.settle()
+    world.check_outputs()
+    assert world.cache.counters.loaded_blocks == 0
+    assert world.cache.counters.fetched_blocks == 0
+
+
+def test_blocks_of_new_weights_and_of_old_ones_are_cleared(make_world: MakeWorld) -> None:
+    world = make_world(slots=64, disk_slots=200)
+    (prompt,) = prompts(5, 1)
+    fill(world, [prompt])
+    world.side.weights_changed(sure=True)
+    world.forget()
+    fill(world, [prompt])
+    call_engine(world, "/clear")
+    assert hits(world, prompt) == 0
+    world.close()
+    again = make_world(slots=64, disk_slots=200)
+    assert hits(again, prompt) == 0
+
+
+def test_a_clear_is_told_to_subscribers(make_world: MakeWorld) -> None:
+    world = make_world(slots=64, disk_slots=200, events=True)
+    subscriber = Subscriber(world)
+    fill(world, prompts(5, 1))
+    wait_until(lambda: all(map(subscriber.told.get, (HOST, DISK))), lambda: drain(subscriber))
+    call_engine(world, "/clear")
+    wait_until(lambda: not any(map(subscriber.told.get, (HOST, DISK))), lambda: drain(subscriber))

@@ -414,7 +414,19 @@ class RankSide:
     def clear(self) -> bool:
         """Forget all blocks in all tiers, at a user's request. If that fails, which the result
         says, nothing is loaded or stored until it succeeds."""
-        if self._cache is None or self._failed_polls >= _FAILED_POLLS:
+        cache = self._cache
+        if cache is None or not cache.info.is_shared:
+            return self._forget(None if cache is None else cache.clear)
+        # Other engines keep their blocks.
+        return self._forget(lambda: self._renew(mixed=self.page_keys.mixed))
+
+    def empty(self) -> bool:
+        """Forget all blocks of host memory and disks, on the rank that decides; otherwise as
+        `clear`. See `CacheClient.empty`."""
+        return self._forget(None if self._cache is None else self._cache.empty)
+
+    def _forget(self, forget: Callable[[], None] | None) -> bool:
+        if self._cache is None or forget is None or self._failed_polls >= _FAILED_POLLS:
             return self._cache is None
         with self.boundary.guard(
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
@@ -422,10 +434,7 @@ class RankSide:
             self._cache.suspend()
             if self.requests is not None:
                 self.requests.end_fetches()
-            if self._cache.info.is_shared:  # other engines keep their blocks
-                self._renew(mixed=self.page_keys.mixed)
-            else:
-                self._cache.clear()
+            forget()
             return True
         return False
 

@@ -166,6 +166,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     lambda: side.may_change,
                     side.poll,
                     side.requests.sessions,
+                    empty=side.empty,
                     others=side.trailing.keys_behind,
                 )
                 figures = side.requests.figures

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from asked_engine import call_engine
 from disk_world import PROMPT_BLOCKS, fill, hits, prompts
-from engine_world import random_prompt
+from engine_world import World, random_prompt
 from offloading_world import HYBRID, SEVERAL_GROUPS, WINDOW, MakeOffloadingWorld
 
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
-from packages.inside import index_of
+from flexkv.types.mover import Direction
+from packages.inside import copies_of, index_of
 from packages.tier_blocks import ready_blocks
 
 
@@ -174,3 +175,35 @@ def test_a_conversation_is_removed_with_its_answer(
     world.forget()
     assert hits(world, other) == PROMPT_BLOCKS
     assert hits(world, prompt) == 0
+
+
+@HYBRID
+def test_a_clear_leaves_loads_their_blocks_and_publishes_no_store(
+    make_offloading_world: MakeOffloadingWorld, windows: tuple[int, ...]
+) -> None:
+    """Each step compares the bytes of all blocks that a request reads."""
+    world = make_offloading_world(slots=60, disk_slots=200, windows=windows)
+    known, other = prompts(5, 2)
+    fill(world, [known])
+    world.slow_down(random.Random(3), polls=(4, 8))
+    world.add(other, max_tokens=2)
+    while not under_way(world) & {Direction.STORE}:
+        world.step()
+    world.add(known)
+    while not under_way(world) & {Direction.LOAD}:
+        world.step()
+    assert call_engine(world, "/clear")["blocks"] >= PROMPT_BLOCKS
+    world.run()
+    world.settle()
+    world.check_outputs()
+    world.assert_at_rest()
+    assert not ready_blocks(index_of(world.cache))
+    world.forget()
+    assert hits(world, known) == 0
+    fill(world, [known])
+    assert hits(world, known) == PROMPT_BLOCKS
+    world.check_outputs()
+
+
+def under_way(world: World) -> set[Direction]:
+    return {each.transfer.direction for each in copies_of(world.cache)}

@@ -487,21 +487,17 @@ class KVCache:
         """See `CacheClient.recover`."""
         self._recovering = True
 
-    @_sound
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
         """See `CacheClient.clear`."""
-        self.suspend()
-        self._forget_host_blocks(cause)
-        self._below.clear()
-        self._off = self._stopped
+        self._forget(cause, self._below.clear)
 
-    @_sound
+    def empty(self) -> None:
+        """See `CacheClient.empty`."""
+        self._forget(ResetCause.REQUEST, self._below.empty)
+
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """See `CacheClient.renew`."""
-        self.suspend()
-        self._forget_host_blocks(cause)
-        self._below.renew()
-        self._off = self._stopped
+        self._forget(cause, self._below.renew)
 
     @_sound
     def pause(self) -> None:
@@ -522,12 +518,16 @@ class KVCache:
         if self._ages is not None:
             self._ages.note(keys)
 
-    def _forget_host_blocks(self, cause: str) -> None:
+    @_sound
+    def _forget(self, cause: str, forget_below: Callable[[], None]) -> None:
+        self.suspend()
         self._index.clear()
         self._pins.clear()
         if self._ages is not None:
             self._ages.clear()
         self._counters.count_reset(ResetCause(cause))
+        forget_below()
+        self._off = self._stopped
 
     def _present(self, keys: Sequence[bytes]) -> list[bool]:
         there = self._index.present(keys)

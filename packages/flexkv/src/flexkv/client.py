@@ -483,6 +483,13 @@ class CacheClient(Protocol):
         `ResetCause`; for metrics."""
         ...
 
+    def empty(self) -> None:
+        """Forget every block, but leave shared stores theirs, which others still find. Keys keep
+        their meaning, so that later processes find what is stored from now on. Blocks of transfers
+        under way are not published. Later polls free the slots. If this raises, the cache stays
+        suspended. A cache that others share keeps its blocks."""
+        ...
+
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """Forget the blocks in host memory, because the caller names its blocks by other keys from
         now on. Blocks below stay for other engines, and for later processes that use these keys.

@@ -153,7 +153,7 @@ def test_the_port_describes_itself(world_at_port: ToyWorld, port: int) -> None:
     status, text = ask_port(port, "GET", "/openapi.json", TOKEN)
     described = json.loads(text)
     assert (status, described["openapi"]) == (200, "3.1.0")
-    changes = {"/warm", "/pin", "/unpin", "/remove", "/release", "/remove_session"}
+    changes = {"/warm", "/pin", "/unpin", "/remove", "/release", "/remove_session", "/clear"}
     assert set(described["paths"]) == {"/lookup"} | changes
     question = described["paths"]["/pin"]["post"]["requestBody"]["content"]["application/json"]
     fields = described["components"]["schemas"][question["schema"]["$ref"].rpartition("/")[2]]

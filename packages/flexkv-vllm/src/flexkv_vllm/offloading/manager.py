@@ -5,7 +5,7 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
@@ -101,6 +101,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._closed = self._is_off = False
         prompts.may_find = self._may_find
         prompts.may_change = self._may_change
+        prompts.empty = partial(self._forget, cache.empty)
         boundary.after_error = self._after_error_in(cache)
         self.weights_changed: Callable[..., None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
@@ -231,10 +232,13 @@ class FlexKVOffloadingManager(OffloadingManager):
         return False
 
     def _reset(self, cause: str) -> bool:
+        return self._forget(partial(self._cache.clear, cause))
+
+    def _forget(self, forget: Callable[[], None]) -> bool:
         self._cache.suspend()
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
             self.prompts.forget()
-            self._cache.clear(cause)
+            forget()
             if self._events is not None:
                 self._events.cleared()
             self.held.release_all()

@@ -49,6 +49,7 @@ class OffloadedPrompts:
         answers: results of lookups of the prompt that vLLM matches now; the same object always.
         may_find: returns whether any block may be found.
         may_change: returns whether an operator may change the cache; see `OperatorCalls`.
+        empty: drops all blocks for an operator, and returns whether that succeeded.
         before_match: called before the first match of each step.
         open_door: called with what makes the keys of prompts for operators, once it is known, and
             whether the model has one group of full attention.
@@ -73,6 +74,7 @@ class OffloadedPrompts:
         self.answers: dict[bytes, LookupResult] = {}
         self.may_find: Callable[[], bool] = lambda: True
         self.may_change: Callable[[], bool] = lambda: False
+        self.empty: Callable[[], bool] = lambda: False
         self.before_match: Callable[[], None] = lambda: None
         self.open_door: Callable[[OffloadedPromptKeys], None] = lambda _: None
         self.distrust: Callable[[set[int], Any], None] = lambda *_: None

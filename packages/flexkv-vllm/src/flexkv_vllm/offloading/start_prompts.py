@@ -49,7 +49,12 @@ def make_prompts(
 
     def open_door(keys: PromptKeys) -> None:
         calls = OperatorCalls(
-            cache, boundary, prompts.may_change, prompts.before_match, reports.sessions
+            cache,
+            boundary,
+            prompts.may_change,
+            prompts.before_match,
+            reports.sessions,
+            empty=prompts.empty,
         )
         access = OperatorAccess(keys, calls, http)
         figures.answer(settings.session_root, "vllm", fingerprint, access)

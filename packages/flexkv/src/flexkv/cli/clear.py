@@ -4,10 +4,10 @@ DIR, the command also clears the shared stores that the settings name: no engine
 blocks any more, and running engines go on sharing. The command asks first; without a terminal to
 ask on, it needs --yes. With --dry-run it only says what it would do. With --older-than it only
 removes old blocks of a shared folder. If DIR is that of a `flexkv serve` that runs, the service
-drops all blocks of its memory and its disks; shared stores keep theirs. With --prefix, the running
-engines in the runtime directory DIR remove the blocks of one prompt, with --session those that only
-one conversation has. Exit code 0 if all were
-removed, 1 if any was skipped or if the answer was no."""
+drops all blocks of its memory and its disks; shared stores keep theirs. With --engine, the running
+engines in the runtime directory DIR drop all their blocks, with --prefix those of one prompt, with
+--session those that only one conversation has. Exit code 0 if all were removed, 1 if any was
+skipped or if the answer was no."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
+from flexkv.cli import clear_engine
 from flexkv.cli.clear_prefix import add_prefix, clear_prefix
 from flexkv.cli.clear_session import clear_session
 from flexkv.cli.common import (
@@ -64,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only remove the blocks that were written longer ago into the folder of "
         "objects_url=file:///PATH: a number and s, m, h or d, for example 7d",
     )
+    parser.add_argument(
+        clear_engine.OPTION,
+        action="store_true",
+        help="have the running engines whose runtime_dir is DIR drop all blocks, in host memory "
+        "and on disks",
+    )
     add_prefix(parser)
     parser.add_argument(
         "--session",
@@ -75,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
+    if args.engine:
+        return clear_engine.clear_engine(args, _agrees)
     if args.session is not None:
         return clear_session(args, _agrees)
     if args.prefix is not None:

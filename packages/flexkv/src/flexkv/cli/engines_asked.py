@@ -169,6 +169,22 @@ def _ask_engines(
     return answers, failed
 
 
+def engines_in(root: str, fingerprint: str | None) -> list[str]:
+    """The names of the engines that `ask_engines` asks, for people.
+
+    Args:
+        root, fingerprint: as given to `ask_engines`.
+
+    Raises:
+        ConfigError: the directory cannot be read.
+    """
+    try:
+        doors = call_beside(root, lambda: list(_doors(root, fingerprint)))
+    except (ArenaError, HungError) as error:
+        raise ConfigError(str(error)) from None
+    return [name.rstrip(",") for name, _ in doors]
+
+
 def _doors(root: str, fingerprint: str | None) -> Iterator[tuple[str, str]]:
     """Name and socket of each engine's door."""
     for report in read_states(root, Subject.HEALTH):

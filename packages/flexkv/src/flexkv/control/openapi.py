@@ -10,6 +10,8 @@ import msgspec
 
 from flexkv.control.prompts import (
     AllPlaces,
+    ClearEffect,
+    ClearQuestion,
     PinQuestion,
     PromptEffect,
     PromptQuestion,
@@ -31,6 +33,11 @@ CALLS: Mapping[str, tuple[str, Any, Any]] = {
         "Remove the blocks that only one conversation has from host memory and disk",
         SessionQuestion,
         SessionEffect,
+    ),
+    "/clear": (
+        "Remove all blocks of the engine from host memory and disk",
+        ClearQuestion,
+        ClearEffect,
     ),
 }
 """By path what a call does, its question and its answer."""

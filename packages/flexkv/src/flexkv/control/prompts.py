@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions and answers about a prompt, as JSON."""
+"""Questions and answers about a prompt, a conversation or a whole cache, as JSON."""
 
 from __future__ import annotations
 
@@ -142,6 +142,28 @@ class Unpinned(msgspec.Struct, frozen=True):
     name: str
 
 
+class ClearQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All blocks of an engine: there is nothing to choose."""
+
+
+class ClearEffect(msgspec.Struct, frozen=True):
+    """An engine has dropped all its blocks.
+
+    Attributes:
+        engine: name of the engine.
+        pid: process of the cache, in its own PID namespace.
+        fingerprint: of the blocks.
+        blocks: how many of them host memory had.
+        reason: why some may stay, for people; empty if there is no reason.
+    """
+
+    engine: str
+    pid: int
+    fingerprint: str
+    blocks: int
+    reason: str = ""
+
+
 AllPlaces: TypeAlias = tuple[PromptPlaces, ...]
 """The answer of one process, which may have several caches."""
 
@@ -189,6 +211,21 @@ def read_session(body: bytes) -> SessionQuestion:
     question = _decoded(body, SessionQuestion)
     check_session(question)
     return question
+
+
+def read_clear(body: bytes) -> ClearQuestion:
+    """Read that all blocks are meant; nothing says so, too.
+
+    Raises:
+        RefusedError: it says something else, such as a prompt whose blocks alone were meant.
+    """
+    try:
+        return msgspec.json.decode(body or b"{}", type=ClearQuestion)
+    except msgspec.DecodeError as error:
+        raise RefusedError(
+            f"the question is not about all blocks ({error}); allowed: {{}}, or to /remove the "
+            "blocks of a prompt"
+        ) from None
 
 
 def check_session(question: SessionQuestion) -> None:

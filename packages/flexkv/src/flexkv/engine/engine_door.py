@@ -7,6 +7,7 @@
     POST /unpin     `UnpinQuestion`; `Unpinned`
     POST /remove    `PromptQuestion`; `PromptEffect`
     POST /release, /remove_session    `SessionQuestion`; `SessionEffect`
+    POST /clear     `ClearQuestion`; `ClearEffect`
 
 On a port of this machine it answers the same, and GET /openapi.json, to those who know a token.
 
@@ -35,11 +36,13 @@ from flexkv.control.http_door import JSON, Answer, Door, DoorRequest, Routes, li
 from flexkv.control.local_http import HOST, LocalHttp, local_http
 from flexkv.control.openapi import describe
 from flexkv.control.prompts import (
+    ClearEffect,
     PromptEffect,
     PromptPlaces,
     PromptQuestion,
     SessionEffect,
     Unpinned,
+    read_clear,
     read_pin,
     read_question,
     read_session,
@@ -122,6 +125,10 @@ class CacheCalls(Protocol):
 
     def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
         """Remove the own blocks of a conversation. Returns their number, and why some may stay."""
+        ...
+
+    def clear(self) -> tuple[int, str]:
+        """Remove all blocks. Returns how many host memory had, and why some may stay."""
         ...
 
 
@@ -248,6 +255,7 @@ class EngineDoor:
             ("POST", "/remove"): partial(self._remove, calls),
             ("POST", "/release"): partial(self._release, calls),
             ("POST", "/remove_session"): partial(self._remove_session, calls),
+            ("POST", "/clear"): partial(self._clear, calls),
         }
         return routes
 
@@ -291,6 +299,11 @@ class EngineDoor:
         question = read_session(asked.body)
         done = calls.remove_session(question.session, question.cache_salt)
         return msgspec.json.encode(SessionEffect(os.getpid(), question.session, *done)), JSON
+
+    def _clear(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        read_clear(asked.body)
+        effect = ClearEffect(self._engine, os.getpid(), self._fingerprint, *calls.clear())
+        return msgspec.json.encode(effect), JSON
 
     def _find(self, question: PromptQuestion) -> PromptPlaces:
         found = find_blocks(self._cache.where, self._parts(question))

@@ -202,6 +202,10 @@ class EpochCache:
             if own in described
         }
 
+    def empty(self) -> None:
+        """See `CacheClient.empty`."""
+        self._cache.empty()
+
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
         """See `CacheClient.clear`."""
         self._cache.clear(cause)

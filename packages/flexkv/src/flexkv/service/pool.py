@@ -11,7 +11,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from flexkv.cache import KVCache
-from flexkv.figures.counters import ResetCause
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
@@ -116,18 +115,6 @@ class SharedCache(KVCache):
             raise
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes
-
-    def empty(self) -> None:
-        """Forget every block but those of shared stores, whose other users still find them. Keys
-        keep their meaning."""
-        self.suspend()
-        try:
-            self._forget_host_blocks(ResetCause.REQUEST)
-            self._below.empty()
-        except BaseException:
-            self.recover()
-            raise
-        self._off = self._stopped
 
     def add_reader(self, page: EnginePage) -> int:
         """An engine holds blocks from now on. Returns the number of the reader."""

@@ -503,6 +503,9 @@ class ServedCache:
         self.counters.count_reset(ResetCause(cause))
         self._off = self._stopped
 
+    def empty(self) -> None:
+        """See `CacheClient.empty`."""
+
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """See `CacheClient.renew`."""
         self.clear(cause)

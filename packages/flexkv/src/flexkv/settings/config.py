@@ -371,9 +371,9 @@ class CacheConfig:
         count(1, _MOST_PORT, "port"),
         None,
         "A port on 127.0.0.1 at which the engine answers by HTTP what `flexkv lookup`, `warm`, "
-        "`pin`, `unpin` and the clearing of a prompt ask: `GET /openapi.json` describes the calls. "
-        "Each call needs the token in `control_token_file`. If the port is taken, the engine logs "
-        "it and works without. Default: no port.",
+        "`pin`, `unpin`, `release` and `clear` ask of a running engine: `GET /openapi.json` "
+        "describes the calls. Each call needs the token in `control_token_file`. If the port is "
+        "taken, the engine logs it and works without. Default: no port.",
         needs="control_token_file",
         read_by=ReadBy.ENGINE,
     )

@@ -54,12 +54,16 @@ class EngineCache:
         object.__setattr__(self, "ended", EndedTransfers(self.cache))
 
     def operator_access(
-        self, may_begin: Callable[[], bool], poll: Callable[[], None], sessions: Sessions
+        self,
+        may_begin: Callable[[], bool],
+        poll: Callable[[], None],
+        sessions: Sessions,
+        empty: Callable[[], bool],
     ) -> OperatorAccess | None:
         """How operators look prompts up and change the cache; see `OperatorCalls`."""
         if self.access is None:
             return None
-        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, sessions)
+        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, sessions, empty=empty)
         return self.access.changing(calls)
 
     def close(self, flush_seconds: float) -> None:

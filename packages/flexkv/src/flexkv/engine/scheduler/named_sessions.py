@@ -57,6 +57,11 @@ class Sessions:
         """Forget a conversation."""
         self._count -= len(self._keys.pop(session, ()))
 
+    def forget_all(self) -> None:
+        """Forget all conversations, but those of running requests are known again at their end."""
+        self._keys.clear()
+        self._count = 0
+
     def _note(self, session: str, keys: Sequence[bytes]) -> None:
         self.forget(session)
         self._keys[session] = keys[:]  # packed keys share their memory

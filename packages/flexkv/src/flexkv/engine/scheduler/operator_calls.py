@@ -7,6 +7,7 @@ The scheduler never waits for longer than a turn: one call of the cache about a 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,10 @@ from flexkv.engine.scheduler.hints import name_of
 from flexkv.engine.scheduler.named_sessions import Sessions, own_keys
 from flexkv.engine.scheduler.request_options import retaining, tenant_session
 from flexkv.eviction import RequestContext
+from flexkv.figures.definitions import sample
+from flexkv.types.changes import Medium
+
+logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 5.0
 """Seconds to wait for a turn: a step with long prompts may take some. Not tuned."""
@@ -35,6 +40,8 @@ _WARM_SHARE = 4
 """At most a quarter of host memory is warmed at once: the rest is that of running requests. Not
 tuned."""
 
+_HOST_BLOCKS = sample("blocks", Medium.HOST.value)
+
 _R = TypeVar("_R")
 
 
@@ -49,6 +56,8 @@ class OperatorCalls:
             follows. A block that it has found then must stay. Called with `turn` held.
         poll: handles what has ended, as a step does. Called with `turn` held.
         sessions: the conversations of the engine's requests.
+        empty: calls `CacheClient.empty` as the engine's side must, and returns whether that
+            succeeded. Called with `turn` held.
         others: returns, for keys of a conversation, those of all further blocks of these tokens.
     """
 
@@ -60,9 +69,11 @@ class OperatorCalls:
         poll: Callable[[], None],
         sessions: Sessions,
         *,
+        empty: Callable[[], bool],
         others: Callable[[Sequence[bytes]], Sequence[bytes]] = lambda keys: (),
     ) -> None:
         self._sessions = sessions
+        self._empty = empty
         self._others = others
         self._releases = itertools.count()
         self._cache = cache
@@ -124,20 +135,32 @@ class OperatorCalls:
         Returns:
             Why some may stay; empty if there is no reason.
         """
-        if self._cache.info.is_shared:
-            raise RefusedError(
-                "the blocks are those of the node's service; allowed: `flexkv clear DIR`, which "
-                "drops all blocks of the service"
-            )
+        self._refuse_shared()
         whole, late = list(parts), time.monotonic() + _REMOVE_SECONDS
         while left := sum(self._turn(partial(self._remove, keys)) for keys in whole):
             if time.monotonic() > late:
                 return f"{left} are still being stored or written; run the command again"
             time.sleep(_PAUSE_SECONDS)
-        shared = [each.value for each in self._cache.info.media if each.is_shared]
-        if shared:
-            return f"{' and '.join(shared)} keep theirs: a shared store drops no single blocks"
-        return ""
+        shared = self._shared
+        return f"{shared} keep theirs: a shared store drops no single blocks" if shared else ""
+
+    def clear(self) -> tuple[int, str]:
+        """Remove all blocks from host memory and from disks. Loads under way keep theirs until they
+        end, and stores under way are not published.
+
+        Returns:
+            How many blocks host memory had, and why some of lower tiers stay.
+        """
+        self._refuse_shared()
+        before = self._turn(self._clear_all)
+        if before is None:
+            raise RefusedError(
+                "the cache is not cleared, and nothing is loaded or stored until it is; see the "
+                "engine's log"
+            )
+        shared = self._shared
+        stay = f"{shared} keep theirs: `flexkv clear` without DIR clears shared stores"
+        return before, stay if shared else ""
 
     def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
         """Remove the blocks of a conversation that no other one has, as `remove` does.
@@ -179,6 +202,26 @@ class OperatorCalls:
         context = RequestContext(request_id=request_id, session=name, returns=False)
         self._cache.record((), context, keys)
         self._cache.ended(request_id, 0)
+
+    @property
+    def _shared(self) -> str:
+        """Names of the shared stores, for people."""
+        return " and ".join(each.value for each in self._cache.info.media if each.is_shared)
+
+    def _refuse_shared(self) -> None:
+        if self._cache.info.is_shared:
+            raise RefusedError(
+                "the blocks are those of the node's service; allowed: `flexkv clear DIR`, which "
+                "drops all blocks of the service"
+            )
+
+    def _clear_all(self) -> int | None:
+        before = int(self._cache.figures().shared[_HOST_BLOCKS])
+        if not self._empty():
+            return None
+        self._sessions.forget_all()
+        logger.info("an operator cleared the cache, which had %d blocks in host memory", before)
+        return before
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._poll_busy()

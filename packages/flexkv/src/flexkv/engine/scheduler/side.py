@@ -107,7 +107,9 @@ class RequestSide(Generic[Orders]):
             engine: name of the engine.
         """
         fingerprint = self._engine.session.info.fingerprint
-        access = self._engine.operator_access(self._may_begin, self._poll, self._loads.sessions)
+        access = self._engine.operator_access(
+            self._may_begin, self._poll, self._loads.sessions, self.empty
+        )
         if access is not None:
             self.figures.answer(root, engine, fingerprint, access)
         self.figures.report_health(root, engine, fingerprint)
@@ -285,6 +287,11 @@ class RequestSide(Generic[Orders]):
         """
         return self._reset_by(partial(self._clear, cause))
 
+    def empty(self) -> bool:
+        """Discard every block, as `reset` does, but leave shared stores theirs. The weights have
+        not changed: blocks that are stored later have the keys of before."""
+        return self._reset_by(self._empty)
+
     def weights_changed(self, *, sure: bool) -> bool:
         """The engine has other weights: discard every block, as `reset` does.
 
@@ -456,9 +463,7 @@ class RequestSide(Generic[Orders]):
         return False
 
     def _clear(self, cause: str, sure: bool = False) -> None:
-        for tracked in self._requests.by_id.values():
-            tracked.store_nothing()
-            tracked.plan = None  # it has the keys of before, and lower tiers may have their blocks
+        self._give_up_blocks()
         # No other engine finds the blocks of later epochs.
         if sure or self._keys.epoch.end:
             # The keys first: an error after this leaves no block to be found by those of before.
@@ -468,6 +473,17 @@ class RequestSide(Generic[Orders]):
             self._cache.clear(cause)
             self._keys.epoch.renew()
         self.figures.note_activity()
+
+    def _empty(self) -> None:
+        self._give_up_blocks()
+        self._cache.empty()
+        self.figures.note_activity()
+
+    def _give_up_blocks(self) -> None:
+        """Store no more blocks of the running requests, and make new plans for the waiting ones."""
+        for tracked in self._requests.by_id.values():
+            tracked.store_nothing()
+            tracked.plan = None  # it has the keys of before, and lower tiers may have their blocks
 
     def _clear_for_weights(self, sure: bool) -> None:
         if self._pool is not None:

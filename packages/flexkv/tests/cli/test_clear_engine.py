@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flexkv clear --engine` over the door of a toy engine at rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked_door import call_door
+from toy_blocks import BLOCK, ToyRequest
+from toy_world import ToyWorld
+
+from flexkv.control.ask_door import AskError
+from flexkv.session.state_reports import Subject, read_states
+from packages.flexkv.tests.cli.stores import Flexkv
+
+PROMPT = [*range(3 * BLOCK)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[ToyWorld]:
+    """An engine that has a prompt in host memory and on disk."""
+    world = ToyWorld(tmp_path, disk_slots=64)
+    world.generate(PROMPT)
+    world.settle()
+    show(world)
+    yield world
+    world.close()
+
+
+def show(world: ToyWorld) -> None:
+    world.engine.side.show(world.config.session_root, "toy")
+
+
+def tiers(world: ToyWorld, prompt: list[int]) -> list[int]:
+    """Whole blocks of a prompt in each tier."""
+    keys = ToyRequest("q", prompt, 1).block_hashes
+    return [sum(map(bool, has)) for has in world.engine.cache.where(keys).values()]
+
+
+def test_an_engine_drops_all_its_blocks_for_good(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path
+) -> None:
+    run, other = tmp_path / "run", [*range(50, 50 + 3 * BLOCK)]
+    world.generate(other)
+    world.settle()
+    (report,) = read_states(str(run), Subject.HEALTH)
+    name = f"process {os.getpid()}, fingerprint {report['fingerprint']}"
+    ended = flexkv("clear", run, "--engine", "--yes", "--fingerprint", report["fingerprint"])
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == f"toy, {name}: cleared; host memory had 6 blocks\n"
+    assert tiers(world, PROMPT) == tiers(world, other) == [0, 0]
+    world.restart()
+    assert world.hits(PROMPT) == 0
+
+
+def test_what_is_stored_after_a_clear_is_found_by_the_next_process(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path
+) -> None:
+    assert flexkv("clear", tmp_path / "run", "--engine", "--yes").code == 0
+    assert world.hits(PROMPT) == 0
+    world.settle()
+    assert tiers(world, PROMPT) == [3, 3]
+    world.restart()
+    assert world.hits(PROMPT) == 3
+
+
+def test_a_clear_ends_pins_and_what_is_known_of_conversations(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "run")
+    params = {"flexkv.session": "a"}
+    world.generate([*PROMPT, 99], kv_transfer_params=params)
+    world.settle()
+    call_door(root, "/pin", tokens=PROMPT)
+    assert call_door(root, "/clear")["blocks"] == 3
+    assert call_door(root, "/release", session="a")["blocks"] == 0
+    assert tiers(world, PROMPT) == [0, 0]
+    assert call_door(root, "/clear")["blocks"] == 0
+
+
+def test_nothing_is_dropped_without_a_yes(flexkv: Flexkv, world: ToyWorld, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = flexkv("clear", run, "--engine")
+    assert (ended.code, "--yes is missing on the command line" in ended.err) == (2, True)
+    ended = flexkv("clear", run, "--engine", "--dry-run")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == f"would clear engine toy, process {os.getpid()}\n"
+    assert tiers(world, PROMPT) == [3, 3]
+
+
+@pytest.mark.parametrize("options", [("--yes",), ("--dry-run",), ()])
+def test_a_directory_without_such_an_engine_is_exit_code_1(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    for words in ((tmp_path / "none",), (tmp_path / "run", "--fingerprint", "ab12")):
+        ended = flexkv("clear", *words, "--engine", *options)
+        assert (ended.code, ended.out) == (1, "")
+        assert ended.err == f"no engine with FlexKV runs in {str(words[0])!r}\n"
+    assert tiers(world, PROMPT) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (("--prefix", "p"), "--prefix"),
+        (("--session", "a"), "--session"),
+        (("--older-than", "7d"), "--older-than"),
+        (("other",), "several DIR"),
+    ],
+)
+def test_wrong_usage_is_an_error(
+    flexkv: Flexkv, tmp_path: Path, options: tuple[str, ...], wrong: str
+) -> None:
+    ended = flexkv("clear", tmp_path, *options, "--engine", "--yes")
+    assert (ended.code, ended.out) == (2, "")
+    text = f"--engine is on the command line with {wrong}; allowed: one DIR, the runtime_dir of"
+    assert text in ended.err
+
+
+def test_a_prompt_is_no_question_about_all_blocks(world: ToyWorld, tmp_path: Path) -> None:
+    with pytest.raises(AskError, match=r"is not about all blocks .*allowed: \{\}, or to /remove"):
+        call_door(str(tmp_path / "run"), "/clear", tokens=PROMPT)
+    assert tiers(world, PROMPT) == [3, 3]
+
+
+def test_a_clear_that_fails_says_so_and_nothing_is_found_until_one_succeeds(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("for the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.engine.cache), "empty", fails)
+        ended = flexkv("clear", tmp_path / "run", "--engine", "--yes")
+    assert (ended.code, ended.out) == (1, "")
+    assert "the cache is not cleared, and nothing is loaded or stored until it is" in ended.err
+    assert world.hits(PROMPT) == 0
+    assert flexkv("clear", tmp_path / "run", "--engine", "--yes").code == 0
+    assert world.hits([*range(70, 70 + 3 * BLOCK)]) == 0
+    assert world.hits([*range(70, 70 + 3 * BLOCK)]) == 3
