@@ -43,6 +43,7 @@ class LinkedRank:
         group: of `torch.distributed`, for SGLang's own exchanges; None for one rank.
         settings: FlexKV's.
         mode: SGLang's `--disaggregation-mode`.
+        events: whether SGLang publishes KV events.
 
     Attributes:
         rank: FlexKV's side, without SGLang.
@@ -57,6 +58,8 @@ class LinkedRank:
         group: Any = None,
         settings: dict[str, Any] | None = None,
         mode: str = "null",
+        *,
+        events: bool = False,
     ) -> None:
         # What SGLang publishes when a server starts.
         runtime_context._CONTEXT._config_bags = {
@@ -77,7 +80,7 @@ class LinkedRank:
                 page_size=PAGE,
                 tp_cache_group=group,
                 attn_tp_cache_group=group,
-                enable_kv_cache_events=False,
+                enable_kv_cache_events=events,
                 tree_components=(ComponentType.FULL,),
             )
         )
@@ -90,6 +93,8 @@ class LinkedRank:
         self.linker.layer_done_counter = LayerCounter(LAYERS, self.rank.side.wait_for_layer)
         self.linker._metrics = SimpleNamespace(report=lambda side: None)  # type: ignore[assignment]
         self.tree.init_cache_linker(self.linker)
+        if events:
+            self.rank.side.watch()
         hooks.serve(self.rank.side)
 
     def compute(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +26,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang_world import Rank  # type: ignore[import-not-found]
+from sglang_world import PATIENCE_SECONDS, Rank  # type: ignore[import-not-found]
 
+from flexkv import CacheConfig
+from flexkv.service.server import NodeServer
 from flexkv_sglang.kv_events import follow
+from integration.sglang.with_sglang.linked import LAYERS, LinkedRank
+from packages.inside import cache_of, stores_of
 
 PAGE = 4
 TOKENS = list(range(12))
@@ -110,3 +116,49 @@ def test_other_weights_end_all_pages(world: World) -> None:
     (removed,) = world.events()
     assert isinstance(removed, BlockRemoved)
     assert (removed.medium, removed.block_hashes) == (CPU, stored.block_hashes)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[str]:
+    """Directory of a node's service."""
+    root, run = str(tmp_path / "service"), str(tmp_path / "run")
+    server = NodeServer(root, CacheConfig(runtime_dir=run, cpu_cache_gb=1 / 256))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    yield root
+    server.stop()
+    thread.join()
+    server.close(0)
+
+
+def test_other_engines_tell_of_pages_as_soon_as_they_are_stored(
+    tmp_path: Path, service: str
+) -> None:
+    """Also if SGLang has not published its own events yet."""
+    settings = {"service": service}
+    linked = LinkedRank(tmp_path, settings=settings, events=True)
+    pool = MHATokenToKVPool(16 * PAGE, PAGE, torch.float16, 1, 8, LAYERS, "cpu", False)
+    other = Rank(tmp_path, pool=pool, heads=1, settings=settings)
+    other.side.watch()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for each in (linked.rank, other):
+        while not stores_of(cache_of(each.side)).free:
+            assert time.monotonic() < deadline
+            each.side.ended_offloads()
+    linked.compute(TOKENS, seed=1)
+    linked.settle()
+    told: list[Any] = []
+    while sum(len(event.block_hashes) for event in told) < len(TOKENS) // PAGE:
+        assert time.monotonic() < deadline
+        other.side.ended_offloads()
+        told += follow([], other.side.events, PAGE)
+    published = linked.tree.take_events()
+    of_device = [each for each in published if getattr(each, "medium", CPU) != CPU]
+    linked.close()
+    other.close()
+    assert {each.medium for each in told} == {CPU}
+    (stored,) = of_device
+    assert isinstance(stored, BlockStored)
+    assert [n for each in told for n in each.block_hashes] == stored.block_hashes
+    assert [token for each in told for token in each.token_ids] == stored.token_ids == TOKENS
+    assert sum(isinstance(each, AllBlocksCleared) for each in published) == 1

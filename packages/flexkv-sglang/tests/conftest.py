@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang_world import PATIENCE_SECONDS, Rank
+
+from flexkv import CacheConfig
+from flexkv.service.server import NodeServer
 
 
 @pytest.fixture
@@ -31,3 +35,25 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     yield make
     for rank in made:
         rank.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts services, and returns their directories."""
+    running: list[tuple[NodeServer, threading.Thread]] = []
+
+    def begin(**settings: Any) -> str:
+        root = str(tmp_path / f"service {len(running)}")
+        folder = str(tmp_path / "run")
+        config = {"runtime_dir": folder, "cpu_cache_gb": 1 / 256} | settings
+        server = NodeServer(root, CacheConfig(**config))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return root
+
+    yield begin
+    for server, thread in running:
+        server.stop()
+        thread.join()
+        server.close(0)

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from asked_door import call_door
@@ -21,35 +19,12 @@ from sglang_world import (
     same,
 )
 
-from flexkv import CacheConfig
 from flexkv.control.ask_door import AskError
-from flexkv.service.server import NodeServer
 from flexkv.types.presence import Presence
 from flexkv_sglang import start
 from packages.inside import cache_of, stores_of
 
 HASHES = hashes_of("a", 3)
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Starts services, and returns their directories."""
-    running: list[tuple[NodeServer, threading.Thread]] = []
-
-    def begin(**settings: Any) -> str:
-        root = str(tmp_path / f"service {len(running)}")
-        folder = str(tmp_path / "run")
-        server = NodeServer(root, CacheConfig(runtime_dir=folder, cpu_cache_gb=1 / 256, **settings))
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        running.append((server, thread))
-        return root
-
-    yield begin
-    for server, thread in running:
-        server.stop()
-        thread.join()
-        server.close(0)
 
 
 @pytest.fixture

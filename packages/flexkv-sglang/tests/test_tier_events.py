@@ -3,77 +3,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from page_subscriber import Subscriber, numbers_of, pages_of
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
-from flexkv_sglang.tier_events import Page, TierEvents, Told
+from flexkv_sglang.tier_events import Told
 from packages.inside import cache_of
 from packages.inside_adapters import kept_pages
 
 MakeRank = Callable[..., Rank]
 HOST, DISK = Medium.HOST, Medium.DISK
-
-
-class Subscriber:
-    """What a subscriber of one rank knows: the pages of each medium."""
-
-    def __init__(self, rank: Rank) -> None:
-        rank.side.watch()
-        assert rank.side.events is not None
-        self.rank = rank
-        self.events: TierEvents = rank.side.events
-        self.known: set[tuple[Medium, int]] = set()
-
-    def offload(self, text: str, count: int, *, told: bool = True) -> None:
-        """Store pages as SGLang has it done."""
-        if told:
-            self.learn(text, count)
-        assert self.rank.store(hashes_of(text, count), range(1, count + 1))
-
-    def learn(self, text: str, count: int) -> None:
-        self.events.learn(pages_of(text, count), (), cleared=False)
-
-    def leave(self, text: str, count: int) -> None:
-        """SGLang's device has these pages no more."""
-        self.events.learn((), numbers_of(text, count), cleared=False)
-
-    def flush(self) -> None:
-        self.known.clear()
-        self.events.learn((), (), cleared=True)
-
-    def listen(self) -> list[Told]:
-        told = self.events.take()
-        for each in told:
-            what = each.medium, each.page.number
-            assert (what in self.known) != each.stored, "told twice"
-            self.known ^= {what}
-        return told
-
-    def wait_for(self, medium: Medium, numbers: set[int]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while {number for each, number in self.known if each is medium} != numbers:
-            assert time.monotonic() < deadline, self.known
-            self.rank.side.ended_offloads()
-            self.listen()
-
-
-def pages_of(text: str, count: int) -> list[Page]:
-    numbers = numbers_of(text, count)
-    return [Page(number, numbers[i - 1] if i else None, [i]) for i, number in enumerate(numbers)]
-
-
-def numbers_of(text: str, count: int) -> list[int]:
-    """SGLang's of pages: the first 64 bits of their hashes."""
-    return [
-        int.from_bytes(bytes.fromhex(each)[:8], "big", signed=True)
-        for each in hashes_of(text, count)
-    ]
 
 
 @pytest.fixture
@@ -133,13 +77,31 @@ def test_pages_on_disk_are_told_beside_those_in_host_memory(
     subscriber.wait_for(HOST, set(numbers_of("a", 3)))
 
 
-def test_what_an_earlier_engine_wrote_is_told_once_sglang_has_it(
+def test_what_an_earlier_engine_wrote_is_told_in_full(
     subscribe: Callable[..., Subscriber], disk: dict[str, Any]
 ) -> None:
     first = subscribe(**disk)
     first.offload("a", 3)
     first.wait_for(DISK, set(numbers_of("a", 3)))
     first.rank.close()
+    second = subscribe(**disk)
+    second.wait_for(DISK, set(numbers_of("a", 3)))
+    assert list(second.pages.values()) == pages_of("a", 3)
+    before = [each.page for each in told_again(second)]
+    assert before == pages_of("a", 3)
+
+
+def told_again(subscriber: Subscriber) -> list[Told]:
+    subscriber.flush()
+    return subscriber.listen()
+
+
+def test_what_an_earlier_engine_wrote_without_events_is_told_once_sglang_has_it(
+    make_rank: MakeRank, subscribe: Callable[..., Subscriber], disk: dict[str, Any]
+) -> None:
+    first = make_rank(settings=disk)
+    assert first.store(hashes_of("a", 3), [1, 2, 3])
+    first.close()
     second = subscribe(**disk)
     assert second.listen() == []
     second.learn("a", 2)

@@ -66,6 +66,7 @@ _USED = {
         "UnifiedTreeCoreInterface.get_hash_values",
         "UnifiedTreeCoreInterface.get_prefix_hash_values",
         "UnifiedTreeCoreInterface.match_full_device_prefix",
+        "UnifiedTreeCoreInterface.take_events",
     ),
     "sglang.srt.managers.scheduler": (
         "Scheduler._add_request_to_queue",

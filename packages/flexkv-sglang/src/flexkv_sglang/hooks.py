@@ -19,7 +19,7 @@ from flexkv.engine.choice.cost import Span
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import AT_ONCE
-from flexkv_sglang.kv_events import follow
+from flexkv_sglang.kv_events import follow, learn_early
 from flexkv_sglang.look_ahead import WINDOW
 from flexkv_sglang.missing_pages import missing_pages
 from flexkv_sglang.page_hashes import PageHashes
@@ -279,6 +279,13 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
     """Hook of SGLang's offload of a tree node's pages. Reports the page before them in the prefix,
     and their tenant."""
     for side in _sides:
+        with (
+            side.boundary.turn,
+            side.boundary.guard("learning of pages", "other engines do not describe them"),
+        ):
+            if side.events is not None:
+                # Before the store: others of the node's service hear of the pages when it ends.
+                learn_early(wrapper.cache.tree_core.take_events(), side.events)
         with side.boundary.guard(
             "following the tree", "blocks may outlive the prefix before them", loses=False
         ):

@@ -11,13 +11,30 @@ from flexkv_sglang.tier_events import Page, TierEvents, Told
 
 
 def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
-    """SGLang's events followed by FlexKV's.
+    """SGLang's events, with those that were learned early, followed by FlexKV's.
 
     Args:
         events: SGLang's events, in order; unchanged.
         ours: learns the pages' tokens from them.
         page_size: tokens of a page.
     """
+    early, ours.early = ours.early, []
+    _learn(events, ours)
+    return [*early, *events, *_to_sglang(ours.take(), page_size)]
+
+
+def learn_early(events: list[Any], ours: TierEvents) -> None:
+    """Learn from events of SGLang that `follow` is to publish.
+
+    Args:
+        events: in order.
+        ours: keeps them until then.
+    """
+    ours.early += events
+    _learn(events, ours)
+
+
+def _learn(events: list[Any], ours: TierEvents) -> None:
     from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
     for event in events:
@@ -27,7 +44,6 @@ def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
             ours.learn((), event.block_hashes, cleared=False)
         elif isinstance(event, AllBlocksCleared):
             ours.learn((), (), cleared=True)
-    return [*events, *_to_sglang(ours.take(), page_size)]
 
 
 def _pages_of(event: Any) -> Iterator[Page]:

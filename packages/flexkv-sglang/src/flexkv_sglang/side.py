@@ -40,6 +40,8 @@ _NO_BATCH = -1
 _UNDER_WAY, _FAILED, _STORED = range(3)
 """States of an offload, as the first stage of a pipeline passes them on."""
 
+_DESCRIBING = "describing pages for KV events"
+
 _PASSED_ON = 256
 """The most offloads whose ends are passed on in a step. Not tuned."""
 
@@ -335,6 +337,9 @@ class RankSide:
         (before, tenant), self._origin = self._origin, Origin()
         offload = Offload(tenant=tenant)
         self._pending.append(offload)
+        with self.boundary.guard(_DESCRIBING, "other engines do not describe them", loses=False):
+            if self.events is not None:
+                self.events.offered(self.keys_of(hashes))
 
         def make(cache: CacheClient) -> Decision:
             keys, own = self.keys_of(hashes), self.keys_of([before] if before else [])

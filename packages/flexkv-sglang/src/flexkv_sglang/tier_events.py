@@ -2,18 +2,20 @@
 """Events for the pages in FlexKV's tiers: those that SGLang's subscribers do not know of yet.
 
 Tiers know pages by their hashes alone. SGLang's own events give the tokens: they report each page
-that SGLang computes or FlexKV loads, also pages that an earlier process has stored. This module
-imports nothing of SGLang.
+that SGLang computes or FlexKV loads. The cache keeps what they say beside pages on disk, for later
+processes, and passes it on to the other engines of the node's service. This module imports nothing
+of SGLang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flexkv.client import CacheClient
 from flexkv.types.changes import Changes, Medium
+from flexkv_sglang.kept_pages import decode, encode
 
 _HASH_BYTES = 32
 _NUMBER_BYTES = 8
@@ -27,17 +29,18 @@ class Page:
     Attributes:
         number: the first 8 bytes of its hash, as a signed number.
         parent: the number of the page before it; None for the first page of a prompt.
-        tokens: its tokens.
+        tokens: its tokens, or pairs of tokens; none if only its number matters.
     """
 
     number: int
-    parent: int | None
-    tokens: list[Any]
+    parent: int | None = None
+    tokens: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """An event: a tier has a page from now on (`stored`), or has it no longer."""
+    """An event: a tier has a page from now on (`stored`), or has it no longer, where only the
+    page's number is known."""
 
     medium: Medium
     page: Page
@@ -49,16 +52,21 @@ class TierEvents:
 
     Args:
         cache: the engine's cache; borrowed. Its changes are recorded from now on.
+
+    Attributes:
+        early: events of SGLang that were learned and not published yet.
     """
 
     def __init__(self, cache: CacheClient) -> None:
+        self.early: list[Any] = []
         self._cache = cache
         self._epoch = b""
-        self._pages: dict[int, tuple[int, Page]] = {}
+        # By number, the place of each page in the order in which it was learned, and its text.
+        self._pages: dict[int, tuple[int, bytes]] = {}
         self._learned = 0
-        # By number, the page of each block that a tier has, as its event described it; None as long
-        # as there is no event, because SGLang has not described the page.
-        self._reported: dict[Medium, dict[int, Page | None]] = {medium: {} for medium in Medium}
+        # By number, whether there is an event for the page; there is none as long as nobody has
+        # described it.
+        self._reported: dict[Medium, dict[int, bool]] = {medium: {} for medium in Medium}
         self._described: dict[int, None] = {}  # pages of which tiers may lack an event
         self._removed: list[Told] = []
         self._left: set[int] = set()
@@ -76,21 +84,25 @@ class TierEvents:
         if cleared:
             self._removed.clear()
             for reported in self._reported.values():
-                known = [number for number, page in reported.items() if page is not None]
-                reported.update(dict.fromkeys(known))
+                known = [number for number, is_told in reported.items() if is_told]
+                reported.update(dict.fromkeys(known, False))
                 self._described |= dict.fromkeys(known)
             self._leave(self._pages)
         for page in stored:
             self._left.discard(page.number)
             if page.number not in self._pages:
-                self._learned += 1
-                self._pages[page.number] = self._learned, page
-                self._described[page.number] = None
+                self._note(page.number, encode(page.parent, page.tokens))
         self._leave(removed)
 
+    def offered(self, keys: Sequence[bytes]) -> None:
+        """Pages are about to be stored. A cache that others share gives them what SGLang has said
+        of these, and gets it before it publishes them."""
+        if self._cache.info.is_shared:
+            self._keep(dict(self._numbered(keys[i] for i in self._cache.missing(keys))))
+
     def take(self) -> list[Told]:
-        """The events since the last call: removals first, then stored pages in the order of
-        SGLang's own events."""
+        """The events since the last call: removals first, then stored pages, each after its
+        parent."""
         removed, self._removed = self._removed, []
         new: dict[tuple[Medium, int], None] = {}
         for changes in self._cache.drain_changes():
@@ -101,10 +113,10 @@ class TierEvents:
         stored: list[tuple[int, Told]] = []
         for medium, number in new:
             reported = self._reported[medium]
-            if reported[number] is None and number in self._pages:
-                order, page = self._pages[number]
-                reported[number] = page
-                stored.append((order, Told(medium, page, True)))
+            if number in self._pages and not reported[number]:
+                order, text = self._pages[number]
+                reported[number] = True
+                stored.append((order, Told(medium, Page(number, *_read(text)), True)))
         self._forget()
         stored.sort(key=lambda each: each[0])
         return removed + [each for _, each in stored]
@@ -118,29 +130,64 @@ class TierEvents:
         """
         self._epoch = epoch
         for medium, reported in self._reported.items():
-            self._removed += [Told(medium, p, False) for p in reported.values() if p is not None]
+            self._removed += [
+                Told(medium, Page(n), False) for n, is_told in reported.items() if is_told
+            ]
             reported.clear()
         self._unsure |= self._left
+
+    def _note(self, number: int, text: bytes) -> None:
+        self._learned += 1
+        self._pages[number] = self._learned, text
+        self._described[number] = None
 
     def _apply(
         self, changes: Changes, new: dict[tuple[Medium, int], None], removed: list[Told]
     ) -> None:
         """Follow the changes of a medium; add its new pages to `new`, and events to `removed`."""
         reported = self._reported[changes.medium]
-        for number in self._numbers(changes.removed):
-            page = reported.pop(number, None)
-            if page is not None:
-                removed.append(Told(changes.medium, page, False))
+        for number, _ in self._numbered(changes.removed):
+            if reported.pop(number, False):
+                removed.append(Told(changes.medium, Page(number), False))
             self._unsure.add(number)
-        for number in self._numbers(changes.added):
-            reported[number] = None
+        added = dict(self._numbered(changes.added))
+        on_disk = changes.medium is Medium.DISK
+        texts: Mapping[bytes, bytes] = {}
+        if added and (on_disk or self._cache.info.is_shared):
+            texts = self._cache.take_descriptions([*added.values()])
+            self._learn_kept({n: texts[key] for n, key in added.items() if key in texts})
+        if on_disk and not self._cache.info.is_shared:
+            self._keep({n: key for n, key in added.items() if key not in texts})
+        for number in added:
+            reported[number] = False
             new[changes.medium, number] = None
 
-    def _numbers(self, keys: Iterable[bytes]) -> Iterator[int]:
-        """The numbers of the pages of `keys`, but those of other weights."""
+    def _learn_kept(self, texts: Mapping[int, bytes]) -> None:
+        """Learn what others say of pages that SGLang may not have, each after its parent."""
+        for number in texts:
+            chain: list[int] = []
+            at: int | None = number
+            while at is not None and at in texts and at not in self._pages and at not in chain:
+                kept = decode(texts[at])
+                if kept is None:
+                    break
+                chain.append(at)
+                at = kept[0]
+            for each in reversed(chain):
+                self._note(each, texts[each])
+                self._left.add(each)
+
+    def _keep(self, keys: Mapping[int, bytes]) -> None:
+        """Let the cache keep what is known of pages, by number their keys."""
+        known = {key: self._pages[n][1] for n, key in keys.items() if n in self._pages}
+        if known:
+            self._cache.describe(known)
+
+    def _numbered(self, keys: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Number and key of the pages of `keys`, but those of other weights."""
         for key in keys:
             if key[_HASH_BYTES:] == self._epoch:
-                yield int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True)
+                yield int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True), key
 
     def _leave(self, numbers: Iterable[int]) -> None:
         self._left.update(numbers)
@@ -154,3 +201,8 @@ class TierEvents:
                 self._left.discard(number)
                 self._pages.pop(number, None)
         self._unsure.clear()
+
+
+def _read(text: bytes) -> tuple[int | None, Sequence[Any]]:
+    """Parent and tokens of a page that has been learned."""
+    return decode(text) or (None, ())
