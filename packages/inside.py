@@ -21,6 +21,7 @@ from flexkv.service.line import Line
 from flexkv.service.served_cache import ServedCache
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.server import NodeServer
+from flexkv.tiers.job import Urgency
 from flexkv.transfer.copies import DeviceCopy
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Medium
@@ -228,6 +229,11 @@ def assert_no_read(cache: KVCache) -> None:
 def open_fetches(cache: KVCache) -> Collection[FetchId]:
     """The requests that wait for lower tiers."""
     return cache._below.fetcher._fetches.keys()
+
+
+def urgencies_of(cache: KVCache) -> list[Urgency]:
+    """The urgency of each request that waits for lower tiers."""
+    return [fetch.urgency for fetch in cache._below.fetcher._fetches.values()]
 
 
 def assert_no_fetch(cache: KVCache) -> None:

@@ -46,7 +46,9 @@ class SeenFetch(int):
         return blocks_of_fetch(self._cache, FetchId(self))
 
 
-def see(cache: KVCache, keys: Sequence[bytes], *, queued: bool = False) -> SeenFetch | None:
+def see(
+    cache: KVCache, keys: Sequence[bytes], *, queued: bool = False, priority: int = 0
+) -> SeenFetch | None:
     """Begin a fetch; None if no tier has a block to add."""
-    fetch = cache.fetch(keys, queued=queued)
+    fetch = cache.fetch(keys, queued=queued, priority=priority)
     return None if fetch is None else SeenFetch(cache, fetch, keys)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flexkv.eviction import RequestContext
 from flexkv.tiers.base import Answer, BlockResult, TierFigures, Traffic
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.changes import Medium
 
 
@@ -27,6 +27,7 @@ class Task:
     buffer: memoryview
     priority: Priority
     epoch: int
+    turn: int = 0
     begun: bool = False
 
     @property
@@ -121,11 +122,17 @@ class MemoryTier:
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         return [key in self.blocks and key not in self.stalled for key in keys]
 
-    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        priority: Priority,
+        turn: int = 0,
+    ) -> int:
         ticket = next(self._tickets)
         for position, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             if key in self.blocks:
-                self.tasks.append(Task(ticket, position, key, buffer, priority, self._epoch))
+                self.tasks.append(Task(ticket, position, key, buffer, priority, self._epoch, turn))
             else:
                 self._results.append(BlockResult(ticket, position, Outcome.MISSING))
         return ticket
@@ -179,10 +186,10 @@ class MemoryTier:
             if task.ticket == ticket and task.key in self.hanging
         }
 
-    def raise_priority(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, urgency: Urgency) -> None:
         for task in self.tasks:
             if task.ticket == ticket and not task.begun:
-                task.priority = min(task.priority, priority)
+                task.priority, task.turn = min((task.priority, task.turn), urgency)
 
     def poll(self) -> list[BlockResult]:
         results, self._results = self._results, []

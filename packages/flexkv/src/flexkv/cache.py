@@ -27,7 +27,7 @@ from flexkv.host.arena import Arena
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
 from flexkv.index.host_pins import HostPins
 from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.job import Priority
+from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.ages import BlockAges
@@ -301,13 +301,14 @@ class KVCache:
         queued: bool = False,
         tenant: int | None = None,
         announced: int = 0,
+        priority: int = 0,
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         if self._off or self._recovering or not self.info.may_fetch:
             return None
-        priority = Priority.PREFETCH if queued else Priority.LOAD
+        urgency = Urgency(Priority.PREFETCH if queued else Priority.LOAD, -priority)
         own = (self._tenant if tenant is None else tenant) if self._has_shares else NO_TENANT
-        return self._below.fetcher.begin(keys, priority, own, announced)
+        return self._below.fetcher.begin(keys, urgency, own, announced)
 
     @_sound
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:

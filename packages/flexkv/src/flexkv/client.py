@@ -54,6 +54,9 @@ class Ended(NamedTuple):
     done: bool
 
 
+MOST_PRIORITY = 100
+"""The highest priority of a request; the lowest is as far below 0. Not tuned."""
+
 FetchId = NewType("FetchId", int)
 """Number of a fetch; each fetch of a cache has a greater one than those before."""
 
@@ -257,6 +260,7 @@ class CacheClient(Protocol):
         queued: bool = False,
         tenant: int | None = None,
         announced: int = 0,
+        priority: int = 0,
     ) -> FetchId | None:
         """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them,
         or wait for other engines that are storing them there.
@@ -268,6 +272,8 @@ class CacheClient(Protocol):
             tenant: number of the tenant for whom the blocks count; None for the engine's own.
             announced: how many of the blocks, from the first on, another node writes to a shared
                 store, as somebody has told. The fetch waits for them for some seconds at most.
+            priority: of the request, from -`MOST_PRIORITY` to `MOST_PRIORITY`. Among requests that
+                wait, and among those that are queued, tiers read for the highest first.
 
         Returns:
             The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no

@@ -125,7 +125,8 @@ class Chance:
             lambda: wire.Pin(self.keys(), self.text(), self.seconds(), self.rng.random() < 0.5),
             lambda: wire.Unpin(self.text(), self.rng.choice((None, self.keys()))),
             lambda: wire.Fetch(
-                self.integer(), self.keys(), self.rng.random() < 0.5, self.tenant(), self.integer()
+                *(self.integer(), self.keys(), self.rng.random() < 0.5, self.tenant()),
+                *(self.integer(), self.integer()),
             ),
             lambda: wire.ExtendFetch(self.integer(), self.keys()),
             lambda: wire.RaiseFetch(self.integer()),

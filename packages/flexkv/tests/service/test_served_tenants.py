@@ -121,7 +121,9 @@ def test_without_shares_nobody_counts(make_service: MakeService, attach: Attach)
         wire.RecordUse([b"a"], 0, [], RequestContext(tenant=-1)),
         wire.RecordUse([b"a"], 0, [], RequestContext(tenant=1 << 32)),
         wire.Publish(0, [], [], [], [1 << 40], True),
-        wire.Fetch(1, [b"a"], False, -1, 0),
+        wire.Fetch(1, [b"a"], False, -1, 0, 0),
+        wire.Fetch(1, [b"a"], False, 0, 0, 101),
+        wire.Fetch(1, [b"a"], False, 0, 0, -101),
     ],
 )
 def test_a_number_of_no_tenant_ends_that_engine_alone(

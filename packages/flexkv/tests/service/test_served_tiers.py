@@ -33,6 +33,7 @@ from packages.inside import (
     line_of,
     open_fetches,
     stores_of,
+    urgencies_of,
     waiting_messages,
 )
 
@@ -116,6 +117,19 @@ def test_blocks_of_a_disk_are_fetched(with_disk: Service, attach: Attach) -> Non
     assert other.cache.end_fetch(fetch).gave[Medium.DISK][0] == 4
     other.settle()
     until(lambda: not open_fetches(with_disk.pool.cache))
+
+
+def test_a_fetch_has_the_priority_of_its_request(with_disk: Service, attach: Attach) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    leave_memory(with_disk, one, keys)
+    fetch = other.cache.fetch(keys, queued=True, priority=-100)
+    assert fetch is not None
+    until(lambda: bool(open_fetches(with_disk.pool.cache)), other.cache.poll)
+    urgencies = urgencies_of(with_disk.pool.cache)
+    assert [urgency.turn for urgency in urgencies] == [100]
+    other.cache.end_fetch(fetch)
+    other.settle()
 
 
 def test_what_no_disk_has_costs_no_message(with_disk: Service, attach: Attach) -> None:

@@ -127,7 +127,7 @@ def test_a_process_whose_end_does_not_show_is_refused(service: Service, kind: st
         wire.Publish(-1, [b"a"], [None], [], [], True),
         wire.Publish(1 << 40, [b"a"], [None], [], [], True),
         wire.Publish(0, [b"a"], [None], [], [], True),
-        wire.Fetch(1, [b"a" * 4000], False, None, 0),
+        wire.Fetch(1, [b"a" * 4000], False, None, 0, 0),
         wire.Open(wire.PROTOCOL, "again", "toy", wire.PoolBlocks("x", 1, (4096,), 1, ())),
     ],
 )
@@ -195,7 +195,7 @@ def test_random_packets_harm_nobody(make_service: Callable[..., Service], attach
         packet(wire.Touch(keys), wire.Unpin("x", None), wire.RequestEnded("r", 1)),
         packet(wire.RecordUse(keys, 2, [], RequestContext(9, 3, "r", "s"))),
         packet(
-            wire.Pin(keys, "x", 5.0, False), wire.Fetch(1, keys, True, None, 2), wire.EndFetch(1)
+            wire.Pin(keys, "x", 5.0, False), wire.Fetch(1, keys, True, None, 2, 3), wire.EndFetch(1)
         ),
     ]
     # Those who send them are this process, which lives: each keeps its board.

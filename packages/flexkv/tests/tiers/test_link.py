@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 
-from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.job import Job, Outcome, Priority, Urgency
 from flexkv.tiers.link import Link, most_jobs
 from packages.conftest import PATIENCE_SECONDS, Clock
 from packages.inside_tiers import assert_no_job_counts, free_threads, is_drained, living_threads
@@ -239,7 +239,7 @@ def test_a_hastened_job_overtakes_and_runs_though_writes_may_not() -> None:
         link.submit(read)
         assert gate.began.wait(PATIENCE)
         link.submit(write)
-        link.raise_priority([write, read], Priority.PREFETCH)
+        link.raise_priority([write, read], Urgency(Priority.PREFETCH))
         assert writing.began.wait(PATIENCE)
         writing.go.set()
         gate.go.set()
@@ -444,7 +444,7 @@ def test_every_job_of_a_crowd_ends_once() -> None:
         for i, job in enumerate(jobs):
             link.submit(job)
             if i % 10 == 0:
-                link.raise_priority(jobs[i - 20 : i], Priority.PREFETCH)
+                link.raise_priority(jobs[i - 20 : i], Urgency(Priority.PREFETCH))
             if i % 15 == 0:
                 link.cancel(jobs[max(0, i - 5) : i])
             seen += link.poll()

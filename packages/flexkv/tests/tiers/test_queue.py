@@ -4,15 +4,18 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.job import Job, Outcome, Priority, Urgency
 from flexkv.tiers.queue import LinkQueue
 
 LIMIT = 20
 PRIORITIES = st.sampled_from(Priority)
 
 
-def job(priority: Priority, size: int = 1) -> Job:
-    return Job(priority, size, lambda: [Outcome.DONE])
+TURNS = st.sampled_from((0, 0, -3, 5))
+
+
+def job(priority: Priority, size: int = 1, turn: int = 0) -> Job:
+    return Job(priority, size, lambda: [Outcome.DONE], turn=turn)
 
 
 def test_the_highest_priority_goes_first_then_the_first_come() -> None:
@@ -23,6 +26,24 @@ def test_the_highest_priority_goes_first_then_the_first_come() -> None:
     order = [queue.pop(writes=True) for _ in jobs]
     assert order == sorted(jobs, key=lambda one: one.priority)
     assert queue.pop(writes=True) is None
+
+
+def test_of_one_priority_the_lowest_turn_goes_first() -> None:
+    queue = LinkQueue(LIMIT)
+    turns = (0, 5, -3, 0, -3, 5)
+    jobs = [job(priority, turn=turn) for turn in turns for priority in Priority]
+    for one in jobs:
+        queue.push(one)
+    order = [queue.pop(writes=True) for _ in jobs]
+    assert order == sorted(jobs, key=lambda one: (one.priority, one.turn))
+
+
+def test_what_comes_last_of_the_last_turn_is_dropped() -> None:
+    queue = LinkQueue(3)
+    late, usual, first = (job(Priority.PREFETCH, turn=turn) for turn in (5, 0, -3))
+    for one in (late, usual, first):
+        queue.push(one)
+    assert queue.push(job(Priority.PREFETCH, 2, turn=-3)) == [late, usual]
 
 
 def test_what_comes_last_of_the_lowest_priority_is_dropped() -> None:
@@ -52,71 +73,79 @@ def test_a_write_waits_where_only_others_may_go() -> None:
 
 
 class LinkQueueModel(RuleBasedStateMachine):
-    """Random histories beside a model: one list in order of arrival at each priority."""
+    """Random histories beside a model: one list in order of arrival at each urgency."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = LinkQueue(LIMIT)
-        self.waiting: dict[Priority, list[Job]] = {priority: [] for priority in Priority}
+        self.waiting: list[Job] = []  # in order of arrival at their urgency
         self.ended: list[Job] = []
 
-    def all_waiting(self) -> list[Job]:
-        return [one for jobs in self.waiting.values() for one in jobs]
+    def in_order(self, writes: bool = True) -> list[Job]:
+        jobs = [one for one in self.waiting if writes or one.priority is not Priority.WRITE]
+        return sorted(jobs, key=lambda one: (one.priority, one.turn))
 
-    @rule(priority=PRIORITIES, size=st.integers(0, 8))
-    def push(self, priority: Priority, size: int) -> None:
-        one = job(priority, size)
-        self.waiting[priority].append(one)
+    @rule(priority=PRIORITIES, size=st.integers(0, 8), turn=TURNS)
+    def push(self, priority: Priority, size: int, turn: int) -> None:
+        one = job(priority, size, turn)
+        self.waiting.append(one)
         expected = []
-        while sum(other.size for other in self.all_waiting()) > LIMIT:
-            lowest = max((p for p in Priority if self.waiting[p]), default=Priority.LOAD)
-            if lowest is Priority.LOAD:
+        while sum(other.size for other in self.waiting) > LIMIT:
+            last = self.in_order()[-1]
+            if last.priority is Priority.LOAD:
                 break
-            expected.append(self.waiting[lowest].pop())
+            expected.append(last)
+            self.waiting.remove(last)
         assert self.queue.push(one) == expected
         self.ended += expected
 
     @rule(writes=st.booleans())
     def pop(self, writes: bool) -> None:
-        choices = [p for p in Priority if self.waiting[p] and (writes or p is not Priority.WRITE)]
-        expected = self.waiting[min(choices)].pop(0) if choices else None
+        expected = next(iter(self.in_order(writes)), None)
         assert self.queue.pop(writes) is expected
         if expected is not None:
+            self.waiting.remove(expected)
             self.ended.append(expected)
 
-    @precondition(lambda self: self.ended or self.all_waiting())
+    @precondition(lambda self: self.ended or self.waiting)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        jobs = data.draw(st.lists(st.sampled_from(self.ended + self.all_waiting()), max_size=5))
-        expected = [one for one in dict.fromkeys(jobs) if one in self.all_waiting()]
+        jobs = data.draw(st.lists(st.sampled_from(self.ended + self.waiting), max_size=5))
+        expected = [one for one in dict.fromkeys(jobs) if one in self.waiting]
         assert self.queue.remove(jobs) == expected
         for one in expected:
-            self.waiting[one.priority].remove(one)
+            self.waiting.remove(one)
         self.ended += expected
 
-    @precondition(lambda self: self.ended or self.all_waiting())
-    @rule(data=st.data(), priority=PRIORITIES)
-    def raise_to(self, data: st.DataObject, priority: Priority) -> None:
-        jobs = data.draw(st.lists(st.sampled_from(self.ended + self.all_waiting()), max_size=5))
+    @precondition(lambda self: self.ended or self.waiting)
+    @rule(data=st.data(), priority=PRIORITIES, turn=TURNS)
+    def raise_to(self, data: st.DataObject, priority: Priority, turn: int) -> None:
+        jobs = data.draw(st.lists(st.sampled_from(self.ended + self.waiting), max_size=5))
         for one in dict.fromkeys(jobs):
-            if one in self.all_waiting() and priority < one.priority:
-                self.waiting[one.priority].remove(one)
-                self.waiting[priority].append(one)
-        before = {one: one.priority for one in self.ended}
-        self.queue.raise_to(jobs, priority)
-        assert {one: one.priority for one in self.ended} == before
+            if one in self.waiting and (priority, turn) < (one.priority, one.turn):
+                self.waiting.remove(one)
+                self.waiting.append(one)
+        urgency = Urgency(priority, turn)
+        expected = [min(urgency, Urgency(one.priority, one.turn)) for one in self.waiting]
+        raised = set(jobs)
+        known = {
+            one: expected[i] if one in raised else Urgency(one.priority, one.turn)
+            for i, one in enumerate(self.waiting)
+        } | {one: Urgency(one.priority, one.turn) for one in self.ended}
+        self.queue.raise_to(jobs, urgency)
+        assert {one: (one.priority, one.turn) for one in known} == known
 
     @invariant()
     def the_queue_and_the_model_agree(self) -> None:
-        assert len(self.queue) == len(self.all_waiting())
-        assert self.queue.size == sum(one.size for one in self.all_waiting())
-        for priority, jobs in self.waiting.items():
-            assert self.queue.waiting(priority) == len(jobs)
-            assert all(one.priority is priority for one in jobs)
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.size == sum(one.size for one in self.waiting)
+        for priority in Priority:
+            count = sum(one.priority is priority for one in self.waiting)
+            assert self.queue.waiting(priority) == count
 
     def teardown(self) -> None:
-        rest = [self.queue.pop(writes=True) for _ in self.all_waiting()]
-        assert rest == self.all_waiting()
+        rest = [self.queue.pop(writes=True) for _ in self.waiting]
+        assert rest == self.in_order()
 
 
 TestLinkQueue = LinkQueueModel.TestCase

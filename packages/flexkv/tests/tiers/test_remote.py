@@ -16,7 +16,7 @@ from store_client import DONE, SLOT, Client, clients, content, names
 from flexkv.tiers import circuit, remote
 from flexkv.tiers.base import BlockResult, QueriedTier
 from flexkv.tiers.circuit import FAILURES, CircuitState
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from flexkv.types.changes import Medium
 from packages.conftest import PATIENCE_SECONDS, Clock
@@ -237,7 +237,7 @@ def test_a_prefetch_that_is_raised_goes_first(make: Callable[..., Client]) -> No
     client.until(lambda: client.tier.figures.queued_bytes == 0)
     early = client.begin_read("b", Priority.PREFETCH)
     late = client.begin_read("c", Priority.PREFETCH)
-    client.tier.raise_priority(late, Priority.LOAD)
+    client.tier.raise_priority(late, Urgency(Priority.LOAD))
     client.store.release()
     for ticket in (busy, early, late):
         client.outcomes(ticket, 1)

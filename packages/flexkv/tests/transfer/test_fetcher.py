@@ -57,8 +57,8 @@ class Node:
         self.arena.board.report(transfer.cell, 0, Status.DONE)
         self.cache.poll()
 
-    def fetch(self, names: str, *, queued: bool = False) -> SeenFetch:
-        fetch = see(self.cache, keys(names), queued=queued)
+    def fetch(self, names: str, *, queued: bool = False, priority: int = 0) -> SeenFetch:
+        fetch = see(self.cache, keys(names), queued=queued, priority=priority)
         assert fetch is not None
         return fetch
 
@@ -121,6 +121,43 @@ def test_blocks_are_leased_as_they_come_and_released_at_the_end(make: Callable[.
     node.cache.end_fetch(fetch)
     assert node.ready() == "abc"
     node.assert_at_rest()
+
+
+def test_reads_have_the_priority_of_their_request(make: Callable[..., Node]) -> None:
+    node = make("abcdefg", "g", slots=16)
+    first, second = node.tiers
+    node.fetch("ab", queued=True)
+    node.fetch("cd", queued=True, priority=9)
+    node.fetch("ef", priority=-9)
+    node.fetch("g", priority=4)
+    turns = {task.key.decode(): (task.priority, task.turn) for task in first.tasks}
+    assert turns == {
+        **dict.fromkeys("ab", (Priority.PREFETCH, 0)),
+        **dict.fromkeys("cd", (Priority.PREFETCH, -9)),
+        **dict.fromkeys("ef", (Priority.LOAD, 9)),
+        "g": (Priority.LOAD, -4),
+    }
+    first.end(first.of(b"g"), Outcome.FAILED)
+    node.cache.poll()
+    assert [task.turn for task in second.tasks] == [-4], "the next tier keeps the order"
+
+
+def test_a_read_has_the_highest_priority_of_all_that_wait_for_it(
+    make: Callable[..., Node],
+) -> None:
+    node = make("ab", slots=16)
+    (tier,) = node.tiers
+
+    def turns() -> list[tuple[Priority, int]]:
+        return [(task.priority, task.turn) for task in tier.tasks]
+
+    early = node.fetch("ab", queued=True)
+    node.fetch("ab", queued=True, priority=5)
+    assert turns() == [(Priority.PREFETCH, -5)] * 2
+    node.fetch("ab", queued=True, priority=-5)
+    assert turns() == [(Priority.PREFETCH, -5)] * 2
+    node.cache.raise_priority(early)
+    assert turns() == [(Priority.LOAD, 0)] * 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)

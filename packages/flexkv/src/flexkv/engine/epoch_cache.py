@@ -125,10 +125,13 @@ class EpochCache:
         queued: bool = False,
         tenant: int | None = None,
         announced: int = 0,
+        priority: int = 0,
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         own = self._own(keys)
-        return self._cache.fetch(own, queued=queued, tenant=tenant, announced=announced)
+        return self._cache.fetch(
+            own, queued=queued, tenant=tenant, announced=announced, priority=priority
+        )
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""

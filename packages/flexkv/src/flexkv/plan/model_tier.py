@@ -11,7 +11,7 @@ from flexkv.eviction import OTHERWISE, POLICIES, RequestContext
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
 from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.changes import Medium
 
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
@@ -96,7 +96,13 @@ class ModelTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         self._index.touch(keys)
 
-    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        priority: Priority,
+        turn: int = 0,
+    ) -> int:
         ticket = next(self._tickets)
         for position, has in enumerate(self._index.present(keys)):
             outcome = Outcome.DONE if has else Outcome.MISSING
@@ -136,7 +142,7 @@ class ModelTier:
     def hung(self, ticket: int) -> Collection[int]:
         return ()
 
-    def raise_priority(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, urgency: Urgency) -> None:
         """Nothing waits."""
 
     def clear(self) -> None:

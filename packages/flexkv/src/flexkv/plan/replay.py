@@ -17,7 +17,7 @@ from flexkv.plan.model_tier import ModelTier, WriteBudget
 from flexkv.plan.saving import Savings
 from flexkv.plan.trace import Trace, TracedRequest
 from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.job import Priority
+from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.admission import ADMISSIONS
 
@@ -199,7 +199,7 @@ class _Cache:
         memory; 0 if the disk had none to add."""
         if self._below is None:
             return 0
-        fetch = self._below.fetcher.begin(keys, Priority.LOAD)
+        fetch = self._below.fetcher.begin(keys, Urgency(Priority.LOAD))
         if fetch is None:
             return 0
         while not self._below.fetcher.state(fetch).done:

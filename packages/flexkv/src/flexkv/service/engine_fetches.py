@@ -91,6 +91,7 @@ class EngineFetches:
                     queued=message.queued,
                     tenant=tenant,
                     announced=message.announced,
+                    priority=message.priority,
                 )
             return
         fetch = self._open.get(message.fetch, _OpenFetch())

@@ -16,14 +16,14 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from flexkv.client import FetchState
+from flexkv.client import MOST_PRIORITY, FetchState
 from flexkv.eviction import RequestContext
 from flexkv.session.wire import peer_of
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Both sides must have the same, and the same layout of `engine_page`."""
 
 SOCKET = "flexkv service"
@@ -52,6 +52,10 @@ packet. A longer description is not sent."""
 
 TenantNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=NO_TENANT, le=LARGEST_TENANT)]
 """See `flexkv.types.tenants`."""
+
+
+RequestPriority: TypeAlias = Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+"""See `CacheClient.fetch`."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -251,6 +255,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     queued: bool
     tenant: TenantNumber | None
     announced: int
+    priority: RequestPriority
 
 
 class ExtendFetch(Message, frozen=True, tag="extend"):

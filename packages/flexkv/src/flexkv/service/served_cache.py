@@ -276,11 +276,12 @@ class ServedCache:
         queued: bool = False,
         tenant: int | None = None,
         announced: int = 0,
+        priority: int = 0,
     ) -> FetchId | None:
         """See `CacheClient.fetch`."""
         if self._off or not self._may_fetch or self._holds.room == 0:
             return None
-        return self._tiers.fetch(keys, queued, tenant, announced)
+        return self._tiers.fetch(keys, queued, tenant, announced, priority)
 
     def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.extend_fetch`."""

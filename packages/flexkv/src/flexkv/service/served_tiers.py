@@ -122,7 +122,12 @@ class ServedTiers:
         }
 
     def fetch(
-        self, keys: Sequence[bytes], queued: bool, tenant: int | None, announced: int
+        self,
+        keys: Sequence[bytes],
+        queued: bool,
+        tenant: int | None,
+        announced: int,
+        priority: int,
     ) -> FetchId | None:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
         there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False
@@ -153,7 +158,7 @@ class ServedTiers:
         )
         self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
         most = wire.MOST_KEYS
-        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant, announced))
+        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant, announced, priority))
         for start in range(most, len(keys), most):
             self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
         self._line.await_answer()

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flexkv.eviction import NO_GUARD, GuardState, RequestContext
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.admission import ADMISSIONS, Admission
 from flexkv.types.changes import Medium
 
@@ -152,8 +152,15 @@ class LowerTier(Protocol):
         """What the tier holds now, and has done since the start."""
         ...
 
-    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
-        """Begin to read the blocks of `keys` into `buffers`. Returns the ticket of the batch."""
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        priority: Priority,
+        turn: int = 0,
+    ) -> int:
+        """Begin to read the blocks of `keys` into `buffers`; `turn` as in `Job`. Returns the ticket
+        of the batch."""
         ...
 
     def write(
@@ -197,8 +204,8 @@ class LowerTier(Protocol):
         results, too."""
         ...
 
-    def raise_priority(self, ticket: int, priority: Priority) -> None:
-        """Raise the reads or writes of a batch that have not begun to `priority`."""
+    def raise_priority(self, ticket: int, urgency: Urgency) -> None:
+        """Raise the reads or writes of a batch that have not begun to `urgency`."""
         ...
 
     def hung(self, ticket: int) -> Collection[int]:

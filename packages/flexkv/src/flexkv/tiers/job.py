@@ -7,7 +7,7 @@ import enum
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 _TEXT = 300
 """The most characters of an error that a job keeps. Not tuned."""
@@ -22,6 +22,18 @@ class Priority(enum.IntEnum):
     """A read for a queued request."""
     WRITE = 2
     """A write from host memory into a lower tier."""
+
+
+class Urgency(NamedTuple):
+    """The place of a read in the order of every link: the lower value goes first.
+
+    Attributes:
+        priority: see `Priority`.
+        turn: see `Job`.
+    """
+
+    priority: Priority
+    turn: int = 0
 
 
 class Outcome(enum.Enum):
@@ -55,6 +67,7 @@ class Job:
             Returns a result for each block. If it raises, all blocks are FAILED. It may hold
             buffers, so an ended job does not keep it.
         blocks: the number of blocks.
+        turn: its place among jobs of the same priority: the lower value goes first.
         outcomes: an outcome for each block; empty until the job has ended.
         error: text of the first error; empty if there was none.
         begun: time.monotonic() when a thread took the job, in seconds; 0.0 before.
@@ -67,6 +80,7 @@ class Job:
     size: int
     work: Callable[[], Sequence[Result]]
     blocks: int = 1
+    turn: int = 0
     outcomes: Sequence[Outcome] = ()
     error: str = ""
     begun: float = 0.0

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.job import Job, Outcome, Priority, Urgency
 from flexkv.tiers.queue import LinkQueue
 
 logger = logging.getLogger(__name__)
@@ -152,10 +152,10 @@ class Link:
                 self._done.append(job)
             self._wake_next()
 
-    def raise_priority(self, jobs: Iterable[Job], priority: Priority) -> None:
-        """Raise those of `jobs` that have not begun to `priority`."""
+    def raise_priority(self, jobs: Iterable[Job], urgency: Urgency) -> None:
+        """Raise those of `jobs` that have not begun to `urgency`."""
         with self._work:
-            self._queue.raise_to(jobs, priority)
+            self._queue.raise_to(jobs, urgency)
             self._work.notify_all()
 
     def poll(self) -> list[Job]:

@@ -32,7 +32,7 @@ from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, States, TierFigures, Traffic
 from flexkv.tiers.circuit import Circuit, CircuitState
 from flexkv.tiers.failures import FailureLog, describe_end
-from flexkv.tiers.job import Job, Outcome, Priority, Result
+from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
 from flexkv.tiers.link import Link
 from flexkv.tiers.questions import Found, Question, Questions
 from flexkv.types.changes import Medium
@@ -277,10 +277,16 @@ class RemoteTier:
             answers.append(Answer(asked.ticket, has, asked.late))
         return answers
 
-    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        priority: Priority,
+        turn: int = 0,
+    ) -> int:
         ticket = next(self._tickets)
         if self._is_open:
-            self._begin(ticket, keys, buffers, range(len(keys)), priority)
+            self._begin(ticket, keys, buffers, range(len(keys)), Urgency(priority, turn))
         else:
             self._results += [BlockResult(ticket, i, Outcome.DROPPED) for i in range(len(keys))]
         return ticket
@@ -305,7 +311,7 @@ class RemoteTier:
             for i in wanted:
                 self._end_write(keys[i], (ticket, i), Outcome.DROPPED)
             return ticket
-        self._begin(ticket, keys, buffers, wanted, Priority.WRITE)
+        self._begin(ticket, keys, buffers, wanted, Urgency(Priority.WRITE))
         return ticket
 
     def empty(self) -> None:
@@ -320,9 +326,9 @@ class RemoteTier:
         if ticket in self._batches:
             self._link.cancel(list(self._batches[ticket].jobs))
 
-    def raise_priority(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, urgency: Urgency) -> None:
         if ticket in self._batches:
-            self._link.raise_priority(list(self._batches[ticket].jobs), priority)
+            self._link.raise_priority(list(self._batches[ticket].jobs), urgency)
 
     def hung(self, ticket: int) -> Collection[int]:
         if ticket not in self._batches:
@@ -401,17 +407,18 @@ class RemoteTier:
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
         positions: Sequence[int],
-        priority: Priority,
+        urgency: Urgency,
     ) -> None:
         """Begin to read or write the blocks at `positions`."""
         if not positions:
             return
+        priority, turn = urgency
         writes = priority is Priority.WRITE
         call = self._store.put if writes else self._store.get
         jobs: dict[Job, Sequence[int]] = {}
         for part in self._parts(positions, writes):
             work = partial(call, self._epoch, [keys[i] for i in part], [buffers[i] for i in part])
-            job = Job(priority, len(part) * self._slot_bytes, work, len(part))
+            job = Job(priority, len(part) * self._slot_bytes, work, len(part), turn)
             jobs[job] = part
             self._ticket_of[job] = ticket
         self._batches[ticket] = _Batch(jobs, list(keys))

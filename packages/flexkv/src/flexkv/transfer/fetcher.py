@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from flexkv.client import FetchId, FetchState
 from flexkv.figures.meter import Histogram
 from flexkv.index.block_index import Block, BlockIndex, BlockState
-from flexkv.tiers.job import Priority
+from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.reads import Read, Reads
 from flexkv.transfer.running_fetch import RunningFetch
 from flexkv.transfer.sources import Source
@@ -65,7 +65,7 @@ class Fetcher:
         self._sources = sources
         self._tier_ranks = {source.medium: source.tier_rank for source in sources}
         self._seconds = seconds
-        self.reads = Reads(index, slot_view, sources, self._priority_of, self.complete)
+        self.reads = Reads(index, slot_view, sources, self._urgency_of, self.complete)
         self._ids = itertools.count(1)
         self._fetches: dict[FetchId, RunningFetch] = {}
         self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
@@ -87,7 +87,7 @@ class Fetcher:
     def begin(
         self,
         keys: Sequence[bytes],
-        priority: Priority,
+        urgency: Urgency,
         tenant: int = NO_TENANT,
         announced: int = 0,
     ) -> FetchId | None:
@@ -99,7 +99,7 @@ class Fetcher:
 
         Args:
             keys: keys of the prefix from some block on, first block first.
-            priority: LOAD if a request waits, PREFETCH if it is still queued.
+            urgency: of its reads; LOAD if a request waits, PREFETCH if it is still queued.
             tenant: number of the tenant for whom the blocks count.
             announced: how many of the blocks, from the first on, another node writes to a store.
 
@@ -111,13 +111,13 @@ class Fetcher:
             return None
         if not (self._may_come(keys[first]) or (announced > first and self._store() is not None)):
             return None
-        if priority is not Priority.LOAD and first >= self._room():
+        if urgency.priority is not Priority.LOAD and first >= self._room():
             self.query(keys[first:])
             return None
         leased = self._index.lease(keys[:first]) or ()
         now, fetch_id = time.monotonic(), FetchId(next(self._ids))
         media: list[Medium | None] = [None] * len(leased)
-        fetch = RunningFetch(fetch_id, list(keys), priority, tenant, now, now, [*leased], media)
+        fetch = RunningFetch(fetch_id, list(keys), urgency, tenant, now, now, [*leased], media)
         fetch.announced, fetch.announced_until = announced, now + _ANNOUNCED_SECONDS
         self._fetches[fetch_id] = fetch
         with contextlib.ExitStack() as undo:
@@ -168,8 +168,8 @@ class Fetcher:
         """Raise a prefetch to the priority of a load, because a request waits for it now."""
         fetch = self._fetches.get(fetch_id)
         if fetch is not None:
-            fetch.priority = Priority.LOAD
-            self.reads.raise_priority(_lacking(fetch), fetch.priority)
+            fetch.urgency = fetch.urgency._replace(priority=Priority.LOAD)
+            self.reads.raise_priority(_lacking(fetch), fetch.urgency)
 
     def end(self, fetch_id: FetchId) -> FetchState:
         """Release the fetch's leases, and cancel the reads that no other fetch waits for. Returns
@@ -292,9 +292,9 @@ class Fetcher:
                 unknown.setdefault(source, []).append(keys[i])
         return unknown
 
-    def _priority_of(self, key: bytes) -> Priority | None:
+    def _urgency_of(self, key: bytes) -> Urgency | None:
         """How urgently fetches wait for the block of `key`; None if none waits."""
-        return min((fetch.priority for fetch, _ in self._waiting.get(key, ())), default=None)
+        return min((fetch.urgency for fetch, _ in self._waiting.get(key, ())), default=None)
 
     def _room(self) -> int:
         """How many more blocks prefetches may hold."""
@@ -318,7 +318,7 @@ class Fetcher:
         fetch.awaits_others = queried is None and len(plan) < reach
         if store is not None and fetch.awaits_others:
             queried, fetch.ask_at = store.medium, time.monotonic() + _ASK_SECONDS
-        most = len(plan) if fetch.priority is Priority.LOAD else max(0, self._room())
+        most = max(0, self._room()) if fetch.may_wait else len(plan)
         self._fill(fetch, plan[:most])
         if len(fetch.blocks) - start == len(plan) < reach:
             fetch.wait_for_answer(queried, reach - len(plan))
@@ -451,9 +451,9 @@ class Fetcher:
                 reads.setdefault(source, []).append(block)
             media[i] = Medium.HOST if source is None else source.medium
         fetch.add(there[:stop], media)
-        self.reads.raise_priority(joined, fetch.priority)
+        self.reads.raise_priority(joined, fetch.urgency)
         for source, own in reads.items():
-            self.reads.begin(source, own, fetch.priority)
+            self.reads.begin(source, own, fetch.urgency)
 
     def _lease(self, keys: Sequence[bytes]) -> Sequence[Block | None]:
         """Lease the blocks of `keys`; None for each that is not ready."""
@@ -493,8 +493,7 @@ class Fetcher:
                 fit += 1
             index.abandon(more[fit:])
             blocks += more[:fit]
-            may_wait = fetch.priority is not Priority.LOAD
-            if len(blocks) == len(absent) or may_wait or not self._make_room():
+            if len(blocks) == len(absent) or fetch.may_wait or not self._make_room():
                 break
         return blocks
 

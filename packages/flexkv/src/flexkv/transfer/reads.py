@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flexkv.index.block_index import Block, BlockIndex, BlockState
 from flexkv.tiers.base import BlockResult
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Urgency
 from flexkv.transfer.sources import Source
 
 
@@ -27,7 +27,7 @@ class Read:
         source: the tier.
         ticket: the tier's ticket of the batch.
         blocks: the blocks without a result, by position in the batch.
-        priority: priority of the batch.
+        urgency: urgency of the batch.
         progressed: time.monotonic(), in seconds, when the batch began, or when it or a batch
             before it last gave a block. A stall is measured from then.
         cancelled: whether no fetch waits for a block of the batch any more.
@@ -36,7 +36,7 @@ class Read:
     source: Source
     ticket: int
     blocks: dict[int, Block]
-    priority: Priority
+    urgency: Urgency
     progressed: float
     cancelled: bool = False
 
@@ -50,7 +50,7 @@ class Read:
 
     def goes_before(self, other: Read) -> bool:
         """Whether `other`, of the same tier, may have to wait for this one."""
-        return self.ticket <= other.ticket or self.priority < other.priority
+        return self.ticket <= other.ticket or self.urgency < other.urgency
 
 
 class Reads:
@@ -74,7 +74,7 @@ class Reads:
         index: BlockIndex,
         slot_view: Callable[[int], memoryview],
         sources: Sequence[Source],
-        wanted: Callable[[bytes], Priority | None],
+        wanted: Callable[[bytes], Urgency | None],
         completed: Callable[[Iterable[bytes], Source | None], None],
     ) -> None:
         self._index = index
@@ -92,13 +92,13 @@ class Reads:
         """Whether a block has no result yet, or is between two tiers."""
         return bool(self._reads or self._between)
 
-    def begin(self, source: Source, blocks: Sequence[Block], priority: Priority) -> None:
+    def begin(self, source: Source, blocks: Sequence[Block], urgency: Urgency) -> None:
         """Begin to read blocks from a tier.
 
         Args:
             source: the tier.
             blocks: blocks that the index has reserved.
-            priority: priority of the batch.
+            urgency: urgency of the batch.
 
         Raises:
             Exception: the tier raised. The keys are free again. The slots stay unused until the
@@ -110,19 +110,19 @@ class Reads:
         with contextlib.ExitStack() as undo:
             undo.callback(self._index.discard, blocks)
             views = [self._slot_view(block.slot) for block in blocks]
-            ticket = source.tier.read(keys, views, priority)
+            ticket = source.tier.read(keys, views, *urgency)
             undo.pop_all()
-        read = Read(source, ticket, dict(enumerate(blocks)), priority, time.monotonic())
+        read = Read(source, ticket, dict(enumerate(blocks)), urgency, time.monotonic())
         self._reads[source, ticket] = read
         del unsure[-len(blocks) :]
         self.by_key.update(dict.fromkeys(keys, read))
 
-    def raise_priority(self, keys: Iterable[bytes], priority: Priority) -> None:
-        """Raise the batches that read blocks of `keys` to `priority`."""
+    def raise_priority(self, keys: Iterable[bytes], urgency: Urgency) -> None:
+        """Raise the batches that read blocks of `keys` to `urgency`."""
         reads = {read: None for key in keys if (read := self.by_key.get(key)) is not None}
         for read in reads:
-            read.priority = min(read.priority, priority)
-            read.source.tier.raise_priority(read.ticket, priority)
+            read.urgency = min(read.urgency, urgency)
+            read.source.tier.raise_priority(read.ticket, urgency)
 
     def cancel_unwanted(self, keys: Iterable[bytes]) -> None:
         """Cancel the batches that read blocks of `keys` and none that a fetch waits for."""
@@ -270,9 +270,8 @@ class Reads:
                 queries.setdefault(source, []).append(key)
                 self._between[block] = source.tier_rank
         for source, blocks in reads.items():
-            priorities = [self._wanted(block.key) for block in blocks]
-            urgent = min(each for each in priorities if each is not None)
-            self.begin(source, blocks, urgent)
+            wanted = [self._wanted(block.key) for block in blocks]
+            self.begin(source, blocks, min(each for each in wanted if each is not None))
         for source, keys in queries.items():
             source.query(keys)
 

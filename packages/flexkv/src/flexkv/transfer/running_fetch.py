@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from flexkv.client import AwaitedBlocks, FetchId, FetchState
 from flexkv.index.block_index import Block
-from flexkv.tiers.job import Priority
+from flexkv.tiers.job import Priority, Urgency
 from flexkv.types.changes import Medium
 
 
@@ -21,7 +21,7 @@ class RunningFetch:
     Attributes:
         id: the caller's name for it.
         keys: keys of the prefix, first block first. The list grows if the fetch is extended.
-        priority: priority of the reads.
+        urgency: urgency of the reads.
         tenant: number of the tenant for whom the blocks count.
         begun: see `FetchState`.
         progressed: when `arrived` last grew or another tier was tried; `begun` before that.
@@ -40,7 +40,7 @@ class RunningFetch:
 
     id: FetchId
     keys: list[bytes]
-    priority: Priority
+    urgency: Urgency
     tenant: int
     begun: float
     progressed: float
@@ -59,6 +59,11 @@ class RunningFetch:
     _runs: list[AwaitedBlocks] = field(default_factory=list)
     _grouped: int = 0
     _state: FetchState | None = None
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether its request is still queued."""
+        return self.urgency.priority is not Priority.LOAD
 
     @property
     def state(self) -> FetchState:

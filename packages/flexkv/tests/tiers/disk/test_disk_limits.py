@@ -23,7 +23,7 @@ from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import drive
 from flexkv.tiers.disk.inspect import folder_state
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from packages.conftest import PATIENCE_SECONDS, Clock
 
 DONE = Outcome.DONE
@@ -84,19 +84,19 @@ def test_a_cancelled_batch_has_a_result_for_every_block(
         monkeypatch.setattr(drive, name, blocks * SLOT)
     with opened(tmp_path) as client:
         ticket = client.begin_write(names(60))
-        client.tier.raise_priority(ticket, Priority.PREFETCH)
+        client.tier.raise_priority(ticket, Urgency(Priority.PREFETCH))
         client.tier.cancel(ticket)
         written = client.wait(ticket, 60)
         assert set(written) <= {DONE, Outcome.DROPPED}
         client.settle()
         assert client.write(names(60)) == [DONE] * 60
         ticket = client.tier.read(names(60), client.buffers[:60], Priority.PREFETCH)
-        client.tier.raise_priority(ticket, Priority.LOAD)
+        client.tier.raise_priority(ticket, Urgency(Priority.LOAD))
         client.tier.cancel(ticket)
         outcomes = client.check(names(60), client.wait(ticket, 60))
         assert set(outcomes) <= {DONE, Outcome.DROPPED}
         client.tier.cancel(ticket)
-        client.tier.raise_priority(12345, Priority.LOAD)
+        client.tier.raise_priority(12345, Urgency(Priority.LOAD))
 
 
 def test_cancel_drops_whole_runs_and_only_those_that_have_not_begun(

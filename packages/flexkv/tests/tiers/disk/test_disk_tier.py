@@ -32,7 +32,7 @@ from flexkv.tiers.disk import MAX_OWNERS, open_disk_tier, slabs
 from flexkv.tiers.disk import drive as disk_drive
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.table import VERSION
-from flexkv.tiers.job import Outcome, Priority
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.errors import DiskError
 from packages.conftest import Clock
 from packages.inside_tiers import is_closing, running_jobs, store_of
@@ -77,7 +77,7 @@ def test_an_empty_batch_has_no_results(tmp_path: Path) -> None:
         assert client.results == {}
         for ticket in tickets:
             client.tier.cancel(ticket)
-            client.tier.raise_priority(ticket, Priority.LOAD)
+            client.tier.raise_priority(ticket, Urgency(Priority.LOAD))
 
 
 def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.failures import FailureLog, describe_end
-from flexkv.tiers.job import Job, Outcome, Priority, Result
+from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
 from flexkv.tiers.link import Link
 from flexkv.types.ages import UNKNOWN
 from flexkv.types.backlog import share_of
@@ -199,7 +199,7 @@ class Drive:
         return (self.link.queued_bytes + blocks * self.slot_bytes) / self._write_rate
 
     def read(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], urgency: Urgency
     ) -> list[Begun]:
         """Begin to read blocks that the index has."""
         slots = [slot for slot in self.index.lease_all(keys) if slot is not None]
@@ -212,7 +212,7 @@ class Drive:
                 [slots[i] for i in run],
                 [keys[i] for i in run],
                 [buffers[i] for i in run],
-                priority,
+                urgency,
             )
             for run in runs
         ]
@@ -405,12 +405,13 @@ class Drive:
         slots: list[int],
         keys: list[bytes],
         buffers: list[memoryview],
-        priority: Priority,
+        urgency: Urgency,
     ) -> Job:
         """A job that reads adjacent slots."""
         checksums = self.index.checksums(slots)
         work = partial(self._store.read, slots[0], keys, checksums, self._seal, buffers)
-        job = Job(priority, len(slots) * self._store.slot_bytes, work, len(slots))
+        size = len(slots) * self._store.slot_bytes
+        job = Job(urgency.priority, size, work, len(slots), urgency.turn)
         self._running[job] = _Running(slots, writes=False)
         return job
 

@@ -23,7 +23,7 @@ from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.opening import Opening
 from flexkv.tiers.disk.slot_policy import SlotPolicy
 from flexkv.tiers.disk.write_placement import WritePlacement
-from flexkv.tiers.job import Job, Outcome, Priority
+from flexkv.tiers.job import Job, Outcome, Priority, Urgency
 from flexkv.types.changes import Medium, note
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,13 @@ class DiskTier:
             return answers[0]
         return [any(answer) for answer in zip(*answers, strict=True)] or [False] * len(wanted)
 
-    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], priority: Priority) -> int:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        priority: Priority,
+        turn: int = 0,
+    ) -> int:
         self.touch(keys)
         ticket = next(self._tickets)
         wanted: dict[Drive, list[int]] = {}
@@ -171,7 +177,9 @@ class DiskTier:
             if not positions:
                 continue
             begun = drive.read(
-                [keys[i] for i in positions], [buffers[i] for i in positions], priority
+                [keys[i] for i in positions],
+                [buffers[i] for i in positions],
+                Urgency(priority, turn),
             )
             self._track(ticket, positions, drive, begun)
         return ticket
@@ -252,9 +260,9 @@ class DiskTier:
         for drive, jobs in self._jobs_of(ticket).items():
             drive.link.cancel(jobs)
 
-    def raise_priority(self, ticket: int, priority: Priority) -> None:
+    def raise_priority(self, ticket: int, urgency: Urgency) -> None:
         for drive, jobs in self._jobs_of(ticket).items():
-            drive.link.raise_priority(jobs, priority)
+            drive.link.raise_priority(jobs, urgency)
 
     def hung(self, ticket: int) -> Collection[int]:
         hung = [job for job in self._batches.get(ticket, ()) if job.hangs]
