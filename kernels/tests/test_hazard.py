@@ -114,6 +114,48 @@ def test_what_is_not_expected_back_leaves_first() -> None:
     assert sorted(old) == [0, 4], "the second of the new prompts took the place of the first"
 
 
+def began_and_stored(index: BlockIndex, prompt: list[bytes], priority: int = 0) -> None:
+    index.began(prompt, RequestContext(priority=priority), 0.0)
+    absent = index.missing(prompt)
+    index.publish(index.reserve_all(prompt, absent, (0,)))
+
+
+@pytest.mark.parametrize("others", [0, 5])
+@pytest.mark.parametrize("lowest", [0, 1, 2])
+@pytest.mark.parametrize("priority", [-(10**30), -1])
+def test_of_blocks_worth_the_same_those_of_the_lowest_priority_leave_first(
+    others: int, lowest: int, priority: int
+) -> None:
+    index = block_index(12, HazardPolicy(SLOTS))
+    prompts = [prompt_of(f"old {i}", 4) for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        began_and_stored(index, prompt, priority if i == lowest else others)
+    began_and_stored(index, prompt_of("new", 4))
+    assert [index.lookup(prompt) for prompt in prompts] == [4 * (i != lowest) for i in range(3)]
+
+
+def test_without_priorities_the_oldest_block_leaves_first() -> None:
+    index = block_index(12, HazardPolicy(SLOTS))
+    prompts = [prompt_of(f"old {i}", 4) for i in range(3)]
+    for prompt in prompts:
+        began_and_stored(index, prompt)
+    began_and_stored(index, prompt_of("new", 4))
+    assert [index.lookup(prompt) for prompt in prompts] == [0, 4, 4]
+
+
+def test_a_low_priority_does_not_lower_what_other_prompts_begin_with() -> None:
+    index = block_index(8, HazardPolicy(SLOTS))
+    trunk, other = prompt_of("trunk", 2), prompt_of("other", 3)
+    began_and_stored(index, [*trunk, b"a"], priority=-1)
+    began_and_stored(index, other)
+    began_and_stored(index, [*trunk, b"b"], priority=-1)
+    for i in range(4):
+        began_and_stored(index, [b"new %d" % i])
+    assert index.present([b"a", b"b"]) == [False, False]
+    assert index.lookup(trunk) == 2
+    assert index.lookup(other) == 2
+
+
 def test_what_is_not_expected_back_makes_room() -> None:
     policy = HazardPolicy(SLOTS)
     index = filled(policy, hint=None)

@@ -41,6 +41,7 @@ struct Request {
   std::string_view id;       // empty if it has none
   std::string_view session;  // empty if its client did not say
   Hint hint = Hint::none;
+  Level level = kUsual;
 };
 
 class Hazard {

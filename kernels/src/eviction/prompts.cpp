@@ -30,6 +30,7 @@ struct Hazard::Shape {
   std::uint32_t known;  // blocks, in the tier or not
   std::uint8_t turn;
   Factors factors;  // those that all its segments share
+  Level level;
 };
 
 void Hazard::find_all(std::span<const Key> keys) noexcept {
@@ -141,7 +142,8 @@ Hazard::Shape Hazard::shape_of(std::span<const Key> keys, std::uint32_t known,
   return {known,
           turn,
           {0, 0, turn_level(turn), log2_level(blocks), static_cast<std::uint8_t>(news), 0, 0,
-           static_cast<std::uint8_t>(request.hint)}};
+           static_cast<std::uint8_t>(request.hint)},
+          request.level};
 }
 
 // The turn of a session's request whose prompt shows at least `turn`.
@@ -243,6 +245,9 @@ std::uint32_t Hazard::own(const Piece& piece, std::span<const Key> keys, const S
   segment.length = clipped(piece.stop - piece.start);
   segment.prompt = clipped(static_cast<std::uint32_t>(keys.size()));
   segment.turn = shape.turn;
+  // The prompts of others begin with a trunk, too: a low priority does not count there.
+  const bool spared = piece.kind >= kTrunk && shape.level == kLower;
+  segments_.set_level(id, spared ? kUsual : shape.level);
   Factors factors = shape.factors;
   factors[0] = piece.kind;
   factors[1] = kUsualOutput;

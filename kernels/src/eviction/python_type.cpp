@@ -20,6 +20,8 @@ namespace {
 using flexkv::eviction::Hazard;
 using flexkv::eviction::Hint;
 using flexkv::eviction::Key;
+using flexkv::eviction::kHigher;
+using flexkv::eviction::kLower;
 using flexkv::eviction::kNone;
 using flexkv::eviction::Request;
 
@@ -96,8 +98,8 @@ struct Release {
 using Reference = std::unique_ptr<PyObject, Release>;
 
 // What RequestContext says; the texts belong to the attributes, which `kept` owns.
-bool read_request(PyObject* context, Request& request, Reference (&kept)[3]) {
-  const char* const names[] = {"request_id", "session", "returns"};
+bool read_request(PyObject* context, Request& request, Reference (&kept)[4]) {
+  const char* const names[] = {"request_id", "session", "returns", "priority"};
   for (std::size_t i = 0; i < std::size(names); ++i) {
     kept[i].reset(PyObject_GetAttrString(context, names[i]));
     if (!kept[i]) {
@@ -106,6 +108,15 @@ bool read_request(PyObject* context, Request& request, Reference (&kept)[3]) {
   }
   if (!read_text(kept[0].get(), request.id) || !read_text(kept[1].get(), request.session)) {
     return false;
+  }
+  int overflow = 0;
+  const long priority = PyLong_AsLongAndOverflow(kept[3].get(), &overflow);
+  if (priority == -1 && overflow == 0 && PyErr_Occurred() != nullptr) {
+    return false;
+  }
+  const int sign = overflow != 0 ? overflow : static_cast<int>(priority > 0) - static_cast<int>(priority < 0);
+  if (sign != 0) {
+    request.level = sign > 0 ? kHigher : kLower;
   }
   if (kept[2].get() != Py_None) {
     const int returns = PyObject_IsTrue(kept[2].get());
@@ -131,7 +142,7 @@ PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return nullptr;
   }
   Request request;
-  Reference kept[3];
+  Reference kept[4];
   if (!read_request(args[1], request, kept)) {
     return nullptr;
   }

@@ -73,6 +73,8 @@ class Rates {
   // came back.
   explicit Rates(std::vector<std::vector<float>> priors);
 
+  static constexpr std::size_t kMostClasses = 4096;
+
   std::size_t classes() const noexcept { return classes_.size(); }
 
   // The number of the class with these levels. Once there are kMostClasses, unknown ones share the
@@ -123,7 +125,6 @@ class Rates {
  private:
   // Shapes over ages are learned for so many factors, the first.
   static constexpr std::size_t kShaped = 4;
-  static constexpr std::size_t kMostClasses = 4096;
 
   struct Class {
     Factors factors;

@@ -206,9 +206,12 @@ Work Segments::learning(std::uint32_t requests) {
       rates_.stage(number);
     } else {
       rates_.value(number);
-      for (std::size_t list = number * kBins; list < (number + 1) * kBins; ++list) {
-        if (ranked_.has(static_cast<std::uint32_t>(list))) {
-          ranked_.move(static_cast<std::uint32_t>(list));
+      for (std::uint32_t level = 0; level < kLevels; ++level) {
+        const auto first_list = static_cast<std::uint32_t>(level * kListsOfLevel + number * kBins);
+        for (std::uint32_t list = first_list; list < first_list + kBins; ++list) {
+          if (ranked_.has(list)) {
+            ranked_.move(list);
+          }
         }
       }
     }
@@ -259,9 +262,9 @@ void Segments::leave_bin(std::uint32_t live) {
 }
 
 void Segments::enter_list(std::uint32_t live) {
-  const std::uint32_t list = list_of(segments_[live_[live].segment].number, live_[live].bin);
+  const std::uint32_t list = list_of(live);
   if (list >= lists_.size()) {
-    lists_.resize(rates_.classes() * kBins);
+    lists_.resize(list / kListsOfLevel * kListsOfLevel + rates_.classes() * kBins);
   }
   Ends& ends = lists_[list];
   const std::uint32_t born = segments_[live_[live].segment].born;
@@ -285,7 +288,7 @@ void Segments::enter_list(std::uint32_t live) {
 
 void Segments::leave_list(std::uint32_t live) {
   Live& one = live_[live];
-  Ends& ends = lists_[list_of(segments_[one.segment].number, one.bin)];
+  Ends& ends = lists_[list_of(live)];
   (one.previous == kNone ? ends.first : live_[one.previous].next) = one.next;
   (one.next == kNone ? ends.last : live_[one.next].previous) = one.previous;
   one.listed = false;

@@ -18,6 +18,11 @@ namespace flexkv::eviction {
 
 inline constexpr std::uint32_t kMostLength = 0xffff;
 
+// Whether the priority of a request is the usual one. Of segments that are worth the same, those of a
+// lower level leave first.
+enum Level : std::uint8_t { kUsual, kLower, kHigher };
+inline constexpr std::uint32_t kLevels = 3;
+
 // Blocks `start` to `stop` of a request's prompt, which no later request has used. 20 bytes.
 struct Segment {
   std::uint32_t born = 0;  // tick when its age began
@@ -31,6 +36,7 @@ struct Segment {
   bool used : 1 = false;
   bool superseded : 1 = false;
   bool unknown : 1 = false;  // no request is known that it came from
+  std::uint8_t level : 2 = 0;  // see `Level`
 
   std::uint32_t stop() const noexcept { return std::uint32_t{start} + length; }
 
@@ -47,7 +53,7 @@ struct Live {
   std::uint32_t leaves = kNone;  // one of its blocks that may leave
   std::uint32_t older = kNone;   // neighbours of its age's bin
   std::uint32_t newer = kNone;
-  std::uint32_t previous = kNone;  // neighbours of its class and bin, of those that had a leaf
+  std::uint32_t previous = kNone;  // neighbours of its class, bin and level, of those that had a leaf
   std::uint32_t next = kNone;
   std::uint8_t bin = 0;
   bool listed = false;
@@ -83,6 +89,9 @@ class Segments {
 
   // A segment that is not placed yet, of a new generation.
   std::uint32_t make();
+
+  // Of a segment that is not listed.
+  void set_level(std::uint32_t id, Level level) noexcept { segments_[id].level = level; }
 
   // The segment belongs to this class from now on, and its age begins.
   void place(std::uint32_t id, std::uint16_t number);
@@ -136,22 +145,36 @@ class Segments {
  private:
   static constexpr float kSecondsOfTick = 1 / kTicksOfSecond;
 
-  // Whether a list of segments of one class and bin is worth less than another.
+  // Those of the usual level come first: without others, there are no numbers beyond them.
+  static constexpr auto kListsOfLevel = static_cast<std::uint32_t>(Rates::kMostClasses * kBins);
+
+  // Whether a list of segments of one class, bin and level is worth less than another.
   struct WorthLess {
     const Rates& rates;
     bool operator()(std::uint32_t one, std::uint32_t other) const noexcept {
       const float a = worth(one);
       const float b = worth(other);
-      return a != b ? a < b : one < other;
+      if (a != b) {
+        return a < b;
+      }
+      const int first = order(one / kListsOfLevel);
+      const int second = order(other / kListsOfLevel);
+      return first != second ? first < second : one < other;
+    }
+    static int order(std::uint32_t level) noexcept {
+      return level == kLower ? -1 : static_cast<int>(level == kHigher);
     }
     float worth(std::uint32_t list) const noexcept {
-      return rates.worth(static_cast<std::uint16_t>(list / kBins),
-                         static_cast<std::uint8_t>(list % kBins));
+      const std::uint32_t place = list % kListsOfLevel;
+      return rates.worth(static_cast<std::uint16_t>(place / kBins),
+                         static_cast<std::uint8_t>(place % kBins));
     }
   };
 
-  std::uint32_t list_of(std::uint16_t number, std::uint8_t bin) const noexcept {
-    return static_cast<std::uint32_t>(rates_.order_of(number) * kBins + bin);
+  std::uint32_t list_of(std::uint32_t live) const noexcept {
+    const Segment& segment = segments_[live_[live].segment];
+    return static_cast<std::uint32_t>(segment.level * kListsOfLevel +
+                                      rates_.order_of(segment.number) * kBins + live_[live].bin);
   }
   void enter_bin(std::uint32_t live, std::uint8_t bin);
   void leave_bin(std::uint32_t live);
@@ -175,7 +198,7 @@ class Segments {
   std::uint32_t next_ = 0;  // whose turn it is to leave
   std::uint32_t tick_ = 0;
   std::array<Ends, kBins> bins_{};  // oldest first
-  std::vector<Ends> lists_;         // by class and bin, oldest first
+  std::vector<Ends> lists_;         // by level, class and bin, oldest first
   Heap<WorthLess> ranked_;          // of the lists with segments, and some others
   // Segments before the place were counted for what it learns, with the ages of that tick.
   std::uint32_t counted_ = kNone;

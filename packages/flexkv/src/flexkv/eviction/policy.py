@@ -23,6 +23,8 @@ class RequestContext:
         returns: whether the client expects to send a prompt that begins with this one soon; None
             if the client did not say.
         tenant: number of its tenant; see `flexkv.types.tenants`.
+        priority: its priority; among blocks that a policy values alike, those of requests with a
+            lower priority go first.
         stores: whether the engine stores all blocks of its prompt that it computes.
     """
 
@@ -33,6 +35,7 @@ class RequestContext:
     returns: bool | None = None
     tenant: int = NO_TENANT
     stores: bool = False
+    priority: int = 0
 
 
 class GuardState(NamedTuple):
