@@ -12,7 +12,7 @@ from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, same, wait_for
 
 from flexkv.engine.choice.load_choice import LoadChooser
-from packages.inside import cache_of
+from packages.inside import cache_of, urgencies_of
 
 MakeRank = Callable[..., Rank]
 
@@ -53,6 +53,18 @@ def test_a_restart_finds_what_the_last_engine_stored(
     assert second.side.load("r", hashes, [7, 8, 9])
     assert second.side.fetched_tokens("r") == 0
     assert second.side.cancel("r")
+
+
+def test_a_fetch_has_the_priority_of_its_request(make_rank: MakeRank, disk: dict[str, Any]) -> None:
+    first = make_rank(settings=disk)
+    hashes = hashes_of("a", 3)
+    first.fill([1, 2, 3], seed=1)
+    assert first.store(hashes, [1, 2, 3])
+    first.close()
+    second = make_rank(settings=disk)
+    second.requests.limit(Request("r", [1] * 13, params={"flexkv.priority": 7}))
+    second.look_ahead("r", hashes)
+    assert [urgency.turn for urgency in urgencies_of(cache_of(second.side))] == [-7]
 
 
 def test_a_cleared_cache_has_nothing_in_any_tier(make_rank: MakeRank, disk: dict[str, Any]) -> None:

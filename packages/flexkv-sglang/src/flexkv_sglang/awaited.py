@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexkv.client import CacheClient, FetchId
@@ -58,6 +58,7 @@ class AwaitedPrefixes:
         chooser: decides which fetches are worth waiting for; borrowed.
         block_tokens: tokens of a block.
         trailing: the pages of which a hit needs the last.
+        priority_of: returns the priority of a request.
 
     Attributes:
         trailing: as given.
@@ -69,8 +70,10 @@ class AwaitedPrefixes:
         chooser: LoadChooser,
         block_tokens: int,
         trailing: TrailingPages = NONE_TRAILING,
+        priority_of: Callable[[str], int] = lambda rid: 0,
     ) -> None:
         self.trailing = trailing
+        self._priority_of = priority_of
         self._trailing: dict[str, _Trailing] = {}
         self._cache = cache
         self._chooser = chooser
@@ -94,7 +97,7 @@ class AwaitedPrefixes:
         Returns:
             Whether the fetch can be extended. If not, no tier has a block behind it.
         """
-        fetch = self._fetch(keys, tenant)
+        fetch = self._fetch(rid, keys, tenant)
         if fetch is None:
             return False
         self._fetches[rid] = _Fetched(fetch, list(keys), first)
@@ -201,8 +204,9 @@ class AwaitedPrefixes:
             self.end(rid)
             return False
         keys = self.trailing.keys_of_hit(trailing.keys[: trailing.pages])
-        trailing.fetch = self._fetch(keys, trailing.tenant)
+        trailing.fetch = self._fetch(rid, keys, trailing.tenant)
         return True
 
-    def _fetch(self, keys: Sequence[bytes], tenant: int) -> FetchId | None:
-        return self._cache.fetch(keys, tenant=tenant if self._cache.takes_tenants else None)
+    def _fetch(self, rid: str, keys: Sequence[bytes], tenant: int) -> FetchId | None:
+        own = tenant if self._cache.takes_tenants else None
+        return self._cache.fetch(keys, tenant=own, priority=self._priority_of(rid))

@@ -47,6 +47,7 @@ _PARAMETERS = (
     "returns",
     "retain_seconds",
     "release",
+    "priority",
 )
 """Parameters of requests that FlexKV follows in SGLang's `custom_params`. SGLang stores pages of
 its tree, which have no request, and loads in one way."""
@@ -164,6 +165,11 @@ class FollowedRequests:
         """Tokens that SGLang has for a request; 0 if that is unknown."""
         followed = self._followed.get(rid)
         return 0 if followed is None else followed.own_tokens
+
+    def priority_of(self, rid: str) -> int:
+        """The priority of a request; 0 if it is unknown."""
+        followed = self._followed.get(rid)
+        return 0 if followed is None else followed.options.priority or 0
 
     def limit(self, request: Any) -> int | None:
         """The most tokens to load for a request; None for no limit."""

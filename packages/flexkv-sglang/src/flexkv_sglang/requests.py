@@ -58,7 +58,13 @@ class SglangRequests:
         self.boundary = boundary
         self._keys_of = page_keys.of
         self.waiting = WaitingRequests(
-            cache, chooser, page_size, page_keys.of, boundary, trailing=trailing
+            cache,
+            chooser,
+            page_size,
+            page_keys.of,
+            boundary,
+            trailing=trailing,
+            priority_of=self._priority_of,
         )
         reader = options_reader(options)
         # The worker's figures count this rank's errors, which must not count twice.
@@ -150,3 +156,7 @@ class SglangRequests:
             ends.callback(self.figures.close)
             ends.callback(self.followed.close)
             ends.callback(self.end_fetches)
+
+    def _priority_of(self, rid: str) -> int:
+        """See `FollowedRequests.priority_of`."""
+        return self.followed.priority_of(rid)

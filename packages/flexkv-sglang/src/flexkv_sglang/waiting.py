@@ -40,8 +40,9 @@ class WaitingRequests:
         boundary: ErrorBoundary,
         *,
         trailing: TrailingPages = NONE_TRAILING,
+        priority_of: Callable[[str], int] = lambda rid: 0,
     ) -> None:
-        self.awaited = AwaitedPrefixes(cache, chooser, page_size, trailing)
+        self.awaited = AwaitedPrefixes(cache, chooser, page_size, trailing, priority_of)
         self.ahead = LookAhead(cache, self.awaited, keys_of, boundary)
         self._shares = not trailing.have_states
         self.shared = SharedPrefixes(lambda page: bool(cache.lookup(keys_of([page]))))

@@ -181,7 +181,7 @@ class RequestBlocks:
         if self._tried.issuperset(pending):
             return  # they are being fetched
         self._tried.update(wanted)
-        fetch = self._cache.fetch(wanted)
+        fetch = self._cache.fetch(wanted, priority=self.options.priority or 0)
         self._end_fetch()  # only now, so that what is under way goes on for the new one
         self._fetch, self._fetched, self._place = fetch, wanted, place
         self._is_waiting()
@@ -352,7 +352,7 @@ class RequestBlocks:
 _OPTIONS = (
     *("load", "store", "max_load_tokens", "max_store_tokens"),
     *("pin", "pin_seconds", "pin_name", "unpin"),
-    *("session", "returns", "retain_seconds", "release"),
+    *("session", "returns", "retain_seconds", "release", "priority"),
 )
 """Parameters of requests that FlexKV follows here: all but `load_mode`."""
 
@@ -399,11 +399,14 @@ class RequestMaker:
         """`options`, with hints of vLLM's own object, which its context of the request lacks."""
         session = None if options.session else getattr(request, "session_id", None)
         extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
-        found = self._options.read(request.request_id, None, EngineHints(session, extra))
+        priority = getattr(request, "priority", None) if options.priority is None else None
+        hints = EngineHints(session, extra, priority=priority or None)
+        found = self._options.read(request.request_id, None, hints)
         returns, seconds = options.returns, options.retain_seconds
         return replace(
             options,
             session=options.session or found.session,
             returns=found.returns if returns is None else returns,
             retain_seconds=found.retain_seconds if seconds is None else seconds,
+            priority=found.priority if options.priority is None else options.priority,
         )

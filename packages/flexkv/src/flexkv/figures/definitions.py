@@ -336,7 +336,7 @@ IGNORED_PARAMETERS = _counter(
 )
 HINT_ACTIONS = (
     *("session", "returns", "max_load_tokens", "max_store_tokens"),
-    *("retain", "release", "fetch", "prefetch", "demote", "other"),
+    *("retain", "release", "priority", "fetch", "prefetch", "demote", "other"),
 )
 HINTS = _counter(
     "hints",

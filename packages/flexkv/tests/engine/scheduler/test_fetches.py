@@ -19,6 +19,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.job import Priority
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Status
@@ -77,6 +78,18 @@ def node() -> Iterator[Node]:
     yield made
     made.disk.tasks.clear()
     made.arena.close()
+
+
+@pytest.mark.parametrize(("priority", "turn"), [(None, 0), (9, -9), (-9, 9)])
+def test_reads_have_the_priority_of_their_request(
+    node: Node, priority: int | None, turn: int
+) -> None:
+    node.tracked = TrackedRequest(node.tracked.request, RequestOptions(priority=priority))
+    node.fetches.begin_early(node.tracked, KEYS[:2])
+    assert node.offer() is None
+    assert {(task.key, task.priority, task.turn) for task in node.disk.tasks} == {
+        (key, Priority.LOAD, turn) for key in KEYS
+    }
 
 
 def test_a_request_waits_until_its_blocks_have_arrived(node: Node) -> None:

@@ -134,6 +134,43 @@ def test_how_long_blocks_are_retained(ttl: Any, seconds: float | None, result: H
         assert reader.ignored == 0
 
 
+@pytest.mark.parametrize(
+    ("made", "priority", "result"),
+    [
+        (request({"flexkv.priority": 7}), 7, ACCEPTED),
+        (request({"flexkv.priority": 101}), 100, CLIPPED),
+        (request({"flexkv.priority": -(10**30)}), -100, CLIPPED),
+        (request({"flexkv.priority": 0}, priority=5), 0, ACCEPTED),
+        (request({"flexkv.priority": 3}, priority=5), 3, ACCEPTED),
+        (request(priority=5), -5, ACCEPTED),
+        (request(priority=-200), 100, CLIPPED),
+        (request(priority=0), None, None),
+        (request(priority="high"), None, None),
+    ],
+)
+def test_the_priority_of_a_request(made: Any, priority: int | None, result: Any) -> None:
+    reader = OptionsReader()
+    options = reader.of(made)
+    assert options.priority == priority
+    assert reader.hints == ({} if result is None else {("priority", result): 1})
+    assert reader.ignored == 0
+    made.num_prompt_tokens = 1
+    assert context_of(made, options, 0).priority == (priority or 0)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "7", None])
+def test_a_priority_is_a_whole_number(value: Any) -> None:
+    reader = OptionsReader()
+    assert reader.of(request({"flexkv.priority": value})) == NONE
+    assert reader.ignored == 1
+
+
+def test_an_engines_priority_counts_only_where_requests_may_set_one() -> None:
+    reader = OptionsReader(allowed=("load",))
+    assert reader.of(request(priority=5)) == NONE
+    assert reader.hints == {("priority", UNSUPPORTED): 1}
+
+
 def test_a_conversation_that_ends_does_not_return() -> None:
     for made in (
         request(kv_hints=envelope(("kv.release", {}))),

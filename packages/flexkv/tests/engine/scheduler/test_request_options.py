@@ -35,12 +35,14 @@ def test_all_parameters() -> None:
         "flexkv.max_store_tokens": 50,
         "flexkv.retain_seconds": 300,
         "flexkv.release": False,
+        "flexkv.priority": -7,
         "flexkv.announced_tokens": 96,
     }
     assert list(params) == NAMES
     reader = OptionsReader()
     assert reader.of(request(params)) == RequestOptions(
         *(False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE, "chat 7", True, 50, 300.0),
+        priority=-7,
         announced_tokens=96,
     )
     assert reader.ignored == 0

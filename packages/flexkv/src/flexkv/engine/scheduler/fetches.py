@@ -49,7 +49,10 @@ class Fetches:
         """Fetch the blocks `keys` of a queued request before its turn comes. Another engine writes
         the first `announced` of them to a shared store."""
         tenant = self._tenant_of(tracked)
-        fetch = self._cache.fetch(keys, queued=True, tenant=tenant, announced=announced)
+        priority = tracked.options.priority or 0
+        fetch = self._cache.fetch(
+            keys, queued=True, tenant=tenant, announced=announced, priority=priority
+        )
         if fetch is not None:
             tracked.early = WantedFetch(fetch, keys)
             tracked.awaited = {}
@@ -129,7 +132,8 @@ class Fetches:
         if tracked.early is not None:
             self._cache.raise_priority(tracked.early.id)
         tenant = self._tenant_of(tracked)
-        begun = self._cache.fetch(keys, tenant=tenant, announced=announced)
+        priority = tracked.options.priority or 0
+        begun = self._cache.fetch(keys, tenant=tenant, announced=announced, priority=priority)
         fetch = None if begun is None else WantedFetch(begun, keys, start)
         self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
         if fetch is not None:

@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from flexkv.client import MOST_PRIORITY
+
 NAME_CHARACTERS = 64
 """The longest name of pins or of a conversation that is kept as it is; a UUID has 36 characters.
 Not tuned."""
@@ -78,11 +80,14 @@ class EngineHints(NamedTuple):
             from a header.
         extra: further parameters of the request (vLLM's `vllm_xargs`).
         envelope: vLLM's `kv_hints`.
+        priority: the priority of the request in the engine's queue; None for the usual one. The
+            lowest is served first.
     """
 
     session_id: object = None
     extra: object = None
     envelope: object = None
+    priority: object = None
 
 
 NO_HINTS = EngineHints()
@@ -120,7 +125,18 @@ def read_hints(
         yield from _retentions(context)
         if isinstance(resumes := context.get("expected_resume"), bool):
             yield Hint("returns", HintResult.ACCEPTED, "returns", resumes)
+    if isinstance(engine.priority, int) and engine.priority:
+        yield importance(-engine.priority)
     yield from _actions(engine.envelope)
+
+
+def importance(value: object) -> Hint:
+    """The hint that a request has a priority, of which the highest goes first."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return Hint("priority", HintResult.UNSUPPORTED)
+    kept = max(-MOST_PRIORITY, min(value, MOST_PRIORITY))
+    result = HintResult.ACCEPTED if kept == value else HintResult.CLIPPED
+    return Hint("priority", result, "priority", kept)
 
 
 def retention(value: object) -> Hint:

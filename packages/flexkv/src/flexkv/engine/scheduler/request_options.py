@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from flexkv.client import MOST_PRIORITY
 from flexkv.engine.choice.load_choice import LoadMode
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.hints import (
@@ -22,6 +23,7 @@ from flexkv.engine.scheduler.hints import (
     EngineHints,
     Hint,
     HintResult,
+    importance,
     name_of,
     read_hints,
     retention,
@@ -65,6 +67,9 @@ class RequestOptions:
             None if not said.
         release: whether its conversation ends with it: its blocks need not be retained, and no
             prompt that begins with this one is expected.
+        priority: from -`MOST_PRIORITY` to `MOST_PRIORITY`; tiers read for the highest first, and of
+            blocks that the eviction policy values alike, those of the lowest go first. None if not
+            said, which is 0.
         announced_tokens: the first tokens of its prompt whose blocks another engine writes to a
             shared store.
     """
@@ -82,6 +87,7 @@ class RequestOptions:
     max_store_tokens: int | None = None
     retain_seconds: float | None = None
     release: bool = False
+    priority: int | None = None
     announced_tokens: int = 0
 
     def limit_stored(self, tokens: int) -> int:
@@ -155,6 +161,14 @@ def _read_retention(value: object) -> float:
     return seconds
 
 
+def _read_priority(value: object) -> int:
+    hint = importance(value)
+    if hint.value is None:
+        raise ValueError
+    priority: int = hint.value
+    return priority
+
+
 _FLAG = "true or false"
 _COUNT = "a whole number from 0 on"
 _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -171,6 +185,10 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_store_tokens": (_read_count, _COUNT),
     "retain_seconds": (_read_retention, f"a number above 0; at most {MOST_RETAIN_SECONDS} count"),
     "release": (_read_flag, _FLAG),
+    "priority": (
+        _read_priority,
+        f"a whole number; -{MOST_PRIORITY} to {MOST_PRIORITY} count",
+    ),
     ANNOUNCED: (_read_count, _COUNT),
 }
 """For each parameter the function that reads its value or raises ValueError, and the allowed
@@ -184,8 +202,13 @@ _HINTS = {
     "max_store_tokens": "max_store_tokens",
     "retain_seconds": "retain",
     "release": "release",
+    "priority": "priority",
 }
 """Of each parameter that has other forms as well, the action in the metric of hints."""
+
+
+_BOUNDED = {"retain_seconds": retention, "priority": importance}
+"""For each parameter whose value is clipped to a bound, what becomes of it."""
 
 
 def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:
@@ -225,6 +248,7 @@ def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int)
         options.returns,
         tenant_number_of(request),
         options.store and options.max_store_tokens is None,
+        options.priority or 0,
     )
 
 
@@ -275,6 +299,7 @@ class OptionsReader:
             getattr(request, "session_id", None),
             getattr(getattr(request, "sampling_params", None), "extra_args", None),
             getattr(request, "kv_hints", None),
+            getattr(request, "priority", None) or None,
         )
         return self.read(request.request_id, getattr(request, "kv_transfer_params", None), hints)
 
@@ -339,8 +364,9 @@ class OptionsReader:
         return options
 
     def _count_own(self, name: str, value: object) -> None:
-        clips = name == "retain_seconds" and retention(value).result
-        self.hints[_HINTS[name], clips or HintResult.ACCEPTED] += 1
+        bounded = _BOUNDED.get(name)
+        result = HintResult.ACCEPTED if bounded is None else bounded(value).result
+        self.hints[_HINTS[name], result] += 1
 
     def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
         """Count wrong parameters of a request, and log the first of them in one line."""
