@@ -217,13 +217,26 @@ Block* Index::lease_victim() {
   }
   Block* const block = next_victim(kUnknownTenant);
   if (block != nullptr) {
-    hold(block);
-    ++block->leases;
-    detach(store_.parent_of(block), block->used);
-    block->leaving = true;
-    block->was_used = false;
+    begin_leaving(block);
   }
   return block;
+}
+
+Block* Index::lease_to_leave(KeyView key) {
+  Block* const block = table_.find(key);
+  if (stale_ > 0 || block == nullptr || !block->evictable()) {
+    return nullptr;
+  }
+  begin_leaving(block);
+  return block;
+}
+
+void Index::begin_leaving(Block* block) {
+  hold(block);
+  ++block->leases;
+  detach(store_.parent_of(block), block->used);
+  block->leaving = true;
+  block->was_used = false;
 }
 
 void Index::retire(Block* block) {
@@ -234,6 +247,11 @@ void Index::retire(Block* block) {
     remove(block);
     ++evictions_;
   }
+  keep(block);
+}
+
+void Index::keep(Block* block) {
+  const bool attached = block->attached();
   block->leaving = false;
   if (block->state == State::ready && !attached) {
     attach(store_.parent_of(block));

@@ -62,7 +62,9 @@ class Index {
   void unpin(Block* block);
   bool has_room();
   Block* lease_victim();
+  Block* lease_to_leave(KeyView key);
   void retire(Block* block);
+  void keep(Block* block);
   void hit(const Keys& keys, PyObject* context);
   void touch(const Keys& keys);
 
@@ -105,6 +107,7 @@ class Index {
   void count_uses(const std::vector<Block*>& leased, const std::vector<Block*>& pinned);
   void inform_policy(const std::vector<bool>& was_evictable);
   void hold(Block* block);
+  void begin_leaving(Block* block);
   void end_lease(Block* block);
   Slot take_slot(Tenant asking);
   Block* next_victim(Tenant asking);

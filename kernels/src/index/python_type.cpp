@@ -313,6 +313,12 @@ PyObject* lease_victim(PyObject* self, PyObject*) {
   return guarded([&] { return block_or_none(self, of(self).lease_victim()); });
 }
 
+PyObject* lease_to_leave(PyObject* self, PyObject* key) {
+  return guarded([&] {
+    return block_or_none(self, of(self).lease_to_leave(flexkv::index::view_of(key)));
+  });
+}
+
 PyObject* began(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     need_arguments(count, 3);
@@ -474,6 +480,8 @@ PyMethodDef methods[] = {
     {"unpin", with_block<&Index::unpin>, METH_O, nullptr},
     {"holds", holds, METH_O, nullptr},
     {"lease_victim", lease_victim, METH_NOARGS, nullptr},
+    {"lease_to_leave", lease_to_leave, METH_O, nullptr},
+    {"keep", with_block<&Index::keep>, METH_O, nullptr},
     {"retire", with_block<&Index::retire>, METH_O, nullptr},
     {"began", erased(began), METH_FASTCALL, nullptr},
     {"ended", erased(ended), METH_FASTCALL, nullptr},

@@ -169,6 +169,26 @@ class IndexModel(RuleBasedStateMachine):
             self.leaving.append(victim)
             self.used_before[victim] = victim.used
 
+    @rule(key=KEYS)
+    def lease_to_leave(self, key: bytes) -> None:
+        may = key in self.evictable() and not self.index.stale_blocks
+        victim = self.index.lease_to_leave(key)
+        assert (victim is not None) is may
+        if victim is not None:
+            assert victim.key == key
+            self.leaving.append(victim)
+            self.used_before[victim] = victim.used
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        victim = data.draw(st.sampled_from(self.leaving))
+        del self.used_before[victim]
+        was_there = self.is_current(victim)
+        self.leaving.remove(victim)
+        self.index.keep(victim)
+        assert self.is_current(victim) is was_there
+
     @precondition(lambda self: self.leaving)
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:

@@ -368,6 +368,16 @@ class BlockIndex(Protocol):
         """
         ...
 
+    def lease_to_leave(self, key: bytes, /) -> Block | None:
+        """Lease the block of `key`, as `lease_victim` leases a victim. `retire` or `keep` ends the
+        lease. Returns None if the block may not be evicted now, and while there are stale
+        blocks."""
+        ...
+
+    def keep(self, block: Block, /) -> None:
+        """End a lease of `lease_victim` or `lease_to_leave`. The block stays."""
+        ...
+
     def retire(self, block: Block, /) -> None:
         """End a lease of `lease_victim`, and evict the block unless it was leased, used or pinned
         since, or another block builds on it. Blocks of `lease_victim` that build on it leave with
