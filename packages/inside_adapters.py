@@ -74,6 +74,12 @@ def ignored_parameters(side: Any) -> int:
     return count
 
 
+def hints_of(side: Any) -> Mapping[Any, int]:
+    """The number of hints, by action and result."""
+    hints: Mapping[Any, int] = side._engine.options.hints
+    return hints
+
+
 def orders_of(side: Any) -> Any:
     """What a scheduler's side orders with the next step."""
     return side._orders

@@ -190,7 +190,8 @@ def test_parameters_that_sglang_cannot_pass_are_named(
     assert line == (
         "custom_params of request r has 'flexkv.store': False, which is ignored, like 1 more; "
         "allowed: flexkv.load, flexkv.max_load_tokens, flexkv.session, flexkv.returns, "
-        "flexkv.retain_seconds, flexkv.release, flexkv.priority"
+        "flexkv.retain_seconds, flexkv.release, flexkv.priority, "
+        "flexkv.demote"
     )
 
 

@@ -24,6 +24,7 @@ from sglang_world import (
 
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
+from flexkv.figures.definitions import HINTS, sample
 from flexkv_sglang import following
 from packages.inside import cache_of
 
@@ -219,6 +220,35 @@ def test_a_request_releases_what_its_conversation_has_retained(
     answer(rank, params={"flexkv.release": True})
     flood(rank, "c")
     assert in_host(call) == 0
+
+
+def test_a_request_demotes_its_blocks(
+    make_rank: MakeRank, disk: dict[str, Any], call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(settings=disk)
+    other = hashes_of("b", 2)
+    rank.store(other, [4, 5])
+    answer(rank, params={"flexkv.demote": True})
+    cache = cache_of(rank.side)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while in_host(call):
+        assert time.monotonic() < deadline
+        rank.side.ended_offloads()
+    (places,) = call("/lookup", hashes=HASHES)
+    assert [tier["blocks"] for tier in places["tiers"]] == [0, 3]
+    assert cache.ready_blocks == 2
+    assert rank.side.take_samples()[sample(HINTS.name, "demote", "accepted")] == 1
+
+
+def test_without_a_disk_a_demotion_is_unsupported(
+    make_rank: MakeRank, call: Callable[..., Any], soon: None
+) -> None:
+    rank = make_rank(settings=SMALL)
+    rank.store(HASHES, [1, 2, 3])
+    rank.requests.matched(Request("r", list(range(9)), params={"flexkv.demote": True}), 0)
+    rank.side.ended_offloads()
+    assert in_host(call) == 3
+    assert rank.side.take_samples()[sample(HINTS.name, "demote", "unsupported")] == 1
 
 
 def test_a_request_pins_its_blocks_until_another_unpins_them(

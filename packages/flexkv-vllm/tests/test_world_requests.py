@@ -7,11 +7,12 @@ import random
 from typing import Any
 
 import pytest
-from disk_world import fill, prompts
+from disk_world import PROMPT_BLOCKS, fill, hits, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 
+from flexkv.engine.scheduler.hints import HintResult
 from packages.conftest import Clock
-from packages.inside_adapters import adapter_of, failures_of
+from packages.inside_adapters import adapter_of, failures_of, hints_of, scheduler_of
 
 
 def test_without_load_nothing_is_looked_for(make_world: MakeWorld) -> None:
@@ -241,6 +242,33 @@ def test_the_end_of_a_conversation_releases_its_blocks(make_world: MakeWorld) ->
     assert world.cache.pinned_blocks == 7
     world.generate(text, max_tokens=1, params={"flexkv.release": True})
     assert world.cache.pinned_blocks == 1
+
+
+@pytest.mark.parametrize("admission", ["write_through", "second_hit", "on_evict"])
+def test_a_demoted_prompt_is_on_disk_alone_and_comes_back(
+    make_world: MakeWorld, admission: str
+) -> None:
+    world = make_world(slots=64, disk_slots=100, settings={"ssd_admission": admission})
+    text, other = prompts(15, 2)
+    world.generate(other)
+    before = world.cache.ready_blocks
+    world.generate(text, max_tokens=1, params={"flexkv.demote": True})
+    world.settle()
+    assert world.cache.ready_blocks == before
+    world.forget()
+    assert hits(world, text) == PROMPT_BLOCKS
+    assert world.cache.counters.fetched_blocks >= PROMPT_BLOCKS
+    world.check_outputs()
+
+
+def test_without_a_disk_a_demoted_prompt_stays(make_world: MakeWorld) -> None:
+    world = make_world(slots=64)
+    (text,) = prompts(16, 1)
+    world.generate(text, max_tokens=1, params={"flexkv.demote": True})
+    world.settle()
+    assert world.cache.ready_blocks == PROMPT_BLOCKS
+    hints = hints_of(scheduler_of(adapter_of(world.connector)))
+    assert hints == {("demote", HintResult.UNSUPPORTED): 1}
 
 
 def test_vllms_name_of_a_conversation_reaches_the_policy(

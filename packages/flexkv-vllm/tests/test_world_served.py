@@ -19,7 +19,8 @@ from traffic import Traffic, loaded, loads_more_than, make_stems
 from flexkv.client import FetchId
 from flexkv.engine.scheduler.held_hits import HeldHits
 from packages.flexkv.tests.service.served import Service
-from packages.inside import announced, line_of, promised_slots, stores_of
+from packages.inside import announced, index_of, line_of, promised_slots, stores_of
+from packages.tier_blocks import ready_blocks
 
 
 def served(make_world: MakeWorld, service: Service, **options: Any) -> ServedWorld:
@@ -264,6 +265,25 @@ def test_traffic_goes_on_when_the_service_ends(
         loads_more = loads_more_than(loaded(world))
         Traffic(world, rng, stems, clear_rate=0.0).run(20, [loads_more])
     assert all(line_of(world.cache).is_cut for world in worlds)
+
+
+def test_a_demoted_prompt_is_on_the_services_disk_alone(
+    make_service: MakeService, make_world: MakeWorld, tmp_path: Path
+) -> None:
+    service = make_service(ssd_cache_gb=0.02, ssd_cache_dir=(str(tmp_path / "disk"),))
+    one, other = served(make_world, service), served(make_world, service)
+    text, kept = prompts(18, 2)
+    one.generate(kept, max_tokens=1)
+    one.settle()
+    before = set(ready_blocks(index_of(service.pool.cache)))
+    assert before
+    one.generate(text, max_tokens=1, params={"flexkv.demote": True})
+    one.settle()
+    wait_until(lambda: not service.pool.busy, one.poll)
+    wait_until(lambda: set(ready_blocks(index_of(service.pool.cache))) == before, one.poll)
+    assert hits(other, text) == PROMPT_BLOCKS
+    other.check_outputs()
+    assert_nothing_is_lost(service)
 
 
 @pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])

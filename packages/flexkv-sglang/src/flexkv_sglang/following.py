@@ -48,6 +48,7 @@ _PARAMETERS = (
     "retain_seconds",
     "release",
     "priority",
+    "demote",
 )
 """Parameters of requests that FlexKV follows in SGLang's `custom_params`. SGLang stores pages of
 its tree, which have no request, and loads in one way."""
@@ -329,9 +330,13 @@ class FollowedRequests:
         self._reports.ended(request, all_keys)  # first: SGLang may fail to hash the pages
         if followed.keeps:
             self._keep(followed, all_keys())
-        if options.release:
+        if options.release or options.demote:
             keys = all_keys()
-            self._cache.release([*keys, *self._trailing.keys_behind(keys)], tenant_of(request))
+            own = [*keys, *self._trailing.keys_behind(keys)]
+            if options.release:
+                self._cache.release(own, tenant_of(request))
+            if options.demote:
+                self._cache.demote(own)
 
     def _keys_at_end(self, followed: _Followed) -> PackedKeys:
         """The keys of all pages of a request's prompt and answer."""

@@ -67,6 +67,7 @@ class SglangRequests:
             priority_of=self._priority_of,
         )
         reader = options_reader(options)
+        reader.set_media(cache.info.media)
         # The worker's figures count this rank's errors, which must not count twice.
         self.figures = CacheFigures(
             cache, ErrorBoundary(), reader.put_counts, lambda: chooser.prefill_cost

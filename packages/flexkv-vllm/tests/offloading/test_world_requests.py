@@ -120,6 +120,25 @@ def test_the_end_of_a_conversation_releases_its_blocks(
     assert world.cache.pinned_blocks == 1
 
 
+def test_a_demoted_prompt_is_on_disk_alone_and_comes_back(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world(slots=64, disk_slots=100)
+    rng = random.Random(17)
+    text, kept = random_prompt(rng, 100), random_prompt(rng, 40)
+    world.generate(kept, max_tokens=1)
+    world.settle()
+    before = world.cache.ready_blocks
+    assert before > 0
+    world.generate(text, max_tokens=1, params={"flexkv.demote": True})
+    world.settle()
+    assert world.cache.ready_blocks == before
+    world.forget()
+    assert world.external_tokens[world.generate(text)] == 96
+    assert world.cache.counters.fetched_blocks > 0
+    world.check_outputs()
+
+
 @pytest.mark.parametrize("ways", [("extra",), ("field",), ("field", "extra"), ("own", "field")])
 def test_hints_of_agents_are_followed(
     make_offloading_world: MakeOffloadingWorld, ways: tuple[str, ...]

@@ -124,6 +124,7 @@ class KVCache:
         self._device: DeviceLink[BlockRow] = DeviceLink(arena.board, self._meter)
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
+        self.demote = self._below.demote
         self.info = CacheInfo(
             num_slots=arena.spec.num_slots,
             slot_bytes=arena.spec.format.slot_bytes,
@@ -333,9 +334,8 @@ class KVCache:
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """See `CacheClient.missing`."""
-        if not start:
-            return self._index.missing(keys)
-        return [start + i for i in self._index.missing(keys[start:])]
+        found = self._index.missing(keys[start:] if start else keys)
+        return [start + i for i in found] if start else found
 
     @_sound
     def store(

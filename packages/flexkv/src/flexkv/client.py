@@ -421,6 +421,17 @@ class CacheClient(Protocol):
         """End what `retain` has done for these blocks and this owner."""
         ...
 
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """Write the blocks of a prefix to lower tiers, and evict those that are there then: the end
+        of the prefix first, without blocks that others build on, use, pin or retain. Later polls do
+        that. Does nothing without a lower tier.
+
+        Args:
+            keys: keys of the prefix, first block first; those of several prefixes may follow each
+                other.
+        """
+        ...
+
     def poll(self) -> list[Ended]:
         """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
         Returns the loads and stores that have ended. If this raises, the next call returns them."""

@@ -124,6 +124,7 @@ class Chance:
             lambda: wire.RequestEnded(self.text(), self.integer()),
             lambda: wire.Pin(self.keys(), self.text(), self.seconds(), self.rng.random() < 0.5),
             lambda: wire.Unpin(self.text(), self.rng.choice((None, self.keys()))),
+            lambda: wire.Demote(self.keys()),
             lambda: wire.Fetch(
                 *(self.integer(), self.keys(), self.rng.random() < 0.5, self.tenant()),
                 *(self.integer(), self.integer()),

@@ -33,7 +33,7 @@ def pins(made: Iterator[int], ended: bool) -> Iterator[wire.ToService]:
 
 def fetches(made: Iterator[int], ended: bool) -> Iterator[wire.ToService]:
     for number in made:
-        yield wire.Fetch(number, [], False, None, 0)
+        yield wire.Fetch(number, [], False, None, 0, 0)
         if ended:
             yield wire.EndFetch(number)
 

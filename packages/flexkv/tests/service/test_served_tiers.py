@@ -119,6 +119,31 @@ def test_blocks_of_a_disk_are_fetched(with_disk: Service, attach: Attach) -> Non
     until(lambda: not open_fetches(with_disk.pool.cache))
 
 
+def test_demoted_blocks_leave_the_memory_of_all_engines(with_disk: Service, attach: Attach) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    keys, kept = keys_of("a", 4), keys_of("b", 2)
+    assert one.store(keys) == keys
+    assert other.store(kept) == kept
+    other.settle()
+    one.cache.touch(keys)
+    one.cache.demote(keys)
+    one.settle()
+    until(lambda: one.cache.presence(keys) == [BELOW] * 4, one.cache.poll)
+    assert other.cache.presence(keys + kept) == [BELOW] * 4 + [HOST] * 2
+
+
+def test_a_demotion_of_a_long_prefix_takes_several_messages(
+    with_disk: Service, attach: Attach
+) -> None:
+    one = attach(with_disk)
+    one.settle()
+    keys = keys_of("long", 2 * wire.MOST_KEYS + 1)
+    one.cache.demote(keys)
+    sent = [message for message in messages_of(one) if isinstance(message, wire.Demote)]
+    assert [len(message.keys) for message in sent] == [1, wire.MOST_KEYS, wire.MOST_KEYS]
+    assert [key for message in reversed(sent) for key in message.keys] == keys
+
+
 def test_a_fetch_has_the_priority_of_its_request(with_disk: Service, attach: Attach) -> None:
     one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
     keys = keys_of("a", 4)

@@ -256,10 +256,15 @@ class RequestBlocks:
             self._cache.retain(keys, tenant_of(request), options.retain_seconds)
 
     def release(self) -> None:
-        """It has ended: retain its blocks no longer, if it asks for that."""
-        if self.options.release and self.request is not None:
-            keys = [key for group in self.groups for key in group.keys]
+        """It has ended: retain its blocks no longer, or demote them, if it asks for that."""
+        options = self.options
+        if self.request is None or not (options.release or options.demote):
+            return
+        keys = [key for group in self.groups for key in group.keys]
+        if options.release:
             self._cache.release(keys, tenant_of(self.request))
+        if options.demote:
+            self._cache.demote(keys)
 
     def used(self, tokens: int) -> list[bytes]:
         """Keys of the blocks that a hit of the first `tokens` tokens uses."""
@@ -352,7 +357,7 @@ class RequestBlocks:
 _OPTIONS = (
     *("load", "store", "max_load_tokens", "max_store_tokens"),
     *("pin", "pin_seconds", "pin_name", "unpin"),
-    *("session", "returns", "retain_seconds", "release", "priority"),
+    *("session", "returns", "retain_seconds", "release", "priority", "demote"),
 )
 """Parameters of requests that FlexKV follows here: all but `load_mode`."""
 
@@ -374,6 +379,7 @@ class RequestMaker:
     ) -> None:
         self._cache = cache
         self._options = OptionsReader(allowed, _OPTIONS, own_tokens=False)
+        self._options.set_media(cache.info.media)
         self._fetch_ended = fetch_ended
 
     def put_counts(self, meter: Meter) -> None:

@@ -179,6 +179,10 @@ class EpochCache:
         """See `CacheClient.release`."""
         self._cache.release(self._own(keys), owner)
 
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.demote`."""
+        self._cache.demote(self._own(keys))
+
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`."""
         return self._cache.remove(self._own(keys))

@@ -297,7 +297,14 @@ class AttachedEngine:
                 self._announced.end(cell)
             case wire.Return():
                 self._take_back(message.slots)
-            case wire.RecordUse() | wire.Touch() | wire.RequestEnded() | wire.Pin() | wire.Unpin():
+            case (
+                wire.RecordUse()
+                | wire.Touch()
+                | wire.Demote()
+                | wire.RequestEnded()
+                | wire.Pin()
+                | wire.Unpin()
+            ):
                 self._uses.handle(message, self.tenant)
             case wire.Fetch() | wire.ExtendFetch() | wire.RaiseFetch() | wire.EndFetch():
                 assert self._fetches is not None

@@ -18,7 +18,9 @@ _MOST_PROMPT = 1 << 20
 _MOST_NAMES = 1 << 18
 """Requests, and pins, that an engine has not ended: more than any engine has at once. Not tuned."""
 
-AboutUse: TypeAlias = wire.RecordUse | wire.Touch | wire.RequestEnded | wire.Pin | wire.Unpin
+AboutUse: TypeAlias = (
+    wire.RecordUse | wire.Touch | wire.Demote | wire.RequestEnded | wire.Pin | wire.Unpin
+)
 
 
 class EngineUses:
@@ -55,6 +57,8 @@ class EngineUses:
                 self._record(message, tenant)
             case wire.Touch():
                 cache.touch(message.keys)
+            case wire.Demote():
+                cache.demote(message.keys)
             case wire.RequestEnded():
                 request = self._own(message.request_id)
                 self._requests.discard(request)

@@ -247,6 +247,12 @@ class Unpin(Message, frozen=True, tag="unpin"):
     keys: list[bytes] | None
 
 
+class Demote(Message, frozen=True, tag="demote"):
+    """See `CacheClient.demote`."""
+
+    keys: list[bytes]
+
+
 class Fetch(Message, frozen=True, tag="fetch"):
     """See `CacheClient.fetch`. Further keys follow with `ExtendFetch`."""
 
@@ -310,6 +316,7 @@ ToService: TypeAlias = (
     | RequestEnded
     | Pin
     | Unpin
+    | Demote
     | Fetch
     | ExtendFetch
     | RaiseFetch

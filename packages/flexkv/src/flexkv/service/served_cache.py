@@ -353,6 +353,10 @@ class ServedCache:
         """See `CacheClient.release`."""
         self._uses.release(keys, owner)
 
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.demote`."""
+        self._uses.demote(keys)
+
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`. The pool's blocks stay, which other engines use."""
         return 0

@@ -67,6 +67,12 @@ class ServedUses:
         for part in _parts(keys):
             self._line.put(wire.Unpin(repr(owner), part))
 
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.demote`."""
+        # The last part first: the end of the prefix leaves before its beginning.
+        for part in reversed([*_parts(keys)]):
+            self._line.put(wire.Demote(part))
+
     def unpin_all(self) -> None:
         """End the pins of all owners."""
         for owner in self._pins:

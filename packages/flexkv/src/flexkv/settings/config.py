@@ -39,7 +39,8 @@ MOST_PIN_SECONDS = 30 * 24 * 3600
 _PIN_OPTIONS = ("pin", "pin_seconds", "pin_name", "unpin")
 _FREE_OPTIONS = (
     *("load", "store", "max_load_tokens", "load_mode", "session", "returns"),
-    *("max_store_tokens", "retain_seconds", "release", "priority", "announced_tokens"),
+    *("max_store_tokens", "retain_seconds", "release", "priority", "demote"),
+    "announced_tokens",
 )
 """The parameters of requests, without their prefix. Those that do not pin concern little more than
 the request that has them."""

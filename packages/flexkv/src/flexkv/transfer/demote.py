@@ -368,6 +368,7 @@ class EvictionWriteback:
         self._index = index
         self._demoters = demoters
         self._leaving: dict[Block, set[Demoter]] = {}
+        self._asked: dict[Block, Sequence[Demoter]] = {}
         self._behind: Counter[Block] = Counter()  # how many of these build on a block
 
     def make_room(self) -> None:
@@ -383,16 +384,23 @@ class EvictionWriteback:
             victim = self._index.lease_victim()
             if victim is None:
                 break
-            self._leaving[victim] = set(demoters)
-            if victim.parent is not None:
-                self._behind[victim.parent] += 1
             victims.append(victim)
-        for demoter in demoters:
-            demoter.write_leaving(victims)
+        self._write(victims, demoters)
+
+    def demote(self, victims: Sequence[Block], demoters: Sequence[Demoter]) -> None:
+        """Let demoters write blocks, and evict each block that then is in a tier. The others stay.
+
+        Args:
+            victims: blocks of `BlockIndex.lease_to_leave`, in its order.
+            demoters: the writers of the tiers.
+        """
+        self._asked.update((victim, demoters) for victim in victims)
+        self._write(victims, demoters)
 
     def forget(self) -> None:
         """Discard all blocks that leave, because the index has ended all leases."""
         self._leaving.clear()
+        self._asked.clear()
         self._behind.clear()
 
     def wrote(self, demoter: Demoter, block: Block) -> None:
@@ -405,12 +413,29 @@ class EvictionWriteback:
         last: Block | None = block
         while last is not None and self._leaving.get(last) == set() and last not in self._behind:
             del self._leaving[last]
-            self._index.retire(last)
+            writers_of = self._asked.pop(last, None)
+            if writers_of is None or _is_in_one(writers_of, last.key):
+                self._index.retire(last)
+            else:
+                self._index.keep(last)
             last = last.parent
             if last is not None:
                 self._behind[last] -= 1
                 if not self._behind[last]:
                     del self._behind[last]
+
+    def _write(self, victims: Sequence[Block], demoters: Sequence[Demoter]) -> None:
+        for victim in victims:
+            self._leaving[victim] = set(demoters)
+            if victim.parent is not None:
+                self._behind[victim.parent] += 1
+        for demoter in demoters:
+            demoter.write_leaving(victims)
+
+
+def _is_in_one(demoters: Sequence[Demoter], key: bytes) -> bool:
+    """Whether the tier of one of the demoters has the block of `key`."""
+    return any(demoter.source.contains([key])[0] for demoter in demoters)
 
 
 class SlotReclaimer:

@@ -8,7 +8,7 @@ once, and each poll counts some of its blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.eviction import RequestContext
@@ -30,6 +30,8 @@ class _Use:
     hit: RequestContext | None
     lacking: list[Demoter] = field(default_factory=list)
     """The writers of tiers that lack a block of the prefix that the arena has."""
+    then: Callable[[], None] | None = None
+    """Called when the prefix is counted."""
 
 
 class PrefixAccesses:
@@ -66,6 +68,10 @@ class PrefixAccesses:
             self.waiting.append(_Use(keys[:], len(keys), hit))
             self._backlog += len(keys)
 
+    def call_after(self, call: Callable[[], None]) -> None:
+        """Make a call once all uses that are noted so far are counted."""
+        self.waiting.append(_Use((), 0, None, then=call))
+
     def count(self) -> None:
         """Count some of the noted blocks. The last block of a prefix is counted first, so that it
         is evicted first."""
@@ -81,6 +87,8 @@ class PrefixAccesses:
                 self.waiting.popleft()
                 for demoter in use.lacking:
                     demoter.complete(use.keys)
+                if use.then is not None:
+                    use.then()
 
     def clear(self) -> None:
         """Discard all noted uses, because the arena was cleared."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flexkv.eviction import RequestContext
 from flexkv.figures.counters import TierCounters
@@ -20,6 +21,7 @@ from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex, BlockRow
 from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
 from flexkv.tiers.circuit import CircuitState
+from flexkv.transfer.asked_demotions import AskedDemotions
 from flexkv.transfer.demote import Demoter, EvictionWriteback, SlotReclaimer
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.prefix_accesses import PrefixAccesses
@@ -74,6 +76,7 @@ class TierStack:
             tier for tier in self.tiers if not isinstance(tier, QueriedTier)
         ]
         self.uses = PrefixAccesses(index, self._indexed, on_hit)
+        self._asked = AskedDemotions(index, self._demoters, self._writeback)
         self._drains_since: float | None = None
         self._kept: dict[Source, _Kept] = {}
 
@@ -89,7 +92,7 @@ class TierStack:
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
-        if self.uses.waiting or self.fetcher.busy:
+        if self.uses.waiting or self.fetcher.busy or self._asked.due:
             return True
         for demoter in self._demoters:  # noqa: SIM110 - `any` makes a call for each
             if demoter.busy:
@@ -182,6 +185,7 @@ class TierStack:
             ready: whether they were copied; else the store has failed.
         """
         self.fetcher.complete(keys)
+        self._asked.retry()
         if ready:
             for demoter in self._on_store:
                 demoter.offer(keys)
@@ -199,6 +203,12 @@ class TierStack:
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         """Note the use of a prefix; see `PrefixAccesses.note`."""
         self.uses.note(keys, hit)
+
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.demote`."""
+        if self._sources:
+            # A use that is counted later would look as if somebody wanted the blocks again.
+            self.uses.call_after(partial(self._asked.note, list(keys)))
 
     def poll(self) -> None:
         """Take the results of all tiers, and begin what follows from them. Does not wait."""
@@ -223,6 +233,7 @@ class TierStack:
         # After the writes: in a tier, the beginning of a prefix must not be older than its end.
         # Before the victims are chosen.
         self.uses.count()
+        self._asked.follow()
         self._writeback.make_room()
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
@@ -272,6 +283,7 @@ class TierStack:
         tiers keep what they have, and the blocks of writes under way."""
         self.fetcher.clear()
         self.uses.clear()
+        self._asked.clear()
         for demoter in self._demoters:
             for block in demoter.clear():
                 self._writeback.wrote(demoter, block)
@@ -323,6 +335,7 @@ class TierStack:
         self._drains_since = None
         self.fetcher.forget()
         self.uses.clear()
+        self._asked.clear()
         self._writeback.forget()
         self._reclaimer.forget()
         for demoter in self._demoters:

@@ -22,6 +22,7 @@ from flexkv.engine.scheduler.request_options import (
 )
 from flexkv.figures.definitions import HINT_ACTIONS, HINTS, sample
 from flexkv.figures.meter import Meter
+from flexkv.types.changes import Medium
 
 ACCEPTED, CLIPPED, EXPIRED, UNSUPPORTED = HintResult
 
@@ -183,6 +184,30 @@ def test_a_conversation_that_ends_does_not_return() -> None:
     assert OptionsReader().of(made) == RequestOptions(returns=True)
 
 
+DEMOTING = (
+    request({"flexkv.demote": True}),
+    request(kv_hints=envelope(("kv.demote@1.0", {}))),
+    request(kv_hints=envelope(("kv.offload", {}))),
+)
+
+
+@pytest.mark.parametrize("made", DEMOTING)
+def test_a_request_demotes_its_blocks_where_there_is_a_lower_tier(made: Any) -> None:
+    reader = OptionsReader()
+    reader.set_media((Medium.DISK,))
+    assert reader.of(made) == RequestOptions(demote=True)
+    assert reader.hints == {("demote", ACCEPTED): 1}
+
+
+@pytest.mark.parametrize("made", DEMOTING)
+def test_without_a_lower_tier_a_demotion_is_unsupported(made: Any) -> None:
+    reader = OptionsReader()
+    reader.set_media(())
+    assert reader.of(made) == NONE
+    assert reader.hints == {("demote", UNSUPPORTED): 1}
+    assert reader.ignored == 0
+
+
 def test_actions_that_flexkv_does_not_follow_are_counted() -> None:
     reader = OptionsReader()
     many = [("kv.retain", {"ttl": 5})] * 40
@@ -210,6 +235,7 @@ def test_a_hint_gets_no_more_than_settings_and_role_allow() -> None:
 
 def test_the_metric_has_every_action_and_result() -> None:
     reader, meter = OptionsReader(), Meter()
+    reader.set_media(())
     reader.of(request({"max_load_tokens": 5}, kv_hints=envelope(("kv.demote", {}))))
     reader.put_counts(meter)
     assert meter.values[sample(HINTS.name, "max_load_tokens", "accepted")] == 1

@@ -36,6 +36,7 @@ def test_all_parameters() -> None:
         "flexkv.retain_seconds": 300,
         "flexkv.release": False,
         "flexkv.priority": -7,
+        "flexkv.demote": True,
         "flexkv.announced_tokens": 96,
     }
     assert list(params) == NAMES
@@ -43,6 +44,7 @@ def test_all_parameters() -> None:
     assert reader.of(request(params)) == RequestOptions(
         *(False, False, 100, True, 2.5, "me", True, LoadMode.LAYERWISE, "chat 7", True, 50, 300.0),
         priority=-7,
+        demote=True,
         announced_tokens=96,
     )
     assert reader.ignored == 0

@@ -185,6 +185,8 @@ def _actions(envelope: object) -> Iterator[Hint]:
             yield Hint(action, HintResult.UNSUPPORTED)
         elif action == "release":
             yield Hint(action, HintResult.ACCEPTED, "release", True)
+        elif action == "demote":
+            yield Hint(action, HintResult.ACCEPTED, "demote", True)
         elif action in _ALWAYS:
             yield Hint(action, HintResult.ACCEPTED)
         elif action == "retain" and (found := list(_retentions(payload))):

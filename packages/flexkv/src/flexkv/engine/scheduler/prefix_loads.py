@@ -159,9 +159,13 @@ class PrefixLoads:
         """Count the use of an ended request's prefix, which has `tokens` tokens."""
         self._cache.touch(self._matcher.blocks_of(tracked, tokens))
         matcher = self._matcher
-        if tracked.options.release:
+        options = tracked.options
+        if options.release or options.demote:
             keys = [*matcher.keys_of(tracked, tokens), *matcher.others_of(tracked, tokens)]
-            self._cache.release(keys, tenant_of(tracked.request))
+            if options.release:
+                self._cache.release(keys, tenant_of(tracked.request))
+            if options.demote:
+                self._cache.demote(keys)
         self._reports.ended(
             tracked.request,
             lambda: matcher.keys_of(tracked, tokens),

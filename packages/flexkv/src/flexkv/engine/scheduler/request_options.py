@@ -32,6 +32,7 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import HINTS, IGNORED_PARAMETERS
 from flexkv.figures.meter import Meter
 from flexkv.settings import MOST_PIN_SECONDS
+from flexkv.types.changes import Medium
 from flexkv.types.tenants import tenant_number
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class RequestOptions:
         priority: from -`MOST_PRIORITY` to `MOST_PRIORITY`; tiers read for the highest first, and of
             blocks that the eviction policy values alike, those of the lowest go first. None if not
             said, which is 0.
+        demote: whether its blocks go to lower tiers, and leave host memory, when it ends.
         announced_tokens: the first tokens of its prompt whose blocks another engine writes to a
             shared store.
     """
@@ -88,6 +90,7 @@ class RequestOptions:
     retain_seconds: float | None = None
     release: bool = False
     priority: int | None = None
+    demote: bool = False
     announced_tokens: int = 0
 
     def limit_stored(self, tokens: int) -> int:
@@ -189,6 +192,7 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         _read_priority,
         f"a whole number; -{MOST_PRIORITY} to {MOST_PRIORITY} count",
     ),
+    "demote": (_read_flag, _FLAG),
     ANNOUNCED: (_read_count, _COUNT),
 }
 """For each parameter the function that reads its value or raises ValueError, and the allowed
@@ -203,6 +207,7 @@ _HINTS = {
     "retain_seconds": "retain",
     "release": "release",
     "priority": "priority",
+    "demote": "demote",
 }
 """Of each parameter that has other forms as well, the action in the metric of hints."""
 
@@ -291,7 +296,13 @@ class OptionsReader:
         self._field = field
         self._role = role
         self._own_tokens = own_tokens
+        self._unsupported: set[str] = set()
         self._warnings = 0
+
+    def set_media(self, media: Collection[Medium]) -> None:
+        """The engine's cache has these lower tiers. Without one, requests demote nothing."""
+        if not media:
+            self._unsupported.add("demote")
 
     def of(self, request: EngineRequest) -> RequestOptions:
         """The options of `request`."""
@@ -331,7 +342,7 @@ class OptionsReader:
         if hint.option in options:
             return
         result = hint.result
-        if hint.option and hint.option not in self._names:
+        if hint.option in self._unsupported or (hint.option and hint.option not in self._names):
             result = HintResult.UNSUPPORTED
         elif hint.option:
             options[hint.option] = hint.value
@@ -357,6 +368,8 @@ class OptionsReader:
             except ValueError:
                 bad.append((f"has {key}: {_shown(value)}", allowed))
                 continue
+            if name in self._unsupported:
+                del options[name]
             if name in _HINTS:
                 self._count_own(name, value)
         if bad:
@@ -366,6 +379,8 @@ class OptionsReader:
     def _count_own(self, name: str, value: object) -> None:
         bounded = _BOUNDED.get(name)
         result = HintResult.ACCEPTED if bounded is None else bounded(value).result
+        if name in self._unsupported:
+            result = HintResult.UNSUPPORTED
         self.hints[_HINTS[name], result] += 1
 
     def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:

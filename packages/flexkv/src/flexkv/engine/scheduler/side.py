@@ -81,6 +81,7 @@ class RequestSide(Generic[Orders]):
         self._lost_some = False
         engine.boundary.after_error = self._after_error
         options = engine.options
+        options.set_media(self._cache.info.media)
         self._requests = Requests(self._cache, self._abandon, options)
         self.figures = CacheFigures(
             self._cache, engine.boundary, options.put_counts, lambda: chooser.prefill_cost
