@@ -61,11 +61,11 @@ MODEL = {
 }
 
 
-async def _generate(_: object) -> Any:
+async def generate_nothing(_: object) -> Any:
     yield {}
 
 
-def _write_model(folder: Path) -> str:
+def write_model(folder: Path) -> str:
     for name, content in MODEL.items():
         (folder / name).write_text(json.dumps(content))
     return str(folder)
@@ -75,7 +75,7 @@ async def _follow(events: str, block_size: int) -> tuple[KvRouter, object]:
     """The router of one worker, whose events it follows, and what must live as long."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
     endpoint = runtime.endpoint("dynamo.backend.generate")
-    serving = asyncio.ensure_future(endpoint.serve_endpoint(_generate))
+    serving = asyncio.ensure_future(endpoint.serve_endpoint(generate_nothing))
     about = ModelRuntimeConfig()
     about.enable_local_indexer = True
     about.kv_event_publishing_enabled = True
@@ -83,7 +83,7 @@ async def _follow(events: str, block_size: int) -> tuple[KvRouter, object]:
         ModelInput.Tokens,
         ModelType.Chat,
         endpoint,
-        _write_model(Path(tempfile.mkdtemp())),
+        write_model(Path(tempfile.mkdtemp())),
         "model",
         kv_cache_block_size=block_size,
         runtime_config=about,
