@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines start with what `flexkv migrate` makes of configurations of LMCache, and load blocks.
+"""Engines start with what `flexkv migrate` makes of configurations of LMCache and of vLLM's own
+offloading, and load blocks.
 
 The sizes of the published configurations are made smaller.
 """
@@ -49,6 +50,14 @@ extra_config:
   master_server_address: "{master}"
   global_segment_size: 67108864
   local_buffer_size: 67108864
+"""
+OFFLOADING = """
+args:
+- |
+  exec vllm serve MODEL --kv-transfer-config '{{"kv_connector":"OffloadingConnector",
+    "kv_role":"kv_both","kv_connector_extra_config":{{"spec_name":"TieringOffloadingSpec",
+    "cpu_bytes_to_use":134217728,"block_size":256,
+    "secondary_tiers":[{{"type":"fs_python","root_dir":"{folder}","n_read_threads":16}}]}}}}'
 """
 
 Migrate = Callable[[str], Connector]
@@ -119,3 +128,23 @@ def test_mooncake_without_a_metadata_server(
         reference.check_all(WARM, found, what="the other")
         assert restored(found) == restorable(WARM)
         assert hits_by_tier(other) == {"mooncake": sum(restorable(WARM))}
+
+
+def test_vllms_own_offloading_to_a_shared_folder(
+    host: EngineHost,
+    reference: Reference,
+    engine_config: Callable[..., EngineConfig],
+    migrate: Migrate,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("obstore")
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o700)
+    config = engine_config(migrate(OFFLOADING.format(folder=folder)))
+    engine = host.start(config)
+    reference.check_all(WARM, ask_each(engine, WARM), what="cold")
+    engine.forget()
+    warm = ask_each(engine, WARM)
+    reference.check_all(WARM, warm, what="from host memory")
+    assert restored(warm) == restorable(WARM)
+    assert any(folder.rglob("*")), "the blocks are in the folder"

@@ -77,6 +77,44 @@ spec:
         - {name: PYTHONHASHSEED, value: "123"}
         - {name: TOKEN, valueFrom: {secretKeyRef: {name: a, key: b}}}
 """
+OFFLOADING_TO_A_FOLDER = """
+kind: Deployment
+spec:
+  template:
+    spec:
+      containers:
+      - name: modelserver
+        command: ["/bin/bash", "-c"]
+        args:
+        - |
+          exec vllm serve MODEL --tensor-parallel-size=2 --kv-transfer-config '{
+            "kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{
+            "spec_name":"TieringOffloadingSpec","cpu_bytes_to_use":214748364800,"block_size":256,
+            "secondary_tiers":[{"type":"fs_python","root_dir":"/mnt/files","n_read_threads":16}]}}'
+"""
+OFFLOADING = """
+args:
+- MODEL
+- --kv-transfer-config
+- '{"kv_connector":"OffloadingConnector",
+  "kv_connector_extra_config":{"cpu_bytes_to_use":1610612736}}'
+"""
+SEVERAL = """
+args:
+- --kv-transfer-config
+- '{"kv_connector":"MultiConnector","kv_role":"kv_producer",
+  "kv_connector_extra_config":{"connectors":[
+  {"kv_connector":"NixlConnector","kv_role":"kv_both"},
+  {"kv_connector":"OffloadingConnector",
+   "kv_connector_extra_config":{"num_cpu_blocks":9,"other":1}},
+  {"kv_connector":"OffloadingConnector","kv_connector_extra_config":{
+   "spec_name":"SharedStorageOffloadingSpec","shared_storage_path":"/mnt/kv/","threads_per_gpu":64}}]}}'
+"""
+SIZE = """
+servingEngineSpec:
+  modelSpec:
+  - vllmConfig: {extraArgs: ["--kv-offloading-size", "12", "--kv-offloading-backend", "native"]}
+"""
 
 
 @pytest.mark.parametrize(
@@ -127,6 +165,30 @@ spec:
             ["--ranks", "2"],
             [CacheConfig(cpu_cache_gb=200)],
             ["variables; use by FLEXKV_CONFIG_PATH"],
+        ),
+        (
+            OFFLOADING_TO_A_FOLDER,
+            [],
+            [CacheConfig(cpu_cache_gb=200, objects_url="file:///mnt/files")],
+            ["vLLM's arguments", '"kv_role":"kv_both"', "# not needed: spec_name, block_size"],
+        ),
+        (OFFLOADING, ["--ranks", "4"], [CacheConfig(cpu_cache_gb=1.5)], []),
+        (
+            SEVERAL,
+            [],
+            [CacheConfig(objects_url="file:///mnt/kv/")],
+            [
+                '"kv_role":"kv_producer"',
+                "# no equivalent: kv_connector: 'NixlConnector': MultiConnector with it beside",
+                "# check: add cpu_cache_gb: num_cpu_blocks (9) counts blocks",
+                "# no equivalent: other: unknown to this command (1)",
+            ],
+        ),
+        (
+            SIZE,
+            [],
+            [CacheConfig(cpu_cache_gb=12)],
+            ["# check: remove --kv-offloading-size: it replaces FlexKV's connector"],
         ),
     ],
 )
@@ -204,6 +266,7 @@ def test_each_engine_of_a_file_passes_the_checks_of_settings(
     both = flexkv("migrate", path)
     assert "# Engine 2 of 2. For a file with this one: --only 2" in both.out
     texts = [CPU_AND_DISK, SHARED, MOONCAKE + MOONCAKE_STORE, MANIFEST]
+    texts += [OFFLOADING_TO_A_FOLDER, OFFLOADING, SEVERAL, SIZE]
     for text, only in [
         *((text, 1) for text in texts),
         (path.read_text(), 1),

@@ -158,7 +158,7 @@ def _host(left: dict[str, Any], made: Translation, ranks: int) -> None:
         made.notes.append("local_cpu is off: FlexKV needs host memory, as a stage for its tiers")
         size = 0.0
     if size:
-        made.settings["cpu_cache_gb"] = _plain(size * ranks)
+        made.settings["cpu_cache_gb"] = plain(size * ranks)
         if ranks == 1:
             made.notes.append("cpu_cache_gb is for all ranks, LMCache's size for each: --ranks N")
 
@@ -170,7 +170,7 @@ def _disk(left: dict[str, Any], made: Translation, ranks: int) -> None:
     paths = [each.removeprefix("file://") for each in folders if each.strip("/")]
     if not size:
         return
-    made.settings["ssd_cache_gb"] = _plain(size * ranks)
+    made.settings["ssd_cache_gb"] = plain(size * ranks)
     absolute = [each for each in paths if each.startswith("/")]
     if absolute == paths != []:
         made.settings["ssd_cache_dir"] = ";".join(paths)
@@ -205,7 +205,7 @@ def _mooncake(rest: str, made: Translation, extra: Mapping[str, Any]) -> None:
     if "mooncake_metadata" not in made.settings:
         made.notes.append("add mooncake_metadata: the metadata_server of your Mooncake Store")
     if (size := _bytes(extra.get("global_segment_size"))) is not None:
-        made.settings["mooncake_segment_gb"] = _plain(size / (1 << 30))
+        made.settings["mooncake_segment_gb"] = plain(size / (1 << 30))
     else:
         made.notes.append("mooncake_segment_gb is the global_segment_size, 1 GiB by default")
 
@@ -216,7 +216,12 @@ def _bucket(rest: str, made: Translation, _: Mapping[str, Any]) -> None:
 
 
 def _folder(rest: str, made: Translation, _: Mapping[str, Any]) -> None:
-    made.settings["objects_url"] = f"file:///{rest.partition('/')[2]}"
+    folder_url(f"/{rest.partition('/')[2]}", made)
+
+
+def folder_url(path: str, made: Translation) -> None:
+    """A folder that engines share, by its absolute path."""
+    made.settings["objects_url"] = f"file://{path}"
     made.notes.append("objects_url: the folder must be the engines' user's alone (mode 0700)")
 
 
@@ -252,5 +257,6 @@ def _bytes(value: object) -> int | None:
     return None if found is None else int(found[1]) * _UNITS[found[2] or "B"]
 
 
-def _plain(value: float) -> int | float:
+def plain(value: float) -> int | float:
+    """A size without a needless fraction."""
     return int(value) if value == int(value) else value

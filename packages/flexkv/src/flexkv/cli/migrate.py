@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate a configuration of LMCache into settings of FlexKV. SOURCE is `env`, for the variables
-of this shell, or a file: LMCache's own, values of the Helm chart of vLLM's production stack, or a
-manifest of Kubernetes with LMCACHE_ variables. The output is a settings file for
+"""Translate a configuration of LMCache, or of vLLM's own offloading, into settings of FlexKV.
+SOURCE is `env`, for the variables of this shell, or a file: LMCache's own, values of the Helm chart
+of vLLM's production stack, or a manifest of Kubernetes with LMCACHE_ variables or with vLLM's
+arguments. The output is a settings file for
 FLEXKV_CONFIG_PATH; its comments name what to check and what has no equivalent. The command changes
 nothing."""
 
@@ -15,11 +16,12 @@ from typing import Any
 import yaml
 
 from flexkv.cli.lmcaches_names import Translation, find, from_variables, translate
+from flexkv.cli.vllms_offloading import find_offloading
 from flexkv.settings.settings_file import read_text
 from flexkv.types.errors import ConfigError
 
 NAME = "migrate"
-HELP = "translate a configuration of LMCache"
+HELP = "translate a configuration of LMCache or vLLM"
 _ENVIRONMENT = "env"
 _MOONCAKE_VARIABLE = "MOONCAKE_CONFIG_PATH"
 _FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
@@ -46,11 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
     ranks = _number("--ranks", args.ranks, _MOST_RANKS)
-    found = list(_sources(args.source, os.environ))
+    found = [translate(*each, ranks) for each in _sources(args.source, os.environ)]
+    if args.source != _ENVIRONMENT:
+        for document in _documents(args.source):
+            found += find_offloading(document, args.source)
     if not found:
         raise ConfigError(
             f"{args.source} has no setting of LMCache; allowed: LMCache's file, Helm values with "
-            "lmcacheConfig, a manifest with LMCACHE_ variables, or env with these set"
+            "lmcacheConfig, a manifest with LMCACHE_ variables or with vLLM's OffloadingConnector, "
+            "or env with these variables set"
         )
     chosen = range(1, len(found) + 1)
     if args.only is not None:
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             print("---")
         if len(chosen) > 1:
             print(f"# Engine {number} of {len(found)}. For a file with this one: --only {number}")
-        print("\n".join(_lines(translate(*found[number - 1], ranks))))
+        print("\n".join(_lines(found[number - 1])))
     return 0
 
 
