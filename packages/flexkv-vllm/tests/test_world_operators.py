@@ -47,6 +47,33 @@ def test_an_idle_engine_warms_a_prompt_after_a_restart(make_world: MakeWorld) ->
     world.assert_at_rest()
 
 
+@pytest.mark.parametrize("windows", [(), (64,)], ids=["one group", "two groups"])
+def test_an_idle_engine_demotes_a_prompt(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    world = make_world(
+        slots=64, disk_slots=200, windows=windows, settings={"ssd_admission": "second_hit"}
+    )
+    prompt, other = prompts(5, 2)
+    fill(world, [prompt])
+    most = world.cache.ready_blocks
+    fill(world, [other])
+    demoted = call_engine(world, "/demote", tokens=prompt)
+    assert (demoted["done"], demoted["reason"]) == (PROMPT_BLOCKS, "")
+    assert (host(world, prompt), host(world, other)) == (0, PROMPT_BLOCKS)
+    assert world.cache.ready_blocks == most
+    assert [hits(world, each) for each in (prompt, other)] == [PROMPT_BLOCKS] * 2
+    world.check_outputs()
+    world.settle()
+    world.assert_at_rest()
+
+
+def test_an_engine_without_a_disk_demotes_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    (prompt,) = prompts(5, 1)
+    fill(world, [prompt])
+    demoted = call_engine(world, "/demote", tokens=prompt)
+    assert (demoted["done"], demoted["reason"]) == (0, "the cache has no lower tier")
+
+
 def test_a_quarter_of_host_memory_is_warmed_at_once(make_world: MakeWorld) -> None:
     first = make_world(slots=64, disk_slots=200)
     prompt = random_prompt(random.Random(4), 20 * BLOCK_TOKENS)
@@ -240,7 +267,7 @@ def test_operators_and_a_busy_engine_do_not_meet(make_world: MakeWorld) -> None:
     def operate() -> None:
         rng = random.Random(1)
         while not ended.is_set():
-            path = rng.choice(["/warm", "/pin", "/unpin", "/lookup"])
+            path = rng.choice(["/warm", "/demote", "/pin", "/unpin", "/lookup"])
             named = {"name": rng.choice("ab")} if "pin" in path else {}
             tokens = {} if path == "/unpin" else {"tokens": rng.choice(texts)}
             try:

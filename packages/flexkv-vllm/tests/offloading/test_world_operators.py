@@ -133,7 +133,7 @@ def test_operators_and_a_busy_engine_do_not_meet(
     def operate() -> None:
         rng = random.Random(1)
         while not ended.is_set():
-            path = rng.choice(["/warm", "/pin", "/unpin", "/lookup", "/remove"])
+            path = rng.choice(["/warm", "/demote", "/pin", "/unpin", "/lookup", "/remove"])
             tokens = {} if path == "/unpin" else {"tokens": rng.choice(texts)}
             try:
                 call_engine(world, path, **tokens)

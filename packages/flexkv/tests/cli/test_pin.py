@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flexkv warm`, `pin` and `unpin` over the door of a toy engine at rest."""
+"""`flexkv warm`, `demote`, `pin` and `unpin` over the door of a toy engine at rest."""
 
 from __future__ import annotations
 
@@ -55,6 +55,24 @@ def test_a_prompt_is_warmed_pinned_and_unpinned(
     assert index.pinned_blocks == 0
 
 
+def test_a_prompt_is_demoted_unless_it_is_pinned(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path, prompt: Path
+) -> None:
+    run = tmp_path / "run"
+    flexkv("warm", prompt, run)
+    flexkv("pin", prompt, run)
+    ended = flexkv("demote", prompt, run)
+    assert ended.code == 1
+    assert ": demoted nothing of 3 blocks; 3 stay in host memory: lower tiers take" in ended.out
+    flexkv("unpin", run)
+    ended = flexkv("demote", prompt, run)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith(": demoted 3 (12 tokens) of 3 blocks\n")
+    assert len(index_of(world.engine.cache)) == 0
+    assert flexkv("demote", prompt, run).code == 1
+    assert flexkv("warm", prompt, run).code == 0
+
+
 def test_a_prompt_that_nobody_has_is_exit_code_1(
     flexkv: Flexkv, world: ToyWorld, tmp_path: Path, prompt: Path
 ) -> None:
@@ -62,7 +80,7 @@ def test_a_prompt_that_nobody_has_is_exit_code_1(
     assert (ended.code, ended.out.endswith(": host memory has nothing of 3 blocks\n")) == (1, True)
 
 
-@pytest.mark.parametrize("command", ["warm", "pin", "unpin"])
+@pytest.mark.parametrize("command", ["warm", "demote", "pin", "unpin"])
 def test_a_directory_without_an_engine_is_exit_code_1(
     flexkv: Flexkv, tmp_path: Path, prompt: Path, command: str
 ) -> None:

@@ -14,12 +14,13 @@ from packages.flexkv.tests.cli.stores import Cache
 
 COMMANDS = [command.NAME for command in cli.COMMANDS if command.NAME != "serve"]
 """Those that end by themselves."""
-OF_ENGINES = ["lookup", "warm", "pin", "unpin", "release"]
+OF_ENGINES = ["lookup", "warm", "demote", "pin", "unpin", "release"]
 """Those that print what running engines answer; none runs here."""
 PRINTING = [name for name in COMMANDS if name not in OF_ENGINES]
 ARGUMENTS = {
     "lookup": "$PROMPT $EMPTY",
     "warm": "$PROMPT $EMPTY",
+    "demote": "$PROMPT $EMPTY",
     "pin": "$PROMPT $EMPTY",
     "unpin": "$EMPTY",
     "release": "$EMPTY --session a",

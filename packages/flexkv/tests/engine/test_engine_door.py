@@ -70,7 +70,7 @@ def test_blocks_that_host_memory_has_evicted_are_on_disk(world: ToyWorld, tmp_pa
     assert [each["blocks"] for each in found["tiers"]] == [0, 3]
 
 
-@pytest.mark.parametrize("path", ["/warm", "/pin", "/remove"])
+@pytest.mark.parametrize("path", ["/warm", "/demote", "/pin", "/remove"])
 def test_a_prompt_below_one_block_has_nothing_to_change(
     world: ToyWorld, tmp_path: Path, path: str
 ) -> None:
@@ -153,7 +153,8 @@ def test_the_port_describes_itself(world_at_port: ToyWorld, port: int) -> None:
     status, text = ask_port(port, "GET", "/openapi.json", TOKEN)
     described = json.loads(text)
     assert (status, described["openapi"]) == (200, "3.1.0")
-    changes = {"/warm", "/pin", "/unpin", "/remove", "/release", "/remove_session", "/clear"}
+    changes = {"/warm", "/demote", "/pin", "/unpin", "/remove", "/release"}
+    changes |= {"/remove_session", "/clear"}
     assert set(described["paths"]) == {"/lookup"} | changes
     question = described["paths"]["/pin"]["post"]["requestBody"]["content"]["application/json"]
     fields = described["components"]["schemas"][question["schema"]["$ref"].rpartition("/")[2]]

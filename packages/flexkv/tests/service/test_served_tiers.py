@@ -25,6 +25,7 @@ from flexkv.service.engine_page import READ
 from flexkv.service.tier_keys import TierKeys
 from flexkv.transfer import fetcher
 from flexkv.types.changes import Changes, Medium
+from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, attached_again, keys_of, until
 from packages.inside import (
@@ -155,6 +156,27 @@ def test_a_fetch_has_the_priority_of_its_request(with_disk: Service, attach: Att
     assert [urgency.turn for urgency in urgencies] == [100]
     other.cache.end_fetch(fetch)
     other.settle()
+
+
+@pytest.mark.parametrize("status", [Status.DONE, Status.FAILED])
+def test_blocks_are_demoted_after_the_stores_before(
+    with_disk: Service, attach: Attach, status: Status
+) -> None:
+    one = attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    assert one.store(keys[:2]) == keys[:2]
+    transfer = one.cache.store(keys, (2, 3))
+    assert transfer is not None
+    one.settle_line()
+    one.cache.demote(keys)
+    for _ in range(20):
+        one.cache.poll()
+    one.settle_line()
+    assert one.cache.presence(keys[:2]) == [HOST] * 2, "the service does not know of it"
+    one.copy(transfer, status)
+    left = 4 if status is Status.DONE else 2
+    until(lambda: one.cache.presence(keys[:left]) == [BELOW] * left, one.cache.poll)
+    assert with_disk.pool.cache.ready_blocks == 0
 
 
 def test_what_no_disk_has_costs_no_message(with_disk: Service, attach: Attach) -> None:

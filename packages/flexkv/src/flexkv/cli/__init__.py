@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from flexkv.cli import (
     clear,
+    demote_prompt,
     doctor,
     health,
     lookup,
@@ -78,6 +79,7 @@ COMMANDS: tuple[Command, ...] = (
     clear,
     lookup,
     warm,
+    demote_prompt,
     pin,
     unpin,
     release,

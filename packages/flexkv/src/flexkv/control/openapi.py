@@ -25,6 +25,7 @@ from flexkv.version import __version__
 CALLS: Mapping[str, tuple[str, Any, Any]] = {
     "/lookup": ("Which tiers have the blocks of a prompt", PromptQuestion, AllPlaces),
     "/warm": ("Bring a prompt from lower tiers into host memory", PromptQuestion, PromptEffect),
+    "/demote": ("Move a prompt from host memory to lower tiers", PromptQuestion, PromptEffect),
     "/pin": ("Keep a prompt in host memory", PinQuestion, PromptEffect),
     "/unpin": ("End the pins of a name", UnpinQuestion, Unpinned),
     "/remove": ("Remove a prompt from host memory and disk", PromptQuestion, PromptEffect),

@@ -3,6 +3,7 @@
 
     POST /lookup    `PromptQuestion`; `AllPlaces`
     POST /warm      `PromptQuestion`; `PromptEffect`
+    POST /demote    `PromptQuestion`; `PromptEffect`
     POST /pin       `PinQuestion`; `PromptEffect`
     POST /unpin     `UnpinQuestion`; `Unpinned`
     POST /remove    `PromptQuestion`; `PromptEffect`
@@ -101,6 +102,10 @@ class CacheCalls(Protocol):
 
     def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
         """Bring the blocks of a prefix into host memory. Returns why not all; empty for none."""
+        ...
+
+    def demote(self, parts: Iterable[Sequence[bytes]]) -> str:
+        """Move the blocks of a prefix to lower tiers. Returns why not all; empty for none."""
         ...
 
     def poll(self) -> None:
@@ -250,6 +255,7 @@ class EngineDoor:
             return routes
         routes |= {
             ("POST", "/warm"): partial(self._warm, calls),
+            ("POST", "/demote"): partial(self._demote, calls),
             ("POST", "/pin"): partial(self._pin, calls),
             ("POST", "/unpin"): partial(self._unpin, calls),
             ("POST", "/remove"): partial(self._remove, calls),
@@ -268,6 +274,14 @@ class EngineDoor:
         reason = calls.warm(self._needed(question), WARM_SECONDS)
         places = self._find(question)
         return msgspec.json.encode(PromptEffect(places, _in_host(places), reason)), JSON
+
+    def _demote(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
+        question = read_question(asked.body)
+        before = self._find(question)
+        reason = calls.demote(self._needed(question))
+        places = self._find(question)
+        done = max(0, _in_host(before) - _in_host(places))
+        return msgspec.json.encode(PromptEffect(places, done, reason)), JSON
 
     def _pin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_pin(asked.body)

@@ -355,7 +355,8 @@ class ServedCache:
 
     def demote(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.demote`."""
-        self._uses.demote(keys)
+        if not self._off:
+            self._uses.demote(keys, self._stores.untold_ids)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`. The pool's blocks stay, which other engines use."""
@@ -378,6 +379,8 @@ class ServedCache:
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
             self._publish()
+        if self._uses.has_demotions:
+            self._uses.tell_demotions(self._stores.untold_ids)
         if not self._line.is_cut and self._changes.compares(self._tiers.below):
             self._changes.compare(self._tiers.below)
         if self._stores.awaits_answer or self._tiers.awaits_news:
@@ -531,6 +534,7 @@ class ServedCache:
         """Publish no store that is under way, and end all fetches and pins."""
         self._stores.discard_all()
         self._tiers.end_all()
+        self._uses.forget_demotions()
         self._uses.unpin_all()
 
     def recover(self) -> None:

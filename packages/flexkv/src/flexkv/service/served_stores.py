@@ -125,6 +125,11 @@ class ServedStores:
         return len(self.by_id) - len(self._told)
 
     @property
+    def untold_ids(self) -> list[int]:
+        """Ids of these stores."""
+        return [number for number, store in self.by_id.items() if not store.is_told]
+
+    @property
     def has_published(self) -> bool:
         """Whether the service has published stores that have not been drained."""
         return bool(self._told) and self._line.published != self._published

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from flexkv.eviction import RequestContext
 from flexkv.service import messages as wire
 from flexkv.service.line import Line
+
+_MOST_LATE = 64
+"""Demotions that wait for stores; beyond it the oldest is forgotten. Not tuned."""
 
 
 class ServedUses:
@@ -20,6 +24,7 @@ class ServedUses:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._pins: set[str] = set()
+        self._late: deque[tuple[set[int], Sequence[bytes]]] = deque(maxlen=_MOST_LATE)
 
     def record(
         self, keys: Sequence[bytes], context: RequestContext, prompt: Sequence[bytes] | None
@@ -67,11 +72,28 @@ class ServedUses:
         for part in _parts(keys):
             self._line.put(wire.Unpin(repr(owner), part))
 
-    def demote(self, keys: Sequence[bytes]) -> None:
-        """See `CacheClient.demote`."""
-        # The last part first: the end of the prefix leaves before its beginning.
-        for part in reversed([*_parts(keys)]):
-            self._line.put(wire.Demote(part))
+    def demote(self, keys: Sequence[bytes], untold: Collection[int]) -> None:
+        """See `CacheClient.demote`. `untold`: the stores of which the service has yet to learn. It
+        learns of the demotion after them: they may have blocks of the prefix."""
+        self._late.append((set(untold), keys))
+        self.tell_demotions(untold)
+
+    @property
+    def has_demotions(self) -> bool:
+        """Whether the service has yet to learn of demotions."""
+        return bool(self._late)
+
+    def tell_demotions(self, untold: Collection[int]) -> None:
+        """Tell the service of the demotions whose stores it knows or that have failed."""
+        while self._late and self._late[0][0].isdisjoint(untold):
+            _, keys = self._late.popleft()
+            # The last part first: the end of the prefix leaves before its beginning.
+            for part in reversed([*_parts(keys)]):
+                self._line.put(wire.Demote(part))
+
+    def forget_demotions(self) -> None:
+        """The keys mean nothing any more."""
+        self._late.clear()
 
     def unpin_all(self) -> None:
         """End the pins of all owners."""
@@ -82,6 +104,7 @@ class ServedUses:
     def lose(self) -> None:
         """The service is gone, and all pins with it."""
         self._pins.clear()
+        self._late.clear()
 
     def _put_pins(
         self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, *, retain: bool

@@ -34,6 +34,8 @@ _PAUSE_SECONDS = 0.002
 """Pause between two turns, and between two attempts to get one. Not tuned."""
 _REMOVE_SECONDS = 10.0
 """The longest that a removal waits for blocks that are being stored or written. Not tuned."""
+_DEMOTE_SECONDS = 30.0
+"""The longest that a demotion waits for the tiers that the blocks are written to. Not tuned."""
 _PART = 64
 """Blocks of a conversation that a turn removes. Not tuned."""
 _WARM_SHARE = 4
@@ -101,6 +103,30 @@ class OperatorCalls:
             return self._fetch(parts, time.monotonic() + seconds)
         finally:
             self._warming.release()
+
+    def demote(self, parts: Iterable[Sequence[bytes]]) -> str:
+        """Write the blocks of a prefix to lower tiers, and remove them from host memory.
+
+        Args:
+            parts: the keys of the prefix, in order.
+
+        Returns:
+            Why some may stay; empty if there is no reason.
+        """
+        if not self._cache.info.media:
+            return "the cache has no lower tier"
+        keys = [*itertools.chain.from_iterable(parts)]
+        self._turn(partial(self._cache.demote, keys))
+        late = time.monotonic() + _DEMOTE_SECONDS
+        while left := self._turn(partial(self._demoting, keys)):
+            goes_on = self._cache.info.is_shared or self._turn(lambda: self._cache.busy)
+            if time.monotonic() > late or not goes_on:
+                return (
+                    f"{left} stay in host memory: lower tiers take no more, pins keep them, or "
+                    "others need them"
+                )
+            time.sleep(_PAUSE_SECONDS)
+        return ""
 
     def poll(self) -> None:
         """Handle what has ended, and let old blocks leave."""
@@ -226,6 +252,11 @@ class OperatorCalls:
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._poll_busy()
         return self._cache.remove(keys)
+
+    def _demoting(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks host memory still has."""
+        self._poll_busy()
+        return len(keys) - len(self._cache.missing(keys))
 
     def _poll_busy(self) -> None:
         if self._cache.busy:

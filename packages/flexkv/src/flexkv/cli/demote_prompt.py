@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Have this user's running engines write the blocks of a prompt to their disks or shared stores,
+and free their host memory. FILE is as for `flexkv lookup`. Blocks that no lower tier takes stay.
+Exit code 0 if blocks have left host memory and none has to stay, 1 otherwise."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from flexkv.cli.engines_asked import (
+    add_prompt,
+    ask_engines,
+    directory_of,
+    print_effects,
+    print_failed,
+    prompt_of,
+)
+from flexkv.control.prompts import PromptEffect
+
+NAME = "demote"
+HELP = "move a prompt from host memory to lower tiers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `Command.add_arguments`."""
+    add_prompt(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """See `Command.run`."""
+    body = msgspec.json.encode(prompt_of(args))
+    root = directory_of(args, of_engines=True)
+    answers, failed = ask_engines(root, args.fingerprint, "/demote", body, PromptEffect)
+    print_failed(failed)
+    print_effects(answers, "demoted")
+    some = any(each.done for each in answers)
+    return 1 if failed or not some or any(each.reason for each in answers) else 0
