@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from page_subscriber import pages_of
 from rank_lines import line_errors
 from sglang_requests import Grammars
 from sglang_world import (
@@ -31,6 +32,7 @@ from sglang_world import (
 from flexkv.host.board import CELLS
 from flexkv_sglang import hooks
 from flexkv_sglang.side import RankSide
+from flexkv_sglang.tier_events import Page
 from packages.inside import (
     assert_no_fetch,
     assert_no_lease,
@@ -74,7 +76,9 @@ class Engine:
         self._rng = rng
         self._prompts: list[list[torch.Tensor]] = []
         self._epoch = 0
-        core = SimpleNamespace(prefetch_anchor_info=lambda _: (None, None))
+        core = SimpleNamespace(
+            prefetch_anchor_info=lambda _: (None, None), take_events=self._take_events
+        )
         self._tree = SimpleNamespace(get_prefix_hash_values=lambda _: [], tree_core=core)
 
     def round(self) -> None:
@@ -111,7 +115,14 @@ class Engine:
         self._call(self.rank.close)
 
     def _hashes(self, number: int) -> list[str]:
-        return hashes_of(f"prompt {number} of {self._epoch}", PAGES)
+        return hashes_of(self._name(number), PAGES)
+
+    def _name(self, number: int) -> str:
+        return f"prompt {number} of {self._epoch}"
+
+    def _take_events(self) -> list[Page]:
+        """SGLang's events about the prompt that it has stored last."""
+        return pages_of(self._name(len(self._prompts) - 1), PAGES)
 
     def _store(self, number: int) -> None:
         self._prompts.append(self.rank.fill([1, 2, 3], seed=number))
@@ -225,6 +236,7 @@ def test_an_error_before_any_line_loses_nothing(
     monkeypatch.setattr(
         hooks, "missing_pages", lambda tree, request, **_: HashedPrompt(request.hashes)
     )
+    monkeypatch.setattr(hooks, "learn_early", lambda events, ours: ours.learn(events, (), False))
     monkeypatch.setattr(hooks, "follow", lambda events, ours, size: [*events, *ours.take()])
     made = itertools.count()
     new = 1
