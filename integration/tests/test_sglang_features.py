@@ -43,7 +43,25 @@ FEATURES = {
     "without overlap": Feature(OVERLAP_OFF),
     "prompts in small chunks": Feature({"chunked_prefill_size": 128}),
     "chunks beside decoding": Feature({"enable_mixed_chunk": True}),
-    "priorities": Feature({"enable_priority_scheduling": True}, {"priority": 3}),
+    "priorities": Feature(
+        {
+            "enable_priority_scheduling": True,
+            "retraction_policy": "priority",
+            "radix_eviction_policy": "priority",
+        },
+        {"priority": 3},
+    ),
+    # With these sessions, SGLang's prefix cache is the one in Python instead of Rust.
+    "sessions of the prefix cache": Feature(
+        {"enable_session_radix_cache": True}, {"session_id": "conversation"}
+    ),
+    "other policies": Feature(
+        {
+            "schedule_policy": "lpm",
+            "radix_eviction_policy": "slru",
+            "num_continuous_decode_steps": 4,
+        }
+    ),
 }
 
 

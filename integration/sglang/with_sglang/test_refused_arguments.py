@@ -100,6 +100,8 @@ REFUSED = [
     (LLAMA, "--enable-hisparse", "--enable-hisparse is set"),
     (LLAMA, "--enable-unified-memory", "--enable-unified-memory is set"),
     (LLAMA, "--enable-kv-cache-sharding", "--enable-kv-cache-sharding is set"),
+    (LLAMA, "--enable-return-routed-experts", "routed-experts is set; .* pages that are loaded$"),
+    (LLAMA, "--enable-return-indexer-topk", "--enable-return-indexer-topk is set"),
     (LLAMA, "--kv-cache-dtype=mxfp8", "--kv-cache-dtype is mxfp8"),
     (LLAMA, "--dllm-algorithm=LowConfidence", "--dllm-algorithm is 'LowConfidence'"),
     (LLAMA, DECODE, "also --disaggregation-decode-enable-radix-cache"),

@@ -197,6 +197,8 @@ def test_a_wrong_setting_stops_sglang_before_it_reads_weights(
         ("enable_int8_mamba_checkpoint", True, "--enable-int8-mamba-checkpoint is set"),
         ("enable_linear_replayssm", True, "--enable-linear-replayssm is set"),
         ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm-spec is set"),
+        ("enable_return_routed_experts", True, "--enable-return-routed-experts is set"),
+        ("enable_return_indexer_topk", True, "--enable-return-indexer-topk is set"),
         ("enable_pd_role_switch", True, "--enable-pd-role-switch is set; .* keep their role"),
         ("radix_cache_backend", "other", "--radix-cache-backend is 'other'"),
         ("hicache_storage_backend", "file", "--hicache-storage-backend is 'file'"),

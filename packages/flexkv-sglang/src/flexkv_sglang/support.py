@@ -20,6 +20,7 @@ are on several machines."""
 _ON_DEVICE = "SGLang's prefix cache on the device"
 _OWN_POOL = "pages that keep their place on the device"
 _WHOLE_STATES = "states as the model computes on them"
+_BY_SLOT = "answers without what SGLang keeps of each slot, and not of the pages that are loaded"
 _OFF = {
     "enable_hierarchical_cache": ("--enable-hierarchical-cache (--enable-hicache)", _ON_DEVICE),
     "enable_lmcache": ("--enable-lmcache", _ON_DEVICE),
@@ -29,6 +30,8 @@ _OFF = {
     "enable_int8_mamba_checkpoint": ("--enable-int8-mamba-checkpoint", _WHOLE_STATES),
     "enable_linear_replayssm": ("--enable-linear-replayssm", _WHOLE_STATES),
     "enable_linear_replayssm_spec": ("--enable-linear-replayssm-spec", _WHOLE_STATES),
+    "enable_return_routed_experts": ("--enable-return-routed-experts", _BY_SLOT),
+    "enable_return_indexer_topk": ("--enable-return-indexer-topk", _BY_SLOT),
     "prefill_only_disable_kv_cache": ("--prefill-only-disable-kv-cache", "a KV cache"),
     "disaggregation_decode_enable_offload_kvcache": (
         "--disaggregation-decode-enable-offload-kvcache",
