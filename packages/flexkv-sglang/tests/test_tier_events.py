@@ -43,6 +43,15 @@ def test_stored_pages_are_told_in_their_order(subscribe: Callable[..., Subscribe
     assert subscriber.listen() == []
 
 
+def test_pages_of_an_engine_whose_keys_are_its_own_are_told(make_rank: MakeRank) -> None:
+    """As in the node's service, if another process would mean other blocks by them."""
+    rank = make_rank()
+    rank.side.page_keys.renew(mixed=False)
+    subscriber = Subscriber(rank)
+    subscriber.offload("a", 3)
+    assert [each.page for each in subscriber.listen()] == pages_of("a", 3)
+
+
 def test_a_page_that_is_offered_again_is_told_once(subscribe: Callable[..., Subscriber]) -> None:
     subscriber = subscribe()
     subscriber.offload("a", 2)

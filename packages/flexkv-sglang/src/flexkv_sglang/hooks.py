@@ -76,6 +76,8 @@ _RELEASE = f"{_UPDATER}.release_memory_occupation"
 _WEIGHTS = "weights"
 """SGLang's tag of the memory that holds weights. A call without tags means all memory."""
 
+_LEARNING = "learning of pages for KV events"
+
 _FULL = 0
 """SGLang's number of the component that holds full attention's pages."""
 
@@ -281,7 +283,7 @@ def offload(original: Callable[..., Any], wrapper: Any, node: Any, transfers: An
     for side in _sides:
         with (
             side.boundary.turn,
-            side.boundary.guard("learning of pages", "other engines do not describe them"),
+            side.boundary.guard(_LEARNING, "other engines do not describe them", loses=False),
         ):
             if side.events is not None:
                 # Before the store: others of the node's service hear of the pages when it ends.

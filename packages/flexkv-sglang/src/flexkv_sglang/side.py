@@ -150,7 +150,7 @@ class RankSide:
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""
         if self._cache is not None:
-            self.events = TierEvents(self._cache)
+            self.events = TierEvents(self._cache, self.page_keys.epoch.end)
 
     # Requests that SGLang is about to schedule.
 

@@ -52,15 +52,16 @@ class TierEvents:
 
     Args:
         cache: the engine's cache; borrowed. Its changes are recorded from now on.
+        epoch: the end of all keys until `forget_all`.
 
     Attributes:
         early: events of SGLang that were learned and not published yet.
     """
 
-    def __init__(self, cache: CacheClient) -> None:
+    def __init__(self, cache: CacheClient, epoch: bytes = b"") -> None:
         self.early: list[Any] = []
         self._cache = cache
-        self._epoch = b""
+        self._epoch = epoch
         # By number, the place of each page in the order in which it was learned, and its text.
         self._pages: dict[int, tuple[int, bytes]] = {}
         self._learned = 0
