@@ -173,22 +173,6 @@ def test_a_prefix_that_has_left_for_a_lower_tier_holds_nothing() -> None:
     assert evict(index, 3) == [b"c", b"b", b"a"]
 
 
-def test_a_block_of_choice_leaves_or_stays_as_it_was() -> None:
-    index = ready_index(6, [b"a", b"b"])
-    add(index, b"x", b"y")
-    assert index.lease_to_leave(b"a") is None, "another builds on it"
-    assert index.lease_to_leave(b"z") is None
-    first = index.lease_to_leave(b"b")
-    assert first is not None
-    assert index.lease_to_leave(b"b") is None
-    second = index.lease_to_leave(b"a")
-    assert second is not None
-    index.retire(first)
-    index.keep(second)
-    assert ready(index) == {b"a", b"x", b"y"}
-    assert evict(index, 6) == [b"a", b"y", b"x"]
-
-
 def test_an_unreadable_block_keeps_its_slot_until_its_last_reader_is_done() -> None:
     index = ready_index(1, [b"a"])
     first, second = index.lease([b"a"]), index.lease([b"a"])
