@@ -142,7 +142,7 @@ servingEngineSpec:
                 "# no equivalent: remote_url: 'lm://localhost:65432': objects_url",
                 "# no equivalent: remote_serde: 'cachegen': blocks are not compressed",
                 "# no equivalent: enable_controller: ",
-                "# no equivalent: extra_config: unknown to this command ({'a': 1})",
+                "# no equivalent: extra_config: unknown to this command (names: a)",
                 "# not needed: chunk_size, controller_url",
             ],
         ),
@@ -309,6 +309,20 @@ def test_variables_of_the_shell(
     path.write_text('{"max_local_cpu_size": 3}')
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
     assert yaml.safe_load(flexkv("migrate", "env").out) == {"cpu_cache_gb": 3}
+
+
+def test_no_secret_is_printed(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = '{"aws_secret_access_key": "hush"}'
+    monkeypatch.setenv("LMCACHE_EXTRA_CONFIG", secret)
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(f"local_cpu: true\nextra_config: {secret}\n")
+    for source in ("env", path):
+        ended = flexkv("migrate", source)
+        assert ended.code == 0
+        assert "no equivalent: extra_config: " in ended.out
+        assert "hush" not in ended.out
 
 
 @pytest.mark.parametrize(

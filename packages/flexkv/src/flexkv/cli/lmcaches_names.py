@@ -60,6 +60,8 @@ _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _NEEDLESS = (
     *("chunk_size", "pre_caching_hash_algorithm", "log_level", "use_experimental", "cache_policy"),
     *("lmcache_instance_id", "lmcache_worker_port", "worker_ports", "nixl_role", "enabled"),
+    *("transfer_channel", "enable_xpyd", "rpc_port", "skip_last_n_tokens", "distributed_url"),
+    *("instance_id", "worker_port", "lmcache_worker_ports", "blocking_timeout_secs"),
     *("enable_async_loading", "py_enable_gc", "numa_mode", "error_handling", "track_usage"),
 )
 _NEEDLESS_BEGINS = ("blend_", "controller_", "nixl_", "pd_", "p2p_", "internal_api_", "lookup_")
@@ -104,20 +106,42 @@ def find(document: object, origin: str) -> Iterator[tuple[str, dict[str, Any]]]:
         chart = document.get("lmcacheConfig")
         if isinstance(chart, Mapping):
             place = f"{origin}, lmcacheConfig of {document.get('name', 'the chart')}"
-            yield place, {_CHART.get(str(key), str(key)): value for key, value in chart.items()}
+            found = {_own_name(str(key)): value for key, value in chart.items()}
+            yield place, _in_list(document.get("env")) | found
         for key, value in document.items():
-            if key != "lmcacheConfig":
-                yield from find(value, origin)
+            if key != "lmcacheConfig" and (key != "env" or not isinstance(chart, Mapping)):
+                yield from _with_server(find(value, origin), document)
     elif isinstance(document, list):
-        variables = {
-            str(each["name"]): str(each["value"])
-            for each in document
-            if isinstance(each, Mapping) and "name" in each and "value" in each
-        }
-        if found := from_variables(variables):
+        if found := _in_list(document):
             yield f"{origin}, variables", found
         for each in document:
             yield from find(each, origin)
+
+
+def _in_list(document: object) -> dict[str, Any]:
+    """LMCache's settings among the variables of a container."""
+    return from_variables(
+        {
+            str(each["name"]): str(each["value"])
+            for each in (document if isinstance(document, list) else ())
+            if isinstance(each, Mapping) and "name" in each and "value" in each
+        }
+    )
+
+
+def _own_name(key: str) -> str:
+    """LMCache's own name for one of the chart's."""
+    return _CHART.get(key) or re.sub("([A-Z])", lambda found: f"_{found[1].lower()}", key)
+
+
+def _with_server(
+    found: Iterator[tuple[str, dict[str, Any]]], document: Mapping[Any, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Settings of engines with the server that the chart starts beside them, if it does."""
+    server = document.get("cacheserverSpec")
+    starts = isinstance(server, Mapping) and _is_on(server.get("enabled", True))
+    for origin, given in found:
+        yield origin, {"remote_url": "lm://cacheserverSpec"} | given if starts else given
 
 
 def translate(origin: str, given: Mapping[str, Any], ranks: int) -> Translation:
@@ -148,7 +172,7 @@ def translate(origin: str, given: Mapping[str, Any], ranks: int) -> Translation:
         elif name in _NEEDLESS or name.startswith(_NEEDLESS_BEGINS):
             made.needless.append(name)
         else:
-            made.missing.append(f"{name}: unknown to this command ({show(value)})")
+            made.missing.append(f"{name}: unknown to this command ({_shown(value)})")
     return made
 
 
@@ -237,6 +261,13 @@ def _is_own(document: Mapping[Any, Any]) -> bool:
     """Whether a mapping is LMCache's own file."""
     own = ("chunk_size", "local_cpu", "max_local_cpu_size", "local_disk", "remote_url", "enable_pd")
     return any(name in document for name in own)
+
+
+def _shown(value: object) -> str:
+    """A value in a comment, without what names in it stand for, which may be secret."""
+    if isinstance(value, Mapping):
+        return f"names: {', '.join(map(str, value))}"
+    return "not shown" if str(value).lstrip().startswith("{") else show(value)
 
 
 def _is_on(value: object) -> bool:
