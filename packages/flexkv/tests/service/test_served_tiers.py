@@ -57,6 +57,14 @@ def leave_memory(service: Service, one: Scheduler, keys: list[bytes]) -> None:
     until(lambda: one.cache.presence(keys) == [BELOW] * len(keys), store_another)
 
 
+@pytest.fixture
+def bucket(tmp_path: Path) -> str:
+    """The URL of a shared store."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
+    (tmp_path / "bucket").mkdir(mode=0o700)
+    return f"file://{tmp_path / 'bucket'}"
+
+
 def test_old_blocks_leave_the_memory_and_disks_of_all_engines(
     make_service: Callable[..., Service],
     attach: Attach,
@@ -260,12 +268,9 @@ def test_what_engines_cannot_know_is_asked(
 
 
 def test_blocks_of_a_shared_store_are_asked_for(
-    make_service: Callable[..., Service], attach: Attach, tmp_path: Path
+    make_service: Callable[..., Service], attach: Attach, bucket: str
 ) -> None:
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    url = f"file://{tmp_path / 'bucket'}"
-    service = make_service(16, objects_url=url, objects_question_seconds=60.0)
+    service = make_service(16, objects_url=bucket, objects_question_seconds=60.0)
     one = attach(service, step_blocks=4)
     keys = keys_of("a", 4)
     one.store(keys)
@@ -291,14 +296,13 @@ def test_blocks_of_a_shared_store_are_asked_for(
 def test_what_a_shared_store_has_is_known_after_a_query(
     make_service: Callable[..., Service],
     attach: Attach,
-    tmp_path: Path,
+    bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 60.0)
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    url = f"file://{tmp_path / 'bucket'}"
-    here, there = (make_service(16, objects_url=url, objects_question_seconds=60.0) for _ in "ab")
+    here, there = (
+        make_service(16, objects_url=bucket, objects_question_seconds=60.0) for _ in "ab"
+    )
     one, other = attach(here, step_blocks=8), attach(there)
     keys = keys_of("a", 4)
     one.store(keys)
@@ -314,11 +318,10 @@ def test_what_a_shared_store_has_is_known_after_a_query(
 def test_a_look_for_answers_is_about_a_part_of_what_an_engine_asks(
     make_service: Callable[..., Service],
     attach: Attach,
-    tmp_path: Path,
+    bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that asks much costs the others nothing; the answers to all come nevertheless."""
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 60.0)
     monkeypatch.setattr(wire, "MOST_KEYS", 4)
     looks: list[int] = []
@@ -329,9 +332,7 @@ def test_a_look_for_answers_is_about_a_part_of_what_an_engine_asks(
         return presence(cache, keys)
 
     monkeypatch.setattr(KVCache, "presence", look)
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    url = f"file://{tmp_path / 'bucket'}"
-    one = attach(make_service(16, objects_url=url, objects_question_seconds=60.0))
+    one = attach(make_service(16, objects_url=bucket, objects_question_seconds=60.0))
     keys = keys_of("a", 30)
     assert one.cache.query(keys)
     until(lambda: not one.cache.query(keys), one.cache.poll)
@@ -342,14 +343,12 @@ def test_a_look_for_answers_is_about_a_part_of_what_an_engine_asks(
 def test_a_question_whose_answer_is_forgotten_ends(
     make_service: Callable[..., Service],
     attach: Attach,
-    tmp_path: Path,
+    bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in a pool that is cleared meanwhile: the service comes to rest."""
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
     monkeypatch.setattr(engine_queries, "LACKS_SECONDS", 0.2)
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    service = make_service(16, objects_url=f"file://{tmp_path / 'bucket'}")
+    service = make_service(16, objects_url=bucket)
     one = attach(service)
     monkeypatch.setattr(KVCache, "presence", lambda _, keys: [Presence.UNKNOWN] * len(keys))
     assert one.cache.query(keys_of("a", 4))
@@ -360,15 +359,13 @@ def test_a_question_whose_answer_is_forgotten_ends(
 def test_a_question_without_an_answer_ends(
     make_service: Callable[..., Service],
     attach: Attach,
-    tmp_path: Path,
+    bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a service that lives: of another, no tier is asked."""
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(engine_queries.EngineQueries, "answers", lambda *_: iter(()))
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    one = attach(make_service(16, objects_url=f"file://{tmp_path / 'bucket'}"))
+    one = attach(make_service(16, objects_url=bucket))
     keys = keys_of("a", 4)
     assert one.cache.query(keys)
     until(lambda: not one.cache.query(keys), one.cache.poll)
@@ -378,16 +375,15 @@ def test_a_question_without_an_answer_ends(
 def test_blocks_on_their_way_to_a_shared_store_are_awaited(
     make_service: Callable[..., Service],
     attach: Attach,
-    tmp_path: Path,
+    bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The services of two nodes share a store."""
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
     monkeypatch.setattr(fetcher, "_ANNOUNCED_SECONDS", 60.0)
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 60.0)
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    url = f"file://{tmp_path / 'bucket'}"
-    here, there = (make_service(16, objects_url=url, objects_question_seconds=60.0) for _ in "ab")
+    here, there = (
+        make_service(16, objects_url=bucket, objects_question_seconds=60.0) for _ in "ab"
+    )
     one, other = attach(here, step_blocks=4), attach(there, step_blocks=4)
     keys = keys_of("a", 4)
     fetch = one.cache.fetch(keys, announced=3)

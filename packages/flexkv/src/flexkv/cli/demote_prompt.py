@@ -7,17 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-import msgspec
-
-from flexkv.cli.engines_asked import (
-    add_prompt,
-    ask_engines,
-    directory_of,
-    print_effects,
-    print_failed,
-    prompt_of,
-)
-from flexkv.control.prompts import PromptEffect
+from flexkv.cli.engines_asked import add_prompt, change_prompt
 
 NAME = "demote"
 HELP = "move a prompt from host memory to lower tiers"
@@ -30,10 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    body = msgspec.json.encode(prompt_of(args))
-    root = directory_of(args, of_engines=True)
-    answers, failed = ask_engines(root, args.fingerprint, "/demote", body, PromptEffect)
-    print_failed(failed)
-    print_effects(answers, "demoted")
+    answers, failed = change_prompt(args, "/demote", "demoted")
     some = any(each.done for each in answers)
     return 1 if failed or not some or any(each.reason for each in answers) else 0

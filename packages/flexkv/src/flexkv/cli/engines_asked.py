@@ -221,3 +221,28 @@ def print_effects(effects: list[PromptEffect], done: str) -> None:
             f"{name_of(places)}: {done} {count_of(places, each.done)} of "
             f"{blocks(places.blocks)}{reason}"
         )
+
+
+def change_prompt(
+    args: argparse.Namespace, path: str, done: str
+) -> tuple[list[PromptEffect], list[str]]:
+    """Ask the engines to do something about the prompt on the command line, and print what they
+    did.
+
+    Args:
+        args: of the command line.
+        path: what to ask.
+        done: as for `print_effects`.
+
+    Returns:
+        What they did, and why other engines give no answer.
+
+    Raises:
+        ConfigError: there is no prompt, or the directory cannot be read.
+    """
+    body = msgspec.json.encode(prompt_of(args))
+    root = directory_of(args, of_engines=True)
+    effects, failed = ask_engines(root, args.fingerprint, path, body, PromptEffect)
+    print_failed(failed)
+    print_effects(effects, done)
+    return effects, failed

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-import msgspec
-
-from flexkv.cli.engines_asked import (
-    add_prompt,
-    ask_engines,
-    directory_of,
-    print_effects,
-    print_failed,
-    prompt_of,
-)
-from flexkv.control.prompts import PromptEffect
+from flexkv.cli.engines_asked import add_prompt, change_prompt
 
 NAME = "warm"
 HELP = "bring a prompt from lower tiers into host memory"
@@ -30,9 +20,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    body = msgspec.json.encode(prompt_of(args))
-    root = directory_of(args, of_engines=True)
-    answers, failed = ask_engines(root, args.fingerprint, "/warm", body, PromptEffect)
-    print_failed(failed)
-    print_effects(answers, "host memory has")
+    answers, _ = change_prompt(args, "/warm", "host memory has")
     return 0 if any(each.done for each in answers) else 1
