@@ -49,7 +49,9 @@ def play(number: int, store: Path, pipe: Connection) -> None:
 
 
 def test_later_stages_get_the_numbers_of_the_first_one_which_does_not_wait(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
+    # This process has threads of other tests, whose locks a fork of it would keep for ever.
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload(["torch.distributed"])
     pipes = [fork.Pipe() for _ in range(STAGES * RANKS)]
     children = [
         fork.Process(target=play, args=(number, tmp_path / "store", theirs))

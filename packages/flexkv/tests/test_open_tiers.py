@@ -14,6 +14,7 @@ pytest.importorskip("obstore", reason="needs pip install 'flexkv[objects]'")
 from sessions import led
 
 from flexkv.eviction import POLICIES
+from flexkv.eviction.policy import NO_GUARD
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_shared_tiers, open_tiers, policy_maker
@@ -61,7 +62,7 @@ def test_directories_evict_by_the_setting(
         (attached,) = open_tiers(config, session, policy_maker(config, follows))
         figures = attached.tier.figures
         assert figures.policy == policy
-        assert (figures.guard is not None) is (policy == "hazard")
+        assert (figures.guard is not NO_GUARD) is (policy == "hazard")
         assert attached.tier.close()
 
 

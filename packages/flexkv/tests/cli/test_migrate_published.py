@@ -190,16 +190,24 @@ TRANSLATED: dict[str, tuple[str, list[CacheConfig], list[str]]] = {
         [CacheConfig(cpu_cache_gb=5, load_mode="layerwise")],
         ["no equivalent: enable_blending: reuse of text that is no prefix"],
     ),
-}
-
-REFUSED = {
-    "llm-d, tiered-prefix-cache, native/cpu_plus_fs": """
+    "llm-d, tiered-prefix-cache, native/cpu_plus_fs": (
+        """
         args: ["--kv-transfer-config", '{"kv_connector":"OffloadingConnector","kv_role":"kv_both",
           "kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec"}}']
         """,
-    "vLLM, recipes, kv-offloading-size": """
+        [CacheConfig()],
+        ["not needed: spec_name"],
+    ),
+    "vLLM, recipes, kv-offloading-size": (
+        """
         args: ["--kv-offloading-size", "64", "--kv-offloading-backend", native]
         """,
+        [CacheConfig(cpu_cache_gb=64)],
+        ["remove --kv-offloading-size: it replaces FlexKV's connector"],
+    ),
+}
+
+REFUSED = {
     "LMCache, examples, multi_process": """
         args: ["--kv-transfer-config", '{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}']
         env: [{name: PYTHONHASHSEED, value: "0"}]

@@ -95,7 +95,7 @@ class TierFigures:
         openings: how often circuits have opened since the start.
         traffic: bytes and seconds since the start.
         policy: name of the eviction policy; empty if the tier evicts by none of ours.
-        guard: state of the policy's guard; None if it has none.
+        guard: state of the policy's guard; `NO_GUARD` if it has none.
         expired_blocks: blocks that have left because they were too old, at the start or since.
     """
 
