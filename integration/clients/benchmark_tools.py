@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,9 @@ _MODEL_LENGTH = 6144
 _OWN_TOKENS = 8192
 """Tokens of the engine's own cache: less than the prompts of each benchmark have together."""
 _HOST_GIB = 2.0
+_HUB_NAME = "flexkv/bytes"
+"""By which a client finds the model among those that were downloaded: aiperf takes no folder when
+it replays a trace."""
 _TEMPLATE = "{% for each in messages %}{{ each['content'] }} {% endfor %}"
 _CLIENT_SECONDS = 1800.0
 _BLOCK = 64
@@ -101,7 +105,7 @@ def _aiperf(*workload: str) -> Callable[[str, Path, Path], list[str]]:
     def command(url: str, model: Path, out: Path) -> list[str]:
         return [
             *(os.environ.get("AIPERF", "aiperf"), "profile", "--url", url, "--model", "bytes"),
-            *("--tokenizer", str(model), "--endpoint-type", "chat", "--streaming"),
+            *("--tokenizer", _HUB_NAME, "--endpoint-type", "chat", "--streaming"),
             *("--extra-inputs", "ignore_eos:true"),
             *("--output-artifact-dir", str(out), "--ui-type", "none", *workload),
         ]
@@ -141,12 +145,13 @@ def tools(trace: Path) -> dict[str, Tool]:
         *("--input-file", str(trace), "--custom-dataset-type", "mooncake_trace"),
         *("--isl-block-size", str(_BLOCK), "--fixed-schedule", "--random-seed", "7"),
     )
+    offline = {"HF_HUB_OFFLINE": "1"}
     datasets = {"PYTHONPATH": os.environ.get("DATASETS_PATH", "")}
     return {
         "vllm bench serve": Tool("vllm", _vllm_bench, _of_bench, {}),
         "sglang.bench_serving": Tool("sglang", _sglang_bench, _of_bench, datasets),
-        "aiperf, turns": Tool("vllm", turns, _of_aiperf, {}),
-        "aiperf, trace": Tool("vllm", replay, _of_aiperf, {}),
+        "aiperf, turns": Tool("vllm", turns, _of_aiperf, offline),
+        "aiperf, trace": Tool("vllm", replay, _of_aiperf, offline),
     }
 
 
@@ -240,7 +245,7 @@ def measure(tool: Tool, model: Path, *, flexkv: bool) -> Figures:
             subprocess.run(
                 command,
                 check=True,
-                env={**os.environ, **tool.env},
+                env={**os.environ, **tool.env, "HF_HOME": str(model.parent)},
                 stdout=sys.stderr,
                 timeout=_CLIENT_SECONDS,
             )
@@ -260,6 +265,10 @@ def main() -> None:
         model = write_checkpoint(_SPEC, Path(name))
         write_bytes(model, _SPEC.vocab)
         (model / "chat_template.jinja").write_text(_TEMPLATE)
+        hub = Path(name, "hub", f"models--{_HUB_NAME.replace('/', '--')}")
+        shutil.copytree(model, hub / "snapshots" / "1")
+        (hub / "refs").mkdir()
+        (hub / "refs" / "main").write_text("1")
         for title, tool in tools(write_trace(args.trace, Path(name))).items():
             if args.only and not any(part in title for part in args.only):
                 continue
