@@ -17,7 +17,7 @@ from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 
 from flexkv.tiers.disk.drive import THREADS
-from flexkv.tiers.job import Priority
+from flexkv.tiers.job import Priority, Urgency
 from packages.inside import below_of, index_of
 from packages.inside_tiers import read_jobs, set_read_jobs, split_runs, store_of
 from packages.tier_blocks import ready_blocks
@@ -165,17 +165,17 @@ class Hang:
             self._ended.wait()
             return read(*args)
 
-        def asked(slots: Any, keys: Any, buffers: Any, priority: Priority) -> Any:
+        def asked(slots: Any, keys: Any, buffers: Any, urgency: Urgency) -> Any:
             # Its threads may call `read` in another order.
             hangs = next(numbers) >= free
             self._asked += hangs
             store_of(drive).read = hanging if hangs else late
-            self._want(priority)
-            return reading(slots, keys, buffers, priority)
+            self._want(urgency.priority)
+            return reading(slots, keys, buffers, urgency)
 
-        def raised(jobs: Any, priority: Priority) -> None:
-            self._want(priority)
-            raise_priority(jobs, priority)
+        def raised(jobs: Any, urgency: Urgency) -> None:
+            self._want(urgency.priority)
+            raise_priority(jobs, urgency)
 
         set_read_jobs(drive, asked)
         drive.link.raise_priority = raised
