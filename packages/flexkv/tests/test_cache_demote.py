@@ -274,6 +274,32 @@ def test_few_keys_are_kept(node: Node, monkeypatch: pytest.MonkeyPatch, tier: Me
     assert node.in_host("abcxyz") == "abc", "the oldest are forgotten"
 
 
+def test_a_poll_looks_at_few_prefixes_and_all_get_their_turn(
+    node: Node, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those behind prefixes that are in use."""
+    monkeypatch.setattr(asked_demotions, "_PREFIXES", 2)
+    for name in "abcde":
+        node.store(name)
+    held = node.cache.load(keys(*"a"))
+    assert held is not None
+    for name in "abcde":
+        node.cache.demote(keys(name))
+    written: list[str] = []
+    while node.cache.busy and "e" not in written:
+        node.cache.poll()
+        begun = [task.key.decode() for task in tier.tasks]
+        new = [name for name in begun if name not in written]
+        assert len(new) <= 2
+        written += new
+    assert sorted(written) == [*"bcde"]
+    node.arena.board.report(held.cell, 0, Status.DONE)
+    node.poll()
+    tier.end_all()
+    node.poll()
+    assert node.in_host("abcde") == ""
+
+
 def test_a_reset_forgets_what_is_to_leave(node: Node, tier: MemoryTier) -> None:
     node.store("abc")
     node.cache.demote(keys(*"abc"))

@@ -19,11 +19,15 @@ from flexkv.types.backlog import share_of
 _BLOCKS = 16
 """The least number of blocks that one poll begins to demote. Not tuned."""
 
+_PREFIXES = 64
+"""The most prefixes that one poll looks at, whatever else keeps their blocks. Not tuned."""
+
 HELD_SECONDS = 10.0
 """For so long a block that is in use may keep those before it from leaving. Not tuned."""
 
 MOST_KEYS = 1 << 16
-"""The most keys that are kept, about 7 MB; the oldest are forgotten first. Not tuned."""
+"""The most keys that are kept, about 7 MB; the prefixes whose turn it is are forgotten first. Not
+tuned."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class AskedDemotions:
         self._writeback = writeback
         self._waiting: deque[_Asked] = deque()
         self._count = 0
+        self._unseen = 0  # prefixes at which no poll has looked since blocks were last given back
 
     def note(self, keys: Sequence[bytes]) -> None:
         """Demote the blocks of a prefix in later calls of `follow`.
@@ -72,10 +77,12 @@ class AskedDemotions:
         self._count += len(keys)
         while self._count > MOST_KEYS:
             self._count -= len(self._waiting.popleft().keys)
+        self._unseen += 1
         self.due = True
 
     def retry(self) -> None:
         """Blocks that were in use may be so no longer."""
+        self._unseen = len(self._waiting)
         self.due = bool(self._waiting)
 
     def follow(self) -> None:
@@ -86,23 +93,24 @@ class AskedDemotions:
         now = time.monotonic()
         demoters = [demoter for demoter in self._demoters if not demoter.paused]
         most = share_of(self._count, _BLOCKS) if demoters else 0
-        left: deque[_Asked] = deque()
-        self._count = 0
-        for asked in self._waiting:
+        looked = min(len(self._waiting), _PREFIXES)
+        for _ in range(looked):
+            asked = self._waiting.popleft()
+            self._count -= len(asked.keys)
             victims = self._take(asked, most)
             most -= len(victims)
             if victims:
                 self._writeback.demote(victims, demoters)
             if asked.keys and now < asked.until:
-                left.append(asked)
+                self._waiting.append(asked)
                 self._count += len(asked.keys)
-        self._waiting = left
-        self.due = bool(left) and bool(demoters) and most <= 0
+        self._unseen = max(0, self._unseen - looked)
+        self.due = bool(self._waiting and demoters) and (most <= 0 or self._unseen > 0)
 
     def clear(self) -> None:
         """Discard all prefixes, because the arena was cleared."""
         self._waiting.clear()
-        self._count, self.due = 0, False
+        self._count, self._unseen, self.due = 0, 0, False
 
     def _take(self, asked: _Asked, most: int) -> list[Block]:
         """Lease up to `most` of the blocks, up to one that may not leave now."""
