@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from integration.clients.worded_model import small_model
 from integration.harness import connector
-from integration.harness.checkpoint import ModelSpec, write_checkpoint
+from integration.harness.checkpoint import write_checkpoint
 from integration.harness.config import EngineConfig
 from integration.harness.http_server import HttpServer, spawned
 from integration.harness.tokenizers import write_bytes
@@ -31,18 +32,7 @@ from integration.sglang import environment as sglang
 from integration.sglang.linker import linker_config
 from integration.sglang.server import ServerConfig, SglangServer
 
-_SPEC = ModelSpec(
-    name="bytes",
-    hidden=256,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    intermediate=768,
-    vocab=512,
-    dtype="float32",
-    init_range=0.25,
-)
+_SPEC = small_model(512)
 _MODEL_LENGTH = 6144
 _OWN_TOKENS = 8192
 """Tokens of the engine's own cache: less than the prompts of each benchmark have together."""
@@ -50,6 +40,15 @@ _HOST_GIB = 2.0
 _HUB_NAME = "flexkv/bytes"
 """By which a client finds the model among those that were downloaded: aiperf takes no folder when
 it replays a trace."""
+_VLLM_BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""What `vllm bench serve` runs. `vllm` itself asks for the version of a package of that name, which
+vLLM's wheel for CPUs does not have."""
 _TEMPLATE = "{% for each in messages %}{{ each['content'] }} {% endfor %}"
 _CLIENT_SECONDS = 1800.0
 _BLOCK = 64
@@ -81,7 +80,7 @@ class Tool:
 
 def _vllm_bench(url: str, model: Path, out: Path) -> list[str]:
     return [
-        *(str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--base-url", url),
+        *(sys.executable, "-c", _VLLM_BENCH, "--base-url", url),
         *("--model", "bytes", "--tokenizer", str(model), "--max-concurrency", "1"),
         *("--dataset-name", "prefix_repetition", "--num-prompts", "72"),
         *("--prefix-repetition-num-prefixes", "12", "--prefix-repetition-prefix-len", "1600"),

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-from integration.harness.ports import hold_port
+from integration.clients.router_process import RouterProcess
 
-START_SECONDS = 60.0
 _CALL_SECONDS = 120.0
 
 
@@ -32,7 +28,7 @@ class Routed:
     from_host: int
 
 
-class SglangRouter:
+class SglangRouter(RouterProcess):
     """The router; a context manager that ends it.
 
     Args:
@@ -43,33 +39,12 @@ class SglangRouter:
     """
 
     def __init__(self, python: Path, engines: Sequence[str], policy: str, log: Path) -> None:
-        self._ending = contextlib.ExitStack()
-        ports = [self._ending.enter_context(hold_port()).getsockname()[1] for _ in range(2)]
-        self._url = f"http://127.0.0.1:{ports[0]}"
-        self._log = log
-        output = self._ending.enter_context(log.open("w"))
-        self._process = subprocess.Popen(
-            [
-                *(python, "-m", "sglang_router.launch_router", "--policy", policy),
-                *("--host", "127.0.0.1", "--port", str(ports[0])),
-                *("--prometheus-port", str(ports[1]), "--worker-urls", *engines),
-            ],
-            stdout=output,
-            stderr=output,
-        )
-        late = time.monotonic() + START_SECONDS
-        while not self._serves(len(engines)):
-            assert self._process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < late, log.read_text()[-4000:]
-            time.sleep(0.1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._ending.close()
+        self._engines = len(engines)
+        command: list[str | Path] = [
+            *(python, "-m", "sglang_router.launch_router", "--policy", policy),
+            *("--worker-urls", *engines),
+        ]
+        super().__init__(command, log)
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> Routed:
         """The greedy answer to a prompt, from whichever engine the router chooses."""
@@ -86,12 +61,12 @@ class SglangRouter:
         sources = given["meta_info"].get("cached_tokens_details") or {}
         return Routed(given["output_ids"], sources.get("host", 0))
 
-    def _serves(self, engines: int) -> bool:
+    def _serves(self) -> bool:
         """Whether it knows all engines, and takes requests."""
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"{self._url}/workers", timeout=_CALL_SECONDS) as answer,
         ):
             known = json.load(answer)["workers"]
-            return len([each for each in known if each["is_healthy"]]) == engines
+            return len([each for each in known if each["is_healthy"]]) == self._engines
         return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
 import threading
 import time
 import urllib.request
@@ -18,12 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from integration.harness.ports import hold_port
+from integration.clients.router_process import START_SECONDS, RouterProcess
 
 MODEL = "model"
-START_SECONDS = 60.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DECISION = re.compile(
     r'KV prefix decision .*worker="(?P<worker>[^"]*)".*credited_\w+=(?P<credit>\d+)'
@@ -77,7 +75,7 @@ class Decision:
     credited: int
 
 
-class VllmRouter:
+class VllmRouter(RouterProcess):
     """The router and its two workers; a context manager that ends them.
 
     Args:
@@ -88,36 +86,21 @@ class VllmRouter:
     """
 
     def __init__(self, program: Path, events: str, block_size: int, log: Path) -> None:
-        self._ending = contextlib.ExitStack()
-        workers = [self._serve() for _ in range(2)]
-        self._engine, self._log = workers[0], log
-        ports = [self._ending.enter_context(hold_port()).getsockname()[1] for _ in range(2)]
-        self._url = f"http://127.0.0.1:{ports[0]}"
-        output = self._ending.enter_context(log.open("w"))
-        self._process = subprocess.Popen(
-            [
-                *(program, "--host", "127.0.0.1", "--port", str(ports[0])),
-                *("--prometheus-port", str(ports[1]), "--log-level", "debug"),
-                *("--worker-urls", *workers, "--worker-startup-check-interval", "1"),
-                *("--policy", "kv_aware", "--kv-event-source", f"{self._engine}={events}"),
-                *("--kv-event-block-size", str(block_size), "--kv-event-model", MODEL),
-            ],
-            stdout=output,
-            stderr=output,
-        )
-        late = time.monotonic() + START_SECONDS
-        while not self._serves():
-            assert self._process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < late, log.read_text()[-4000:]
-            time.sleep(0.1)
+        self._workers = contextlib.ExitStack()
+        urls = [self._serve() for _ in range(2)]
+        self._engine = urls[0]
+        command: list[str | Path] = [
+            *(program, "--log-level", "debug"),
+            *("--worker-urls", *urls, "--worker-startup-check-interval", "1"),
+            *("--policy", "kv_aware", "--kv-event-source", f"{self._engine}={events}"),
+            *("--kv-event-block-size", str(block_size), "--kv-event-model", MODEL),
+        ]
+        super().__init__(command, log)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._ending.close()
+    def close(self) -> None:
+        """End them. Idempotent."""
+        super().close()
+        self._workers.close()
 
     def send(self, prompt: Sequence[int]) -> Decision:
         """Send a prompt through the router."""
@@ -143,12 +126,7 @@ class VllmRouter:
 
     def _serve(self) -> str:
         """Start a worker. Returns its URL."""
-        server = self._ending.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), _Worker))
-        self._ending.callback(server.shutdown)
+        server = self._workers.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), _Worker))
+        self._workers.callback(server.shutdown)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"
-
-    def _serves(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health"):
-            return True
-        return False

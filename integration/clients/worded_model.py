@@ -22,9 +22,9 @@ class WordedModel(NamedTuple):
     kv_bytes_per_token: int
 
 
-def write_worded_model(root: Path, words: int) -> WordedModel:
-    """Write one with so many words under `root`."""
-    spec = ModelSpec(
+def small_model(words: int) -> ModelSpec:
+    """A model for clients, with so many tokens."""
+    return ModelSpec(
         name="worded",
         hidden=256,
         layers=4,
@@ -36,6 +36,11 @@ def write_worded_model(root: Path, words: int) -> WordedModel:
         dtype="float32",
         init_range=0.25,
     )
+
+
+def write_worded_model(root: Path, words: int) -> WordedModel:
+    """Write one with so many words under `root`."""
+    spec = small_model(words)
     path = write_checkpoint(spec, root)
     write_words(path, words)
     return WordedModel(path, spec.kv_bytes_per_token)
