@@ -9,7 +9,7 @@ from itertools import count, islice
 import pytest
 
 from flexkv.eviction import RequestContext
-from flexkv.service import engine_fetches, engine_uses
+from flexkv.service import engine_uses
 from flexkv.service import messages as wire
 from flexkv.service.lobby import RefusalError
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of
@@ -47,7 +47,7 @@ def test_an_engine_that_ends_nothing_is_refused(
 ) -> None:
     """One that ends what it begins may begin more."""
     monkeypatch.setattr(engine_uses, "_MOST_NAMES", 4)
-    monkeypatch.setattr(engine_fetches, "_MOST_OPEN", 4)
+    monkeypatch.setattr(wire, "MOST_FETCHES", 4)
     attach(service)
     for message in make(iter(range(10)), True):
         service.engine.handle(message)

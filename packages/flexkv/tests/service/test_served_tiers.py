@@ -195,6 +195,29 @@ def test_what_no_disk_has_costs_no_message(with_disk: Service, attach: Attach) -
     assert messages_of(one) == []
 
 
+def test_an_engine_that_fetches_much_stays_attached(
+    with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of its fetches may be for queued requests; the others are for those whose turn it is."""
+    monkeypatch.setattr(wire, "MOST_FETCHES", 4)
+    one = attach(with_disk, step_blocks=4)
+    keys = keys_of("a", 4)
+    leave_memory(with_disk, one, keys)
+    queued = [one.cache.fetch(keys, queued=True) for _ in range(3)]
+    turns = [one.cache.fetch(keys) for _ in range(3)]
+    begun = [fetch for fetch in (*queued, *turns) if fetch is not None]
+    assert [fetch is None for fetch in (*queued, *turns)] == [False, False, True] * 2
+    one.settle_line()
+    for fetch in begun:
+        one.cache.end_fetch(fetch)
+    again = one.cache.fetch(keys, queued=True)
+    assert again is not None
+    one.settle_line()
+    one.cache.end_fetch(again)
+    one.settle()
+    assert not line_of(one.cache).is_cut
+
+
 def test_a_fetch_ends_before_the_first_block_that_is_nowhere(
     with_disk: Service, attach: Attach
 ) -> None:

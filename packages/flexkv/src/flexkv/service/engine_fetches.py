@@ -17,9 +17,6 @@ _MOST_RANGES = 512
 """Ranges of awaited blocks that the state of a fetch names to an engine, which counts them. Not
 tuned."""
 
-_MOST_OPEN = 1 << 14
-"""Fetches that an engine has not ended: more than any engine has at once. Not tuned."""
-
 _UNREAD_SECONDS = 60.0
 """Fetches of an engine that has read nothing for so long end: it hangs, and what they have brought
 stays in memory meanwhile. Not tuned."""
@@ -80,8 +77,8 @@ class EngineFetches:
         if isinstance(message, wire.Fetch):
             if message.fetch in self._open:
                 raise RefusalError(f"fetch {message.fetch} begins twice")
-            if len(self._open) == _MOST_OPEN:
-                raise RefusalError(f"the engine has more than {_MOST_OPEN} fetches without an end")
+            if len(self._open) == wire.MOST_FETCHES:
+                raise RefusalError(f"the engine has more than {wire.MOST_FETCHES} fetches")
             fetch = self._open[message.fetch] = self._begin(message.fetch)
             if self._may_bring(fetch, len(message.keys)):
                 if message.tenant is not None:

@@ -45,6 +45,9 @@ MOST_NAME = 256
 MOST_KEYS = 512
 """Keys in one message."""
 
+MOST_FETCHES = 4096
+"""Fetches that an engine has not ended, half of them for queued requests. Not tuned."""
+
 _DESCRIBED_BYTES = 1 << 15
 """Keys and descriptions in one message; together with another of this size they fit into a
 packet. A longer description is not sent."""

@@ -131,7 +131,9 @@ class ServedTiers:
     ) -> FetchId | None:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
         there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False
-        if there == len(keys):
+        # Those of queued requests leave room for those whose turn has come.
+        full = len(self._fetches) >= wire.MOST_FETCHES // (2 if queued else 1)
+        if there == len(keys) or full:
             return None
         if is_sure:
             reach = self._reach(keys, there)
