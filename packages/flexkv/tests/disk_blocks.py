@@ -64,11 +64,13 @@ class Client:
             outcomes += self.wait(self.begin_write(part), len(part))
         return outcomes
 
-    def begin_write(self, keys: Sequence[bytes]) -> int:
-        """The ticket of one batch, in the first buffers."""
+    def begin_write(
+        self, keys: Sequence[bytes], after: Sequence[bytes | None] | None = None
+    ) -> int:
+        """The ticket of one batch, in the first buffers. `after`: what each block builds on."""
         for key, buffer in zip(keys, self.buffers, strict=False):
             buffer[:] = bytes_of(key, self.salt)
-        return self.tier.write(keys, self.buffers[: len(keys)])
+        return self.tier.write(keys, self.buffers[: len(keys)], after)
 
     def read(self, keys: Sequence[bytes], priority: Priority = Priority.LOAD) -> list[Outcome]:
         """The outcome of each block; the bytes of all that are DONE were right."""

@@ -126,6 +126,24 @@ def test_the_end_of_a_prefix_leaves_first(tmp_path: Path) -> None:
         assert client.found(names(8)) == names(6)
 
 
+def test_a_prefix_longer_than_the_disk_keeps_its_beginning_and_others_are_written(
+    tmp_path: Path,
+) -> None:
+    keys = names(14)
+    with opened(tmp_path, slots=8) as client:
+        for start in range(0, 8, 4):
+            assert (
+                client.wait(client.begin_write(keys[start : start + 4], [None, *keys][start:]), 4)
+                == [DONE] * 4
+            )
+        client.write([b"other"])
+        assert client.found(keys) == keys[:7]
+        new = [*keys[7:9], b"new"]
+        ticket = client.begin_write(new, [keys[6], keys[7], None])
+        assert client.wait(ticket, 3) == [Outcome.DROPPED, Outcome.DROPPED, DONE]
+        assert client.found([*keys, b"other", b"new"]) == [*keys[:6], b"other", b"new"]
+
+
 @pytest.mark.parametrize("step", [1, -1])
 def test_the_end_of_a_prefix_leaves_first_after_a_restart_too(tmp_path: Path, step: int) -> None:
     """Whether it lies in slots that go up or down: those freed last are taken first."""

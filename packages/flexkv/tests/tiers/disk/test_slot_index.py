@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -62,6 +63,35 @@ def test_the_end_of_a_prefix_leaves_before_its_beginning() -> None:
     index = filled(3, [b"c", b"a", b"b"])
     index.touch([b"a", b"b", b"c"])
     assert eviction_order(index, {b"a", b"b", b"c"}) == [b"c", b"b", b"a"]
+
+
+def test_a_block_that_is_being_written_counts_as_used() -> None:
+    index = SlotIndex(3)
+    first = index.reserve(b"a")
+    index.publish(index.reserve_all([b"b", b"c"])[0], bytes(16))
+    index.touch([b"a", b"b", b"c"])
+    assert first is not None
+    index.publish(first, bytes(16))
+    assert eviction_order(index, {b"a", b"b"}) == [b"b", b"a"]
+
+
+def test_what_is_written_later_leaves_before_the_block_that_it_builds_on() -> None:
+    index = filled(4, [b"a", b"x"])
+    for key, after in ((b"b", b"a"), (b"c", b"b")):
+        (slot,) = index.reserve_all([key], [after])
+        index.publish(slot, bytes(16))
+    assert eviction_order(index, {b"a", b"b", b"c", b"x"}) == [b"c", b"b", b"a", b"x"]
+
+
+def test_no_block_evicts_the_one_that_it_builds_on_or_one_used_since() -> None:
+    index = filled(3, [b"old", b"a", b"x"])
+    (slot,) = index.reserve_all([b"b"], [b"a"])
+    index.publish(slot, bytes(16))
+    assert index.present([b"old", b"a", b"x", b"b"]) == [False, True, True, True]
+    assert index.reserve_all([b"c"], [b"b"]) == []
+    assert index.lease(b"b") is not None
+    assert index.reserve_all([b"c"], [b"b"]) == []
+    assert index.present([b"a", b"x", b"b"]) == [True] * 3
 
 
 def test_slots_in_use_are_not_evicted() -> None:
@@ -250,14 +280,15 @@ class SlotIndexModel(RuleBasedStateMachine):
     def used(self) -> set[int]:
         return {*self.order.values(), *self.writing, *self.leases}
 
-    @rule(key=KEYS)
-    def reserve(self, key: bytes) -> None:
+    @rule(key=KEYS, after=st.none() | KEYS)
+    def reserve(self, key: bytes, after: bytes | None) -> None:
         if self.index.has_all([key])[0]:
             return
         busy = {*self.writing, *self.leases}
-        idle = [key for key, slot in self.order.items() if slot not in busy]
+        older = itertools.takewhile(lambda each: each[0] != after, self.order.items())
+        idle = [key for key, slot in older if slot not in busy]
         full = len(self.used()) == SLOTS
-        slot = self.index.reserve(key)
+        slot = self.index.reserve(key, after=after)
         if full and not idle:
             assert slot is None
             return
@@ -267,7 +298,10 @@ class SlotIndexModel(RuleBasedStateMachine):
             self.forget(slot)
             self.evictions += 1
         assert slot not in self.used()
-        self.order[key] = slot
+        newer = list(itertools.dropwhile(lambda each: each[0] != after, self.order.items()))
+        for each, _ in newer:
+            del self.order[each]
+        self.order |= {key: slot, **dict(newer)}
         self.writing[slot] = key
 
     @precondition(lambda self: self.writing)
@@ -307,7 +341,7 @@ class SlotIndexModel(RuleBasedStateMachine):
     def touch(self, keys: list[bytes]) -> None:
         self.index.touch(keys)
         for key in reversed(keys):
-            if key in self.ready:
+            if key in self.order:
                 self.order[key] = self.order.pop(key)
 
     @rule()

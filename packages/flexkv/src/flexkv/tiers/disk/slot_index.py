@@ -262,16 +262,20 @@ class SlotIndex:
             key: key of a block that is neither ready nor being written.
             behind: a slot in use. The block counts as used just before the block there; if None, as
                 used now.
-            after: key of the block that it builds on; None if that is unknown, or there is none.
+            after: key of the block that it builds on, before which it counts as used if that is
+                here; None if that is unknown, or there is none.
 
         Returns:
-            The slot, in use until `release`; None if every slot is in use.
+            The slot, in use until `release`; None if every other one is in use or, without a
+            policy, has a block that was used since the one that this block builds on.
         """
         policy = self._policy
         if policy is None:
             self.drop_stale(key)
-            if self._free == NO_SLOT and not self._evict_oldest():
+            before = NO_SLOT if after is None else self.find(after)
+            if self._free == NO_SLOT and not self._evict_oldest(before):
                 return None
+            behind = behind if before == NO_SLOT else before
         else:
             policy.drop_stale(key)
             parent = NO_SLOT if after is None else policy.slot_of(after)
@@ -388,8 +392,8 @@ class SlotIndex:
         return [bytes(known[slot * size : (slot + 1) * size]) for slot in slots]
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count the blocks of a prefix as used, the first block last, so that the prefix is evicted
-        from its end.
+        """Count the blocks of a prefix as used, also while they are written. The first block counts
+        last, so that the prefix is evicted from its end.
 
         Returns:
             Keys of the blocks whose records must be written again, in that order. A record is
@@ -401,7 +405,7 @@ class SlotIndex:
         following, previous, ring = self._next, self._previous, self._ring
         oldest = self._writes - self.num_slots // 2
         for key, slot in zip(reversed(keys), self._slots.get_all(reversed(keys)), strict=True):
-            if slot == NO_SLOT or self._states[slot] != self._ready:
+            if slot == NO_SLOT or self._states[slot] < self._writing:
                 continue
             # `_unlink` and `_link`, without two calls for each block of a prefix.
             before, after = previous[slot], following[slot]
@@ -409,7 +413,7 @@ class SlotIndex:
             newest = following[ring]
             following[slot], previous[slot] = newest, ring
             previous[newest] = following[ring] = slot
-            if outdated or self._recorded[slot] < oldest:
+            if self._states[slot] == self._ready and (outdated or self._recorded[slot] < oldest):
                 self._recorded[slot] = self._writes
                 outdated.append(key)
         return outdated
@@ -512,21 +516,21 @@ class SlotIndex:
         self._keys[slot] = None
         self._unlink(slot)
 
-    def _oldest(self) -> int:
-        """The slot of the least recently used block that is not in use, or NO_SLOT."""
+    def _oldest(self, before: int = NO_SLOT) -> int:
+        """The slot of the least recently used block that is not in use, and was used before that of
+        the slot `before`; or NO_SLOT."""
         slot = self._previous[self._ring]
-        while slot in self._uses:
+        while slot in self._uses and slot != before:
             slot = self._previous[slot]
-        return NO_SLOT if slot == self._ring else slot
+        return NO_SLOT if slot in (self._ring, before) else slot
 
-    def _evict_oldest(self) -> bool:
-        """Evict by LRU. Whether a slot is free now."""
-        slot = self._oldest()
-        if slot == NO_SLOT:
-            return False
-        self.evictions += self._states[slot] >= self._writing
-        self._expel(slot)
-        return True
+    def _evict_oldest(self, before: int) -> bool:
+        """Evict by LRU a block that was used before that of a slot. Whether a slot is free now."""
+        slot = self._oldest(before)
+        if slot != NO_SLOT:
+            self.evictions += self._states[slot] >= self._writing
+            self._expel(slot)
+        return slot != NO_SLOT
 
     def _make_room(self, policy: SlotPolicy) -> bool:
         """Evict by the policy, unless a slot is free. Whether one is now."""

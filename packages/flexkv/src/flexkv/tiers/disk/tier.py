@@ -196,21 +196,23 @@ class DiskTier:
         known = zip(*answers, strict=True) if answers else [()] * len(keys)
         placement = WritePlacement(self._drives, has_policy=self._policy is not None)
         begun: set[bytes] = set()
+        lost: set[bytes] = set()
         refused = False
         for position, (key, has) in enumerate(zip(keys, known, strict=True)):
             if True in has or key in begun:
                 self._results.append(BlockResult(ticket, position, Outcome.DONE))
                 continue
             refused = refused or self._is_too_long(key)
-            drive = None if refused else placement.next()
-            if drive is None:
-                self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
-                continue
-            positions, slots = wanted.setdefault(drive, ([], []))
-            behind = slots[-1] if slots else None
-            slot = drive.index.reserve(key, behind, None if after is None else after[position])
+            before = None if after is None else after[position]
+            drive = None if refused or before in lost else placement.next()
+            slot = None
+            if drive is not None:
+                positions, slots = wanted.setdefault(drive, ([], []))
+                slot = drive.index.reserve(key, slots[-1] if slots else None, before)
+                if slot is None and not drive.index.usable_slots:
+                    placement.leave_out(drive)
             if slot is None:
-                placement.leave_out(drive)
+                lost.add(key)
                 self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
                 continue
             positions.append(position)
