@@ -31,6 +31,7 @@ from sglang_world import PATIENCE_SECONDS, Rank  # type: ignore[import-not-found
 from flexkv import CacheConfig
 from flexkv.service.server import NodeServer
 from flexkv_sglang.kv_events import follow
+from flexkv_sglang.tier_events import Page
 from integration.sglang.with_sglang.linked import LAYERS, LinkedRank
 from packages.inside import cache_of, stores_of
 
@@ -109,6 +110,20 @@ def test_after_a_flush_pages_are_told_again(world: World) -> None:
     assert world.events() == first
 
 
+def test_pages_wait_until_sglang_has_told_of_one(world: World) -> None:
+    """SGLang publishes before anybody can have subscribed to a server that starts."""
+    world.insert(TOKENS)
+    cleared, *stored = world.tree.take_events()
+    assert isinstance(cleared, AllBlocksCleared)
+    numbers = [number for event in stored for number in event.block_hashes]
+    tokens = [TOKENS[start : start + PAGE] for start in range(0, len(TOKENS), PAGE)]
+    events = world.rank.side.events
+    events.learn(map(Page, numbers, [None, *numbers], tokens), (), cleared=False)  # as of a disk
+    assert follow([cleared], events, PAGE) == [cleared]
+    *of_tree, event = follow(stored, events, PAGE)
+    assert (of_tree, event.medium, event.token_ids) == (stored, CPU, TOKENS)
+
+
 def test_other_weights_end_all_pages(world: World) -> None:
     world.insert(TOKENS)
     (stored,) = world.events()
@@ -140,6 +155,7 @@ def test_other_engines_tell_of_pages_as_soon_as_they_are_stored(
     pool = MHATokenToKVPool(16 * PAGE, PAGE, torch.float16, 1, 8, LAYERS, "cpu", False)
     other = Rank(tmp_path, pool=pool, heads=1, settings=settings)
     other.side.watch()
+    follow([BlockStored([1], None, [0] * PAGE, PAGE, None)], other.side.events, PAGE)
     deadline = time.monotonic() + PATIENCE_SECONDS
     for each in (linked.rank, other):
         while not stores_of(cache_of(each.side)).free:

@@ -13,6 +13,10 @@ from flexkv_sglang.tier_events import Page, TierEvents, Told
 def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
     """SGLang's events, with those that were learned early, followed by FlexKV's.
 
+    A disk's pages are found before the server takes requests, and SGLang publishes while it is
+    idle. Who subscribes when the server is ready would miss them, so that they wait until SGLang
+    itself has told of a page.
+
     Args:
         events: SGLang's events, in order; unchanged.
         ours: learns the pages' tokens from them.
@@ -20,7 +24,8 @@ def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
     """
     early, ours.early = ours.early, []
     _learn(events, ours)
-    return [*early, *events, *_to_sglang(ours.take(), page_size)]
+    told = ours.take() if ours.begun else []
+    return [*early, *events, *_to_sglang(told, page_size)]
 
 
 def learn_early(events: list[Any], ours: TierEvents) -> None:
@@ -39,6 +44,7 @@ def _learn(events: list[Any], ours: TierEvents) -> None:
 
     for event in events:
         if isinstance(event, BlockStored):
+            ours.begun = True
             ours.learn(_pages_of(event), (), cleared=False)
         elif isinstance(event, BlockRemoved):
             ours.learn((), event.block_hashes, cleared=False)

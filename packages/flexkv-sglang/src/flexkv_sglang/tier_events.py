@@ -56,10 +56,12 @@ class TierEvents:
 
     Attributes:
         early: events of SGLang that were learned and not published yet.
+        begun: whether SGLang has told its subscribers of a page.
     """
 
     def __init__(self, cache: CacheClient, epoch: bytes = b"") -> None:
         self.early: list[Any] = []
+        self.begun = False
         self._cache = cache
         self._epoch = epoch
         # By number, the place of each page in the order in which it was learned, and its text.
