@@ -269,3 +269,9 @@ def kept_pages(events: Any) -> Collection[Any]:
     """Pages of SGLang that its KV events know."""
     pages: Collection[Any] = events._pages
     return pages
+
+
+def traced_transfers(work: Any) -> Collection[int]:
+    """The transfers of which a span will be made."""
+    running: Mapping[int, Any] = work._running
+    return running

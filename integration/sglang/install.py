@@ -37,6 +37,8 @@ REQUIRED = {
     "msgspec",
     "numpy",
     "openai",
+    "opentelemetry-exporter-otlp",
+    "opentelemetry-sdk",
     "orjson",
     "partial_json_parser",
     "pillow",
@@ -55,6 +57,8 @@ REQUIRED = {
     "xgrammar",
 }
 """What the engine and its HTTP server import of what SGLang requires, by its names."""
+EXTRAS = ("", "tracing")
+"""SGLang's extras of which that is; the first stands for what it always requires."""
 UNDECLARED = ["triton==3.9.0", "dill", "jsonschema", "starlette"]
 """What they import without SGLang requiring it itself."""
 
@@ -78,13 +82,13 @@ def main() -> int:
 
 def _requirements() -> list[str]:
     """What is required of `REQUIRED`, in the versions that this SGLang asks for."""
-    found = map(Requirement, metadata.requires("sglang") or [])
-    return [
-        str(requirement)
-        for requirement in found
-        if requirement.name in REQUIRED
-        and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
-    ]
+    wanted = []
+    for each in map(Requirement, metadata.requires("sglang") or []):
+        marker, each.marker = each.marker, None
+        applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+        if applies and each.name in REQUIRED:
+            wanted.append(str(each))
+    return wanted
 
 
 def _add_shims() -> None:

@@ -1,64 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server sends spans of what FlexKV does for a request to where it sends its own."""
+"""Real servers send spans of what FlexKV does for a request to where they send their own."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("opentelemetry.proto", reason="OpenTelemetry's exporter is not installed")
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
 from integration.harness import connector
+from integration.harness.checkpoint import TINY
 from integration.harness.config import EngineConfig
 from integration.harness.host import EngineHost
+from integration.harness.prompts import random_tokens
 from integration.harness.server import Server
-from integration.tests.corpus import WARM
+from integration.sglang.linker import PAGE_TOKENS, linker_config
+from integration.sglang.server import SglangServer
+from integration.tests import corpus
+from integration.tests.span_collector import HEADERS, TRACE, Collector
+
+if TYPE_CHECKING:
+    from integration.harness.connector import Connector
 
 PATIENCE_SECONDS = 120.0
-TRACE = 0x5A17
-HEADERS = {"traceparent": f"00-{TRACE:032x}-{0xB0B:016x}-01"}
-
-
-class Collector(ThreadingHTTPServer):
-    """Receives spans by OTLP over HTTP.
-
-    Attributes:
-        names: the names of the spans of each trace.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Receiver)
-        self.names: dict[int, set[str]] = {}
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class _Receiver(BaseHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        assert isinstance(self.server, Collector)
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    trace = int.from_bytes(span.trace_id, "big")
-                    self.server.names.setdefault(trace, set()).add(span.name)
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+PROTOCOL = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 
 
 @pytest.fixture
@@ -68,32 +38,71 @@ def collector() -> Iterator[Collector]:
         made.shutdown()
 
 
+def offloaded(*, block_tokens: int, **settings: Any) -> Connector:
+    """FlexKV under vLLM's own connector, with the same blocks as `connector.plugin`."""
+    chunk = block_tokens // corpus.ENGINE_BLOCK
+    return connector.offloading(blocks_per_chunk=chunk, **settings)
+
+
+@pytest.mark.parametrize("entry", [connector.plugin, offloaded])
 def test_a_request_has_flexkvs_spans_in_its_trace(
     tmp_path: Path,
     host: EngineHost,
     collector: Collector,
+    *,
     engine_config: Callable[..., EngineConfig],
     flexkv: Callable[..., dict[str, Any]],
+    entry: Callable[..., Connector],
 ) -> None:
     host.close()
     config = engine_config(
-        connector.plugin(**flexkv(always_load=True)),
+        entry(**flexkv(always_load=True)),
         probe=False,
-        env={"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
-        extra_args={"otlp_traces_endpoint": f"http://127.0.0.1:{collector.server_port}/v1/traces"},
+        env=PROTOCOL,
+        extra_args={"otlp_traces_endpoint": collector.url},
     )
     with Server(config, tmp_path / "server.log", None) as server:
-        server.generate(WARM[0], 4)
+        server.generate(corpus.WARM[0], 4)
         server.reset_prefix_cache(external=False)
         body = {
-            "token_ids": list(WARM[0]),
+            "token_ids": list(corpus.WARM[0]),
             "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True},
         }
         json.loads(server.ask("/inference/v1/generate", body, headers=HEADERS))
         late = time.monotonic() + PATIENCE_SECONDS
-        while "flexkv.load" not in collector.names.get(TRACE, ()):
-            assert time.monotonic() < late, collector.names
-            server.generate(WARM[1], 1)  # an idle engine reports ends with its next step
+        while "flexkv.load" not in collector.names(TRACE):
+            assert time.monotonic() < late, collector.names()
+            server.generate(corpus.WARM[1], 1)  # an idle engine reports ends with its next step
             time.sleep(0.5)
-    every = set().union(*collector.names.values())
-    assert {"flexkv.load", "flexkv.store"} <= every
+    assert {"flexkv.load", "flexkv.store"} <= collector.names()
+
+
+def test_a_request_of_sglang_has_flexkvs_spans_within_its_own(
+    tmp_path: Path, host: EngineHost, collector: Collector, model: Path, sglang: Path
+) -> None:
+    host.close()
+    settings = {
+        # Less than two prompts: a part of the first one is fetched.
+        "FLEXKV_CPU_CACHE_GB": f"{12 * PAGE_TOKENS * TINY.kv_bytes_per_token / (1 << 30):.6f}",
+        "FLEXKV_SSD_CACHE_GB": "0.25",
+        "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "disk"),
+        "FLEXKV_RUNTIME_DIR": str(tmp_path / "run"),
+        "FLEXKV_ALWAYS_LOAD": "1",
+    }
+    flags = {"enable_trace": True, "otlp_traces_endpoint": collector.url}
+    config = linker_config(model, TINY, settings | PROTOCOL, forked=True, flags=flags)
+    prompt = random_tokens("traced", 10 * PAGE_TOKENS + 1, TINY.vocab)
+    with SglangServer(config, tmp_path / "server.log") as server:
+        server.generate(prompt, 1)
+        server.generate([*reversed(prompt)], 1)
+        server.await_steps()
+        server.flush()
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
+        server.ask("/generate", body, headers=HEADERS)
+        late = time.monotonic() + PATIENCE_SECONDS
+        while not {"flexkv.load", "flexkv.fetch"} <= collector.names(TRACE):
+            assert time.monotonic() < late, collector.names(TRACE)
+            time.sleep(0.5)
+    own = {each.span_id for each in collector.of(TRACE) if not each.name.startswith("flexkv.")}
+    ours = [each for each in collector.of(TRACE) if each.name.startswith("flexkv.")]
+    assert own.issuperset(each.parent_span_id for each in ours)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from disk_world import PROMPT_BLOCKS, fill, prompts
-from engine_world import MakeWorld
+from engine_world import MakeWorld, World
+from offloading_world import MakeOffloadingWorld
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not installed")
 
@@ -18,8 +19,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from flexkv_vllm.settings import spans_of
-from flexkv_vllm.spans import REQUEST_ID, OtelSpans
+from flexkv.engine.scheduler.otel_spans import REQUEST_ID, OtelSpans
+from flexkv_vllm.spans import by_headers, request_spans_of
 
 TRACE, PARENT = 0x5A17, 0xB0B
 FETCHED = ("fetch", "load")
@@ -33,7 +34,7 @@ class Exported:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.spans = OtelSpans(provider.get_tracer("flexkv"))
+        self.spans = OtelSpans(provider.get_tracer("flexkv"), by_headers())
 
     def of(self, request_id: str) -> dict[str, list[ReadableSpan]]:
         """Those of a request by name. A load may have several parts, and a fetch begin anew when
@@ -49,19 +50,16 @@ def numbers(span: ReadableSpan) -> dict[str, Any]:
     return {name: value for name, value in (span.attributes or {}).items() if name != REQUEST_ID}
 
 
-def test_a_request_has_spans_of_its_fetch_its_load_and_its_store(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = Exported()
-    monkeypatch.setattr("flexkv_vllm.start_scheduler.spans_of", lambda _: exported.spans)
-    world = make_world(slots=14, disk_slots=100, budget=256)
+def check_spans(world: World, exported: Exported) -> None:
+    """A prompt that the disk has is fetched and loaded within the trace that its headers name."""
     texts = prompts(1, 4)
     began = time.time_ns()
     fill(world, texts)
     assert exported.of("r0").keys() == {"flexkv.store"}
-    (stored,) = exported.of("r0")["flexkv.store"]
-    assert numbers(stored) == {"flexkv.blocks": PROMPT_BLOCKS, "flexkv.done": True}
-    assert stored.parent is None
+    stores = exported.of("r0")["flexkv.store"]
+    assert sum(numbers(each)["flexkv.blocks"] for each in stores) == PROMPT_BLOCKS
+    assert all(numbers(each)["flexkv.done"] for each in stores)
+    assert {each.parent for each in stores} == {None}
 
     again = world.add(texts[0])
     world.requests[again].trace_headers = HEADERS
@@ -86,14 +84,30 @@ def test_a_request_has_spans_of_its_fetch_its_load_and_its_store(
     world.check_outputs()
 
 
+def test_a_request_has_spans_of_its_fetch_its_load_and_its_store(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = Exported()
+    monkeypatch.setattr("flexkv_vllm.start_scheduler.request_spans_of", lambda _: exported.spans)
+    check_spans(make_world(slots=14, disk_slots=100, budget=256), exported)
+
+
+def test_a_request_of_vllms_own_connector_has_them_too(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = Exported()
+    monkeypatch.setattr("flexkv_vllm.offloading.prompts.request_spans_of", lambda _: exported.spans)
+    check_spans(make_offloading_world(slots=14, disk_slots=100, budget=256), exported)
+
+
 def test_a_tracer_that_fails_costs_no_request(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room for spans")
 
-    spans = OtelSpans(SimpleNamespace(start_span=fail))  # type: ignore[arg-type]
-    monkeypatch.setattr("flexkv_vllm.start_scheduler.spans_of", lambda _: spans)
+    spans = OtelSpans(SimpleNamespace(start_span=fail), by_headers())  # type: ignore[arg-type]
+    monkeypatch.setattr("flexkv_vllm.start_scheduler.request_spans_of", lambda _: spans)
     world = make_world(slots=14, disk_slots=100)
     texts = prompts(1, 4)
     fill(world, texts)
@@ -107,6 +121,6 @@ def test_spans_are_made_only_where_vllm_makes_them() -> None:
     def config(endpoint: str | None) -> Any:
         return SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint))
 
-    assert isinstance(spans_of(config("http://localhost:4317")), OtelSpans)
-    assert spans_of(config(None)) is None
-    assert spans_of(SimpleNamespace()) is None  # type: ignore[arg-type]
+    assert isinstance(request_spans_of(config("http://localhost:4317")), OtelSpans)
+    assert request_spans_of(config(None)) is None
+    assert request_spans_of(SimpleNamespace()) is None  # type: ignore[arg-type]

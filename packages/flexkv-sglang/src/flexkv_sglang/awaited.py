@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexkv.client import CacheClient, FetchId
+from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
@@ -59,6 +59,7 @@ class AwaitedPrefixes:
         block_tokens: tokens of a block.
         trailing: the pages of which a hit needs the last.
         priority_of: returns the priority of a request.
+        ended: called with the request and the last state of each fetch that has ended.
 
     Attributes:
         trailing: as given.
@@ -70,10 +71,13 @@ class AwaitedPrefixes:
         chooser: LoadChooser,
         block_tokens: int,
         trailing: TrailingPages = NONE_TRAILING,
+        *,
         priority_of: Callable[[str], int] = lambda rid: 0,
+        ended: Callable[[str, FetchState], None] = lambda rid, state: None,
     ) -> None:
         self.trailing = trailing
         self._priority_of = priority_of
+        self._ended = ended
         self._trailing: dict[str, _Trailing] = {}
         self._cache = cache
         self._chooser = chooser
@@ -150,10 +154,11 @@ class AwaitedPrefixes:
             state = self._cache.end_fetch(fetched.id)
             del self._fetches[rid]  # not before: an error would lose the fetch
             self._chooser.fetched(fetched.id, state)
+            self._ended(rid, state)
         trailing = self._trailing.get(rid)
         if trailing is not None:
             if trailing.fetch is not None:
-                self._cache.end_fetch(trailing.fetch)
+                self._ended(rid, self._cache.end_fetch(trailing.fetch))
             del self._trailing[rid]
 
     def end_all(self) -> None:

@@ -167,6 +167,11 @@ class FollowedRequests:
         followed = self._followed.get(rid)
         return 0 if followed is None else followed.own_tokens
 
+    def request_of(self, rid: str) -> SglangRequest | None:
+        """A request that has not ended; None if it is unknown."""
+        followed = self._followed.get(rid)
+        return None if followed is None else followed.request
+
     def priority_of(self, rid: str) -> int:
         """The priority of a request; 0 if it is unknown."""
         followed = self._followed.get(rid)

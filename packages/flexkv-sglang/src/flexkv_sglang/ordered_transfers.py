@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from flexkv.client import CacheClient
+from collections.abc import Callable
+
+from flexkv.client import CacheClient, Ended
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv_sglang.copies import Offload
 
@@ -13,15 +15,17 @@ class OrderedTransfers:
 
     Args:
         cache: the engine's cache; polled.
+        ended: called with each transfer that has ended.
 
     Attributes:
         offloads: the transfers by their numbers; None for a load. The caller adds those that all
             ranks have agreed on, and removes those that it cancels.
     """
 
-    def __init__(self, cache: CacheClient) -> None:
+    def __init__(self, cache: CacheClient, ended: Callable[[Ended], None]) -> None:
         self._cache = cache
         self._ended = EndedTransfers(cache)
+        self._note_end = ended
         self.offloads: dict[int, Offload | None] = {}
         self._lost_some = False
 
@@ -44,4 +48,5 @@ class OrderedTransfers:
                 offload.stored &= ended.done
                 offload.transfer_id = 0
             self.offloads.pop(ended.id, None)
+            self._note_end(ended)
         return True

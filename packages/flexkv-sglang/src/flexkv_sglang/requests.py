@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, FetchState
 from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.hit_reports import HitReports
+from flexkv.engine.scheduler.traced_work import TracedWork
 from flexkv.engine.side_figures import CacheFigures
 from flexkv_sglang.following import FollowedRequests, Hashes, options_reader
 from flexkv_sglang.look_ahead import Prompt
@@ -41,6 +42,7 @@ class SglangRequests:
         sessions: the conversations of the requests.
         waiting: those in SGLang's queue.
         followed: all of them.
+        traced: what FlexKV does for them; the owner sets its spans.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SglangRequests:
     ) -> None:
         self.boundary = boundary
         self._keys_of = page_keys.of
+        self.traced = TracedWork()
         self.waiting = WaitingRequests(
             cache,
             chooser,
@@ -65,6 +68,7 @@ class SglangRequests:
             boundary,
             trailing=trailing,
             priority_of=self._priority_of,
+            fetched=self._fetched,
         )
         reader = options_reader(options)
         reader.set_media(cache.info.media)
@@ -119,9 +123,10 @@ class SglangRequests:
 
     # Requests that SGLang computes next.
 
-    def loads(self, rid: str, hashes: Sequence[str], batch: int) -> int:
-        """A request loads these pages in the batch of this number. Returns how many of them lower
-        tiers gave."""
+    def loads(self, rid: str, hashes: Sequence[str], batch: int, transfer_id: int) -> int:
+        """A request loads these pages in the batch of this number, by a transfer. Returns how many
+        of them lower tiers gave."""
+        self.traced.began(transfer_id, self.followed.request_of(rid), len(hashes))
         self.waiting.shared.loads(rid, hashes[0], batch)
         by_medium = self.waiting.awaited.loads(rid, self._keys_of(hashes))
         self.followed.loads(rid, len(hashes), by_medium)
@@ -157,6 +162,10 @@ class SglangRequests:
             ends.callback(self.figures.close)
             ends.callback(self.followed.close)
             ends.callback(self.end_fetches)
+
+    def _fetched(self, rid: str, state: FetchState) -> None:
+        """A fetch of a request has ended."""
+        self.traced.fetched(self.followed.request_of(rid), state)
 
     def _priority_of(self, rid: str) -> int:
         """See `FollowedRequests.priority_of`."""

@@ -118,8 +118,6 @@ class RankSide:
         self._ordered: OrderedTransfers | None = None
         self.requests: SglangRequests | None = None
         if cache is not None:
-            self._ordered = OrderedTransfers(cache)
-            boundary.after_error = self._ordered.lose
             self.requests = SglangRequests(
                 cache,
                 chooser,
@@ -130,6 +128,8 @@ class RankSide:
                 options=options,
                 trailing=trailing,
             )
+            self._ordered = OrderedTransfers(cache, self.requests.traced.ended)
+            boundary.after_error = self._ordered.lose
 
     @property
     def leads(self) -> bool:
@@ -215,7 +215,7 @@ class RankSide:
         self._queued[rid] = queued
         with self.boundary.guard("counting a hit", "it is not counted"):
             if self.requests is not None:
-                queued.fetched = self.requests.loads(rid, hashes, self._batch + 1)
+                queued.fetched = self.requests.loads(rid, hashes, self._batch + 1, number)
         return True
 
     def fetched_tokens(self, rid: str) -> int:
@@ -233,6 +233,8 @@ class RankSide:
             if self._cache is not None and queued is not None:
                 self._cache.cancel(queued.order.transfer_id)
             if self.requests is not None:
+                if queued is not None:
+                    self.requests.traced.cancelled(queued.order.transfer_id)
                 self.requests.cancelled(rid)
         return queued is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, FetchState
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv_sglang.awaited import AwaitedPrefixes
@@ -24,6 +24,7 @@ class WaitingRequests:
         keys_of: returns the keys of pages for SGLang's hashes.
         boundary: where errors of single requests end.
         trailing: the pages of which a hit needs the last.
+        priority_of, fetched: `priority_of` and `ended` of `AwaitedPrefixes`.
 
     Attributes:
         awaited: the fetches for the requests.
@@ -41,8 +42,11 @@ class WaitingRequests:
         *,
         trailing: TrailingPages = NONE_TRAILING,
         priority_of: Callable[[str], int] = lambda rid: 0,
+        fetched: Callable[[str, FetchState], None] = lambda rid, state: None,
     ) -> None:
-        self.awaited = AwaitedPrefixes(cache, chooser, page_size, trailing, priority_of)
+        self.awaited = AwaitedPrefixes(
+            cache, chooser, page_size, trailing, priority_of=priority_of, ended=fetched
+        )
         self.ahead = LookAhead(cache, self.awaited, keys_of, boundary)
         self._shares = not trailing.have_states
         self.shared = SharedPrefixes(lambda page: bool(cache.lookup(keys_of([page]))))

@@ -1,73 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of what FlexKV did for a request, beside vLLM's own spans of it."""
+"""Spans of requests in the traces that vLLM's clients name."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.otel_spans import ContextOf, OtelSpans, make_spans
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.context import Context
+    from vllm.config import VllmConfig
 
-logger = logging.getLogger("flexkv.vllm")
-
-REQUEST_ID = "gen_ai.request.id"
-"""The attribute in which vLLM's own spans have the request's id."""
+    from flexkv.engine.scheduler.engine import EngineRequest
 
 
-def make_spans() -> OtelSpans | None:
-    """What makes spans. They go where vLLM has this process send its own. None without
-    OpenTelemetry, which vLLM's own spans need, too."""
-    try:
-        from opentelemetry import trace
-    except ImportError as error:
-        logger.warning("FlexKV makes no spans of requests: %s", error)
-        return None
-    return OtelSpans(trace.get_tracer("flexkv"))
+def request_spans_of(vllm_config: VllmConfig) -> OtelSpans | None:
+    """What makes spans of requests, if vLLM does (`--otlp-traces-endpoint`)."""
+    settings = getattr(vllm_config, "observability_config", None)
+    traced = getattr(settings, "otlp_traces_endpoint", None) is not None
+    return make_spans(by_headers) if traced else None
 
 
-class OtelSpans:
-    """See `RequestSpans`. A span belongs to the trace that the request's headers name.
+def by_headers() -> ContextOf:
+    """See `ContextOf`: the trace that the request's headers name. Raises ImportError without
+    OpenTelemetry."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    Args:
-        tracer: makes the spans; it hands them to a thread of its own.
-    """
+    propagator = TraceContextTextMapPropagator()
 
-    def __init__(self, tracer: Tracer) -> None:
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._tracer = tracer
-        self._propagator = TraceContextTextMapPropagator()
-        self._has_failed = False
-
-    def add(
-        self, request: EngineRequest, name: str, begun: float, attributes: Mapping[str, int | bool]
-    ) -> None:
-        """See `RequestSpans.add`."""
-        try:
-            self._add(request, name, begun, attributes)
-        except Exception as error:  # noqa: BLE001 - a span is worth no request
-            if not self._has_failed:
-                logger.error("a span of a request was not made (logged once): %r", error)
-            self._has_failed = True
-
-    def _add(
-        self, request: EngineRequest, name: str, begun: float, attributes: Mapping[str, Any]
-    ) -> None:
+    def context_of(request: EngineRequest) -> Context:
         headers = getattr(request, "trace_headers", None)
-        context = None if headers is None else self._propagator.extract(headers)
-        end = time.time_ns()
-        span = self._tracer.start_span(
-            f"flexkv.{name}",
-            context=context,
-            start_time=end - int((time.monotonic() - begun) * 1e9),
-            attributes={
-                REQUEST_ID: request.request_id,
-                **{f"flexkv.{key}": value for key, value in attributes.items()},
-            },
-        )
-        span.end(end)
+        return Context() if headers is None else propagator.extract(headers)
+
+    return context_of

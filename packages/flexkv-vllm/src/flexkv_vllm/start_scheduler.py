@@ -27,7 +27,8 @@ from flexkv_vllm.groups import groups_of, step_blocks
 from flexkv_vllm.identity import block_keys, outlives_process, prompt_keys, shares_blocks
 from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.settings import engine_id_of, options_of, spans_of
+from flexkv_vllm.settings import engine_id_of, options_of
+from flexkv_vllm.spans import request_spans_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,7 +110,7 @@ def make_request_side(
                 recorder,
                 options,
                 operator_access(config, prompt_keys(vllm_config, groups, keys)),
-                spans_of(vllm_config),
+                request_spans_of(vllm_config),
             ),
             chooser,
             store_time,

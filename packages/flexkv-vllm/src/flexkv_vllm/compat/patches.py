@@ -246,7 +246,7 @@ class ConnectorCalls(Protocol):
 
     def bound(
         self,
-        algorithm: str,
+        vllm_config: Any,
         hash_tokens: int,
         groups: Sequence[tuple[int, int, int | None]],
         pool: Any,
@@ -255,7 +255,7 @@ class ConnectorCalls(Protocol):
         """vLLM's scheduler is about to begin.
 
         Args:
-            algorithm: name of the hash function of blocks.
+            vllm_config: its configuration.
             hash_tokens: tokens of a hash.
             groups: number, tokens of a block, and window in blocks of each KV cache group; None for
                 all blocks. Empty if this release has them elsewhere.
@@ -347,8 +347,8 @@ def follow_connector(calls_of: Callable[[object], ConnectorCalls | None]) -> Non
         side.flexkv_pool = pool
         calls = calls_of(side.manager)
         if calls is not None:
-            algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
-            calls.bound(algorithm, *_groups_of(side), pool, getattr(self, "_kv_cache_config", None))
+            kv_cache_config = getattr(self, "_kv_cache_config", None)
+            calls.bound(self._vllm_config, *_groups_of(side), pool, kv_cache_config)
 
     side.get_num_new_matched_tokens, side.update_state_after_alloc = follow_match, follow_allocation
     side.build_connector_meta, side.update_connector_output = follow_step, follow_end

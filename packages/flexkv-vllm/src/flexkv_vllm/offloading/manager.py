@@ -87,7 +87,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self.prompts = prompts
         prompts.before_match = self._poll
         self._requests, self._answers = prompts.by_id, prompts.answers
-        self._figures = prompts.figures
+        self._figures, self._traced = prompts.figures, prompts.traced
         # By id of the loaded request the media of its blocks that came from lower tiers.
         self._fetched: dict[str, Mapping[bytes, Any]] = {}
         self._loading: dict[int, str] = {}
@@ -299,6 +299,7 @@ class FlexKVOffloadingManager(OffloadingManager):
                 self._fetched[context.req_id] = media
             request.settle()
             self._loading[transfer.id] = context.req_id
+            self._traced.began(transfer.id, request.request, len(keys))
         return transfer
 
     def _order(self, transfer: Transfer) -> ArenaBlocks:
@@ -329,6 +330,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._figures.note_activity()
             request.reserved(transfer.keys)
             self.held.hold(request_id, transfer)
+            self._traced.began(transfer.id, request.request, len(transfer.keys))
             self.prompts.describe(request, transfer.keys)
         request.keep(wanted)
         return transfer
@@ -354,6 +356,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             if request_id is not None and not ended.done:
                 self._load_no_more(request_id)
             self._loading.pop(ended.id, None)
+            self._traced.ended(ended)
             self._ordered.discard(ended.id)
 
     def _after_error_in(self, cache: CacheClient) -> Callable[[], None]:

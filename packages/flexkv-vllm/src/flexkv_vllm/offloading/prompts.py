@@ -22,6 +22,7 @@ from flexkv.engine.scheduler.request import HitTokens, Match
 from flexkv_vllm.offloading.lookups import Lookups
 from flexkv_vllm.offloading.offload_keys import OffloadedPromptKeys
 from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks, RequestMaker
+from flexkv_vllm.spans import request_spans_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,6 +47,7 @@ class OffloadedPrompts:
         figures: figures of the cache.
         by_id: the requests that have not ended.
         hits: the hits whose load is not ordered yet.
+        traced: what FlexKV does for requests; its spans are known once vLLM's scheduler begins.
         answers: results of lookups of the prompt that vLLM matches now; the same object always.
         may_find: returns whether any block may be found.
         may_change: returns whether an operator may change the cache; see `OperatorCalls`.
@@ -68,6 +70,7 @@ class OffloadedPrompts:
         boundary: ErrorBoundary,
     ) -> None:
         self.hits = HeldHits(cache)
+        self.traced = maker.traced
         self.figures = reports.figures
         self._maker = maker
         self.by_id: dict[str, RequestBlocks] = {}
@@ -155,7 +158,7 @@ class OffloadedPrompts:
     @answers(always(None), "operators get no answers")
     def bound(
         self,
-        algorithm: str,
+        vllm_config: Any,
         hash_tokens: int,
         groups: Sequence[tuple[int, int, int | None]],
         pool: Any,
@@ -164,7 +167,9 @@ class OffloadedPrompts:
         """See `ConnectorCalls.bound`."""
         with self._boundary.guard("following resets", "events are not repeated", loses=False):
             self.pool_bound(pool, kv_cache_config)
+        self.traced.spans = request_spans_of(vllm_config)
         if groups:
+            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
             keys = OffloadedPromptKeys(algorithm, hash_tokens, groups)
             self.open_door(keys)
 

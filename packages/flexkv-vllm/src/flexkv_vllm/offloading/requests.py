@@ -26,6 +26,7 @@ from flexkv.engine.scheduler.request_options import (
     pin_owner,
     tenant_of,
 )
+from flexkv.engine.scheduler.traced_work import TracedWork
 from flexkv.figures.meter import Meter
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -88,6 +89,7 @@ class RequestBlocks:
         context: vLLM's context of the request.
         options: the user's options.
         fetch_ended: called with each fetch that has ended.
+        traced: gets them, too.
 
     Attributes:
         options: the user's options.
@@ -107,9 +109,11 @@ class RequestBlocks:
         context: ReqContext,
         options: RequestOptions,
         fetch_ended: Callable[[FetchId, FetchState], None],
+        traced: TracedWork,
     ) -> None:
         self._cache = cache
         self._fetch_ended = fetch_ended
+        self._traced = traced
         self._from_host = options.load and may_load_from(context, Medium.HOST)
         # A fetch takes a block from whichever lower tier has it.
         allowed = all(may_load_from(context, medium) for medium in cache.info.media)
@@ -352,6 +356,7 @@ class RequestBlocks:
             self._note(state)
             self._fetch = None
             self._fetch_ended(fetch, state)
+            self._traced.fetched(self.request, state)
 
 
 _OPTIONS = (
@@ -369,6 +374,9 @@ class RequestMaker:
         cache: the cache of the engine.
         allowed: see `OptionsReader`.
         fetch_ended: see `RequestBlocks`.
+
+    Attributes:
+        traced: what FlexKV does for the requests.
     """
 
     def __init__(
@@ -381,6 +389,7 @@ class RequestMaker:
         self._options = OptionsReader(allowed, _OPTIONS, own_tokens=False)
         self._options.set_media(cache.info.media)
         self._fetch_ended = fetch_ended
+        self.traced = TracedWork()
 
     def put_counts(self, meter: Meter) -> None:
         """See `OptionsReader.put_counts`."""
@@ -399,7 +408,7 @@ class RequestMaker:
         """The state of a new request."""
         hints = EngineHints(envelope=getattr(context, "kv_hints", None))
         options = self._options.read(context.req_id, context.kv_transfer_params, hints)
-        return RequestBlocks(self._cache, context, options, self._fetch_ended)
+        return RequestBlocks(self._cache, context, options, self._fetch_ended, self.traced)
 
     def _add_hints(self, options: RequestOptions, request: EngineRequest) -> RequestOptions:
         """`options`, with hints of vLLM's own object, which its context of the request lacks."""

@@ -10,6 +10,7 @@ from flexkv.engine.scheduler.engine import RequestSpans
 from flexkv.engine.scheduler.hit_sources import note_media
 from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
 from flexkv.engine.scheduler.request_options import tenant_number_of
+from flexkv.engine.scheduler.traced_work import add_fetch
 from flexkv.types.changes import Medium
 
 LOOKAHEAD_SECONDS = 0.05
@@ -149,7 +150,5 @@ class Fetches:
                 state = self._cache.end_fetch(each.id)
                 note_media(tracked.awaited, each.keys, state)
                 self._ended(each.id, state)
-                if self._spans is not None and state.length:
-                    came = {f"{medium.value}_blocks": n for medium, (n, _) in state.gave.items()}
-                    blocks = {"blocks": state.length, "arrived_blocks": state.arrived, **came}
-                    self._spans.add(tracked.request, "fetch", state.begun, blocks)
+                if self._spans is not None:
+                    add_fetch(self._spans, tracked.request, state)
