@@ -14,6 +14,7 @@ import pytest
 from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.harness.families import write_family
+from integration.harness.ports import hold_port
 from integration.sglang.linker import linker_config
 from integration.sglang.server import Answer, ServerConfig, SglangServer
 from integration.tests.node_service import NodeService
@@ -54,7 +55,11 @@ class AttentionServer:
             model,
             TINY,
             settings,
-            flags={"dp_size": ENGINES, "enable_dp_attention": True},
+            flags={
+                "dp_size": ENGINES,
+                "enable_dp_attention": True,
+                "dist_init_addr": f"127.0.0.1:{free_ports()}",
+            },
             tensor_parallel_size=RANKS,
             forked=True,
         )
@@ -98,6 +103,13 @@ class AttentionServer:
 
     def _ask(self, engine: int, prompt: list[int]) -> Answer:
         return self.server.generate_all([prompt], ANSWER, routed_dp_rank=engine)[0]
+
+
+def free_ports() -> int:
+    """The first of some ports that SGLang takes in a row, of those that the kernel gives nobody."""
+    with hold_port(range(20_000, 32_000, 16)) as held:
+        port: int = held.getsockname()[1]
+        return port
 
 
 @pytest.fixture(scope="module")
