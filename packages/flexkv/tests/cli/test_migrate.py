@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -210,6 +212,17 @@ def test_a_file_becomes_settings_that_load(
     assert [phrase for phrase in said if phrase not in ended.out] == []
 
 
+def test_standard_input_is_read_as_a_file_is(flexkv: Flexkv, tmp_path: Path) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(CHART)
+    command = [sys.executable, "-m", "flexkv", "migrate", "-"]
+    with path.open() as file:
+        piped = subprocess.run(command, stdin=file, capture_output=True, text=True, check=True)
+    of_file = flexkv("migrate", path).out
+    assert of_file
+    assert piped.stdout == of_file.replace(str(path), "standard input")
+
+
 def test_a_mooncake_store_is_the_same_store(flexkv: Flexkv, tmp_path: Path) -> None:
     path = tmp_path / "lmcache.yaml"
     path.write_text(MOONCAKE + MOONCAKE_STORE)
@@ -336,6 +349,7 @@ def test_no_secret_is_printed(
             "--only is '3' on the command line; allowed: a whole number",
         ),
         (["/proc/self/environ"], "cannot read"),
+        (["/dev/zero"], "cannot read /dev/zero: larger than 67108864 bytes; allowed: a YAML"),
     ],
 )
 def test_bad_use_is_one_clear_error(

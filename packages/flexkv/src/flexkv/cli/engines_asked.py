@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from flexkv.cli.common import read_settings
+from flexkv.cli.input_text import read_input
 from flexkv.control.ask_door import AskError, ask
 from flexkv.control.http_door import RefusedError
 from flexkv.control.prompts import PromptEffect, PromptPlaces, PromptQuestion, check_question
@@ -21,9 +22,6 @@ from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import blocks, printable
 
-_STDIN = "-"
-_MOST_BYTES = 64 << 20
-"""The longest input. Not tuned."""
 _SECONDS = 120.0
 """Time limit for the answer of an engine, which hashes long prompts beside its work, and waits for
 lower tiers for a minute at most. Not tuned."""
@@ -108,18 +106,13 @@ def _tokens_of(text: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        if path == _STDIN:
-            text = sys.stdin.read(_MOST_BYTES)
-        else:
-            with open(path, encoding="utf-8") as file:
-                text = file.read(_MOST_BYTES)
+        return read_input(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
             f"FILE is {path!r} on the command line, which cannot be read: {reason}; allowed: a "
             "text file, or - for standard input"
         ) from None
-    return text
 
 
 def ask_engines(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translate a configuration of LMCache, or of vLLM's own offloading, into settings of FlexKV.
-SOURCE is `env`, for the variables of this shell, or a file: LMCache's own, values of the Helm chart
-of vLLM's production stack, or a manifest of Kubernetes with LMCACHE_ variables or with vLLM's
-arguments. The output is a settings file for
-FLEXKV_CONFIG_PATH; its comments name what to check and what has no equivalent. The command changes
-nothing."""
+SOURCE is `env`, for the variables of this shell, or a file (- for standard input): LMCache's own,
+values of the Helm chart of vLLM's production stack, or a manifest of Kubernetes with LMCACHE_
+variables or with vLLM's arguments. The output is a settings file for FLEXKV_CONFIG_PATH; its
+comments name what to check and what has no equivalent. The command changes nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from typing import Any
 
 import yaml
 
+from flexkv.cli.input_text import STDIN, read_input
 from flexkv.cli.lmcaches_names import Translation, find, from_variables, translate
 from flexkv.cli.vllms_offloading import find_offloading
-from flexkv.settings.settings_file import read_text
 from flexkv.types.errors import ConfigError
 
 NAME = "migrate"
@@ -31,7 +30,7 @@ _DIGITS = 9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `Command.add_arguments`."""
-    parser.add_argument("source", metavar="SOURCE", help="a file, or env")
+    parser.add_argument("source", metavar="SOURCE", help="a file, - for standard input, or env")
     parser.add_argument(
         "--ranks",
         metavar="N",
@@ -48,15 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
     ranks = _number("--ranks", args.ranks, _MOST_RANKS)
-    found = [translate(*each, ranks) for each in _sources(args.source, os.environ)]
-    if args.source != _ENVIRONMENT:
-        for document in _documents(args.source):
-            found += find_offloading(document, args.source)
+    source = args.source
+    if source == _ENVIRONMENT:
+        found = [translate(*each, ranks) for each in _in_environment(os.environ)]
+    else:
+        documents, name = _documents(source), _name_of(source)
+        of_lmcache = [each for document in documents for each in find(document, name)]
+        found = [translate(*each, ranks) for each in of_lmcache]
+        found += [each for document in documents for each in find_offloading(document, name)]
     if not found:
         raise ConfigError(
-            f"{args.source} has no setting of LMCache; allowed: LMCache's file, Helm values with "
-            "lmcacheConfig, a manifest with LMCACHE_ variables or with vLLM's OffloadingConnector, "
-            "or env with these variables set"
+            f"{_name_of(source)} has no setting of LMCache; allowed: LMCache's file, Helm values "
+            "with lmcacheConfig, a manifest with LMCACHE_ variables or with vLLM's "
+            "OffloadingConnector, or env with these variables set"
         )
     chosen = range(1, len(found) + 1)
     if args.only is not None:
@@ -79,29 +82,28 @@ def _number(option: str, text: str, most: int) -> int:
     return int(text)
 
 
-def _sources(source: str, environ: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    if source != _ENVIRONMENT:
-        yield from _in_file(source)
-        return
+def _in_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     if path := environ.get(_FILE_VARIABLE):
-        yield from _in_file(path)  # LMCache ignores its variables then
+        for document in _documents(path):
+            yield from find(document, path)  # LMCache ignores its variables then
     elif given := from_variables(environ):
         if path := environ.get(_MOONCAKE_VARIABLE):
             given.setdefault("extra_config", _documents(path)[0])
         yield "the environment", given
 
 
-def _in_file(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for document in _documents(path):
-        yield from find(document, path)
+def _name_of(source: str) -> str:
+    return "standard input" if source == STDIN else source
 
 
 def _documents(path: str) -> list[Any]:
     try:
-        return list(yaml.safe_load_all(read_text(path))) or [None]
+        return list(yaml.safe_load_all(read_input(path))) or [None]
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"cannot read {path}: {reason}; allowed: a YAML or JSON file") from None
+        raise ConfigError(
+            f"cannot read {_name_of(path)}: {reason}; allowed: a YAML or JSON file, or -"
+        ) from None
 
 
 def _lines(made: Translation) -> Iterator[str]:
