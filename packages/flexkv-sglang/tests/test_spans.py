@@ -3,35 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from kept_spans import KeptSpans
 from sglang_requests import Request
 from sglang_world import Rank, hashes_of, wait_for
 
-from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv_sglang.spans import in_sglangs_spans
 from packages.inside_adapters import traced_transfers
 
 MakeRank = Callable[..., Rank]
 
 
-class Told:
-    """See `RequestSpans`: keeps all that it is told."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, str, dict[str, Any]]] = []
-
-    def add(
-        self, request: EngineRequest, name: str, begun: float, attributes: Mapping[str, Any]
-    ) -> None:
-        self.spans.append((request.request_id, name, dict(attributes)))
-
-
-def follow(rank: Rank, rid: str) -> Told:
-    told = Told()
-    rank.requests.traced.spans = told
+def follow(rank: Rank, rid: str) -> KeptSpans:
+    told = KeptSpans()
+    rank.requests.followed.traced.spans = told
     rank.requests.matched(Request(rid, [1] * 13), 0)
     return told
 
@@ -61,9 +49,9 @@ def test_a_cancelled_load_has_no_span(make_rank: MakeRank) -> None:
     told = follow(rank, "r")
     assert rank.side.lookup("r", hashes) == [3]
     assert rank.side.load("r", hashes, [7, 8, 9])
-    assert len(traced_transfers(rank.requests.traced)) == 1
+    assert len(traced_transfers(rank.requests.followed.traced)) == 1
     assert rank.side.cancel("r")
-    assert not traced_transfers(rank.requests.traced)
+    assert not traced_transfers(rank.requests.followed.traced)
     assert rank.load("r", hashes, [7, 8, 9])
     assert [(rid, name) for rid, name, _ in told.spans] == [("r", "load")]
 

@@ -20,7 +20,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from flexkv.engine.scheduler.otel_spans import REQUEST_ID, OtelSpans
-from flexkv_vllm.spans import by_headers, request_spans_of
+from flexkv_vllm.settings import request_spans_of
+from flexkv_vllm.spans import by_headers
 
 TRACE, PARENT = 0x5A17, 0xB0B
 FETCHED = ("fetch", "load")
@@ -96,7 +97,7 @@ def test_a_request_of_vllms_own_connector_has_them_too(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = Exported()
-    monkeypatch.setattr("flexkv_vllm.offloading.prompts.request_spans_of", lambda _: exported.spans)
+    monkeypatch.setattr("flexkv_vllm.offloading.spec.request_spans_of", lambda _: exported.spans)
     check_spans(make_offloading_world(slots=14, disk_slots=100, budget=256), exported)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.load_choice import Left
 from flexkv.engine.scheduler.hit_reports import HitReports
 from flexkv.engine.scheduler.request import Match
@@ -23,10 +23,12 @@ from flexkv.engine.scheduler.request_options import (
     pin_owner,
     tenant_of,
 )
+from flexkv.engine.scheduler.traced_work import TracedWork
 from flexkv.types.changes import Medium
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.page_keys import PageKeys
 from flexkv_sglang.sglang_request import SglangRequest
+from flexkv_sglang.spans import spans_of_process
 from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages
 
 _LOOK_SECONDS = 1.0
@@ -127,6 +129,7 @@ class FollowedRequests:
 
     Attributes:
         keeping: how many requests that run pin or retain their blocks.
+        traced: the loads and fetches that have spans.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class FollowedRequests:
         trailing: TrailingPages = NONE_TRAILING,
     ) -> None:
         self.keeping = 0
+        self.traced = TracedWork(spans_of_process())
         self._cache = cache
         self._page_size = page_size
         self._keys_of = page_keys.of
@@ -166,11 +170,6 @@ class FollowedRequests:
         """Tokens that SGLang has for a request; 0 if that is unknown."""
         followed = self._followed.get(rid)
         return 0 if followed is None else followed.own_tokens
-
-    def request_of(self, rid: str) -> SglangRequest | None:
-        """A request that has not ended; None if it is unknown."""
-        followed = self._followed.get(rid)
-        return None if followed is None else followed.request
 
     def priority_of(self, rid: str) -> int:
         """The priority of a request; 0 if it is unknown."""
@@ -210,9 +209,14 @@ class FollowedRequests:
         for followed in self._followed.values():
             followed.keys, followed.last = None, None
 
-    def loads(self, rid: str, pages: int, fetched: Mapping[Medium, int]) -> None:
-        """Note that a request loads its first `pages` pages of the latest lookup. `fetched`: how
-        many of these came from each lower tier."""
+    def fetched(self, rid: str, state: FetchState) -> None:
+        """Note that a fetch of a request has ended."""
+        self.traced.fetched(self._request_of(rid), state)
+
+    def loads(self, rid: str, pages: int, fetched: Mapping[Medium, int], transfer_id: int) -> None:
+        """Note that a request loads its first `pages` pages of the latest lookup, by a transfer.
+        `fetched`: how many of these came from each lower tier."""
+        self.traced.began(transfer_id, self._request_of(rid), pages)
         lookup = self._lookups.setdefault(rid, _Lookup(self._keys_of(())))
         lookup.loads, lookup.fetched = pages, fetched
 
@@ -252,6 +256,10 @@ class FollowedRequests:
         """Report the end of all requests and close the recorder."""
         self._end_all(None)
         self._reports.close()
+
+    def _request_of(self, rid: str) -> SglangRequest | None:
+        followed = self._followed.get(rid)
+        return None if followed is None else followed.request
 
     def _follow(self, request: Any) -> _Followed:
         """The state of a request. It begins with the first call."""

@@ -12,7 +12,6 @@ from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.hit_reports import HitReports
-from flexkv.engine.scheduler.traced_work import TracedWork
 from flexkv.engine.side_figures import CacheFigures
 from flexkv_sglang.following import FollowedRequests, Hashes, options_reader
 from flexkv_sglang.look_ahead import Prompt
@@ -42,7 +41,6 @@ class SglangRequests:
         sessions: the conversations of the requests.
         waiting: those in SGLang's queue.
         followed: all of them.
-        traced: what FlexKV does for them; the owner sets its spans.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class SglangRequests:
     ) -> None:
         self.boundary = boundary
         self._keys_of = page_keys.of
-        self.traced = TracedWork()
         self.waiting = WaitingRequests(
             cache,
             chooser,
@@ -126,10 +123,9 @@ class SglangRequests:
     def loads(self, rid: str, hashes: Sequence[str], batch: int, transfer_id: int) -> int:
         """A request loads these pages in the batch of this number, by a transfer. Returns how many
         of them lower tiers gave."""
-        self.traced.began(transfer_id, self.followed.request_of(rid), len(hashes))
         self.waiting.shared.loads(rid, hashes[0], batch)
         by_medium = self.waiting.awaited.loads(rid, self._keys_of(hashes))
-        self.followed.loads(rid, len(hashes), by_medium)
+        self.followed.loads(rid, len(hashes), by_medium, transfer_id)
         return by_medium.total()
 
     def cancelled(self, rid: str) -> None:
@@ -165,7 +161,7 @@ class SglangRequests:
 
     def _fetched(self, rid: str, state: FetchState) -> None:
         """A fetch of a request has ended."""
-        self.traced.fetched(self.followed.request_of(rid), state)
+        self.followed.fetched(rid, state)
 
     def _priority_of(self, rid: str) -> int:
         """See `FollowedRequests.priority_of`."""

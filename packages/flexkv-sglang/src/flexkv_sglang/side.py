@@ -128,7 +128,7 @@ class RankSide:
                 options=options,
                 trailing=trailing,
             )
-            self._ordered = OrderedTransfers(cache, self.requests.traced.ended)
+            self._ordered = OrderedTransfers(cache, self.requests.followed.traced.ended)
             boundary.after_error = self._ordered.lose
 
     @property
@@ -234,7 +234,7 @@ class RankSide:
                 self._cache.cancel(queued.order.transfer_id)
             if self.requests is not None:
                 if queued is not None:
-                    self.requests.traced.cancelled(queued.order.transfer_id)
+                    self.requests.followed.traced.cancelled(queued.order.transfer_id)
                 self.requests.cancelled(rid)
         return queued is not None
 

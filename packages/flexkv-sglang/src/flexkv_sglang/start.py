@@ -24,7 +24,6 @@ from flexkv_sglang.identity import model_identity, outlives_process, served_mode
 from flexkv_sglang.pages import Pages
 from flexkv_sglang.ranks import Ranks, together
 from flexkv_sglang.side import RankSide
-from flexkv_sglang.spans import spans_of_process
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -170,7 +169,6 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     empty=side.empty,
                     others=side.trailing.keys_behind,
                 )
-                side.requests.traced.spans = spans_of_process()
                 figures = side.requests.figures
                 figures.answer(*where, operator_access(config, keys).changing(calls))
                 figures.report_health(*where)

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
+from flexkv.engine.scheduler.otel_spans import OtelSpans, make_spans
 from flexkv.engine.scheduler.request_options import ANNOUNCED, BOTH, PREFIX, OptionsReader, Role
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import check_version
 from flexkv_vllm.compat.patches import is_made_by_another
+from flexkv_vllm.spans import by_headers
 from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
 
 if TYPE_CHECKING:
@@ -98,6 +100,13 @@ def announces_prompts(vllm_config: VllmConfig) -> Callable[[Request], bool]:
         return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
     return is_marked
+
+
+def request_spans_of(vllm_config: VllmConfig) -> OtelSpans | None:
+    """What makes spans of requests, if vLLM does (`--otlp-traces-endpoint`)."""
+    settings = getattr(vllm_config, "observability_config", None)
+    traced = getattr(settings, "otlp_traces_endpoint", None) is not None
+    return make_spans(by_headers) if traced else None
 
 
 def announcement_of(tokens: int) -> dict[str, object] | None:

@@ -5,20 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.engine.scheduler.otel_spans import ContextOf, OtelSpans, make_spans
+from flexkv.engine.scheduler.otel_spans import ContextOf
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from vllm.config import VllmConfig
 
     from flexkv.engine.scheduler.engine import EngineRequest
-
-
-def request_spans_of(vllm_config: VllmConfig) -> OtelSpans | None:
-    """What makes spans of requests, if vLLM does (`--otlp-traces-endpoint`)."""
-    settings = getattr(vllm_config, "observability_config", None)
-    traced = getattr(settings, "otlp_traces_endpoint", None) is not None
-    return make_spans(by_headers) if traced else None
 
 
 def by_headers() -> ContextOf:

@@ -27,8 +27,7 @@ from flexkv_vllm.groups import groups_of, step_blocks
 from flexkv_vllm.identity import block_keys, outlives_process, prompt_keys, shares_blocks
 from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.settings import engine_id_of, options_of
-from flexkv_vllm.spans import request_spans_of
+from flexkv_vllm.settings import engine_id_of, options_of, request_spans_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

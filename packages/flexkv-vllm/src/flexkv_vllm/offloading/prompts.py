@@ -14,7 +14,7 @@ from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.choice.load_choice import Left, LoadChooser
-from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.engine import EngineRequest, RequestSpans
 from flexkv.engine.scheduler.held_hits import HeldHits
 from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, limited
@@ -22,7 +22,6 @@ from flexkv.engine.scheduler.request import HitTokens, Match
 from flexkv_vllm.offloading.lookups import Lookups
 from flexkv_vllm.offloading.offload_keys import OffloadedPromptKeys
 from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks, RequestMaker
-from flexkv_vllm.spans import request_spans_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -47,7 +46,7 @@ class OffloadedPrompts:
         figures: figures of the cache.
         by_id: the requests that have not ended.
         hits: the hits whose load is not ordered yet.
-        traced: what FlexKV does for requests; its spans are known once vLLM's scheduler begins.
+        traced: what FlexKV does for requests.
         answers: results of lookups of the prompt that vLLM matches now; the same object always.
         may_find: returns whether any block may be found.
         may_change: returns whether an operator may change the cache; see `OperatorCalls`.
@@ -55,6 +54,7 @@ class OffloadedPrompts:
         before_match: called before the first match of each step.
         open_door: called with what makes the keys of prompts for operators, once it is known, and
             whether the model has one group of full attention.
+        spans_of_engine: returns what makes spans of requests, for vLLM's configuration.
         got_slots: called with a request and those of its blocks that have got slots.
         pool_bound: called with vLLM's own prefix cache, and the configuration of its groups.
         distrust: called with vLLM's blocks that loads of an ended step, another connector's too,
@@ -79,6 +79,7 @@ class OffloadedPrompts:
         self.may_change: Callable[[], bool] = lambda: False
         self.empty: Callable[[], bool] = lambda: False
         self.before_match: Callable[[], None] = lambda: None
+        self.spans_of_engine: Callable[[Any], RequestSpans | None] = lambda _: None
         self.open_door: Callable[[OffloadedPromptKeys], None] = lambda _: None
         self.distrust: Callable[[set[int], Any], None] = lambda *_: None
         self.got_slots: Callable[[RequestBlocks, Sequence[bytes]], None] = lambda *_: None
@@ -167,7 +168,7 @@ class OffloadedPrompts:
         """See `ConnectorCalls.bound`."""
         with self._boundary.guard("following resets", "events are not repeated", loses=False):
             self.pool_bound(pool, kv_cache_config)
-        self.traced.spans = request_spans_of(vllm_config)
+        self.traced.spans = self.spans_of_engine(vllm_config)
         if groups:
             algorithm = vllm_config.cache_config.prefix_caching_hash_algo
             keys = OffloadedPromptKeys(algorithm, hash_tokens, groups)

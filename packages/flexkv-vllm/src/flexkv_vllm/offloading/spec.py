@@ -23,6 +23,7 @@ from flexkv_vllm.offloading.offload_settings import read_settings
 from flexkv_vllm.offloading.start import make_worker
 from flexkv_vllm.offloading.start_manager import make_manager
 from flexkv_vllm.offloading.stats import metric_definitions
+from flexkv_vllm.settings import request_spans_of
 from flexkv_vllm.weights import WeightWatch
 
 logger = logging.getLogger("flexkv.vllm")
@@ -52,6 +53,7 @@ class FlexKVOffloadingSpec(OffloadingSpec):
             if self._settings.enable:
                 warn_if_newer()
                 manager = make_manager(self.config, self._settings, self._boundary)
+                manager.prompts.spans_of_engine = request_spans_of
                 manager.choose_reset = WeightWatch(manager.weights_changed).reset
                 self._manager = manager
             else:

@@ -15,7 +15,7 @@ _MOST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _Transfer:
     request: EngineRequest
     blocks: int
     begun: float
@@ -38,7 +38,7 @@ class TracedWork:
 
     def __init__(self, spans: RequestSpans | None = None) -> None:
         self.spans = spans
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Transfer] = {}
 
     def began(self, transfer_id: int, request: EngineRequest | None, blocks: int) -> None:
         """A transfer was ordered for a request; None if the request is unknown.
@@ -52,7 +52,7 @@ class TracedWork:
             return
         if len(self._running) >= _MOST:
             del self._running[next(iter(self._running))]
-        self._running[transfer_id] = _Running(request, blocks, time.monotonic())
+        self._running[transfer_id] = _Transfer(request, blocks, time.monotonic())
 
     def ended(self, transfer: Ended) -> None:
         """A transfer has ended."""
