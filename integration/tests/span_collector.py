@@ -20,6 +20,7 @@ class Collector(ThreadingHTTPServer):
 
     Attributes:
         url: to send spans to.
+        received: all spans, in the order in which they came.
     """
 
     def __init__(self) -> None:

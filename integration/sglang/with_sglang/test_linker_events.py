@@ -155,6 +155,7 @@ def test_other_engines_tell_of_pages_as_soon_as_they_are_stored(
     pool = MHATokenToKVPool(16 * PAGE, PAGE, torch.float16, 1, 8, LAYERS, "cpu", False)
     other = Rank(tmp_path, pool=pool, heads=1, settings=settings)
     other.side.watch()
+    # Until an engine has told of a page, it tells of none of FlexKV's.
     follow([BlockStored([1], None, [0] * PAGE, PAGE, None)], other.side.events, PAGE)
     deadline = time.monotonic() + PATIENCE_SECONDS
     for each in (linked.rank, other):

@@ -212,6 +212,15 @@ def test_a_file_becomes_settings_that_load(
     assert [phrase for phrase in said if phrase not in ended.out] == []
 
 
+def test_a_file_that_the_environment_names_is_a_regular_one(
+    flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", "/dev/zero")
+    ended = flexkv("migrate", "env")
+    assert ended.code == 2
+    assert "cannot read /dev/zero: not a regular file; allowed: a YAML or JSON file" in ended.err
+
+
 def test_standard_input_is_read_as_a_file_is(flexkv: Flexkv, tmp_path: Path) -> None:
     path = tmp_path / "values.yaml"
     path.write_text(CHART)
@@ -349,7 +358,7 @@ def test_no_secret_is_printed(
             "--only is '3' on the command line; allowed: a whole number",
         ),
         (["/proc/self/environ"], "cannot read"),
-        (["/dev/zero"], "cannot read /dev/zero: larger than 67108864 bytes; allowed: a YAML"),
+        (["/dev/zero"], "cannot read /dev/zero: larger than 1048576 bytes; allowed: a YAML"),
     ],
 )
 def test_bad_use_is_one_clear_error(

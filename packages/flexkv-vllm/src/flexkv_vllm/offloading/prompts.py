@@ -168,7 +168,8 @@ class OffloadedPrompts:
         """See `ConnectorCalls.bound`."""
         with self._boundary.guard("following resets", "events are not repeated", loses=False):
             self.pool_bound(pool, kv_cache_config)
-        self.traced.spans = self.spans_of_engine(vllm_config)
+        with self._boundary.guard("tracing requests", "they have no spans", loses=False):
+            self.traced.spans = self.spans_of_engine(vllm_config)
         if groups:
             algorithm = vllm_config.cache_config.prefix_caching_hash_algo
             keys = OffloadedPromptKeys(algorithm, hash_tokens, groups)

@@ -22,6 +22,8 @@ from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import blocks, printable
 
+_MOST_BYTES = 64 << 20
+"""The longest FILE. Not tuned."""
 _SECONDS = 120.0
 """Time limit for the answer of an engine, which hashes long prompts beside its work, and waits for
 lower tiers for a minute at most. Not tuned."""
@@ -106,7 +108,7 @@ def _tokens_of(text: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        return read_input(path)
+        return read_input(path, _MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(

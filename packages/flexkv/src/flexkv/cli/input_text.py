@@ -9,22 +9,24 @@ import sys
 STDIN = "-"
 """Stands for standard input in place of a file."""
 
-_MOST_BYTES = 64 << 20
-"""The longest input. Not tuned."""
 
+def read_input(path: str, most_bytes: int) -> str:
+    """The text of a file that the command line names, or of standard input. Waits for whoever
+    writes to a pipe.
 
-def read_input(path: str) -> str:
-    """The text of a file, or of standard input. Waits for whoever writes to a pipe.
+    Args:
+        path: of the file, or `STDIN`.
+        most_bytes: the longest text.
 
     Raises:
         OSError: it cannot be read, or is too large.
         UnicodeDecodeError: it is not UTF-8.
     """
     if path == STDIN:
-        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        data = sys.stdin.buffer.read(most_bytes + 1)
     else:
         with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} bytes")
+            data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes")
     return data.decode("utf-8")

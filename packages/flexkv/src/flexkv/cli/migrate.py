@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import yaml
@@ -17,6 +18,7 @@ import yaml
 from flexkv.cli.input_text import STDIN, read_input
 from flexkv.cli.lmcaches_names import Translation, find, from_variables, translate
 from flexkv.cli.vllms_offloading import find_offloading
+from flexkv.settings.settings_file import MOST_FILE_BYTES, read_text
 from flexkv.types.errors import ConfigError
 
 NAME = "migrate"
@@ -51,13 +53,15 @@ def run(args: argparse.Namespace) -> int:
     if source == _ENVIRONMENT:
         found = [translate(*each, ranks) for each in _in_environment(os.environ)]
     else:
-        documents, name = _documents(source), _name_of(source)
+        name = "standard input" if source == STDIN else source
+        read = partial(read_input, most_bytes=MOST_FILE_BYTES)
+        documents = _documents(source, name, read)
         of_lmcache = [each for document in documents for each in find(document, name)]
         found = [translate(*each, ranks) for each in of_lmcache]
         found += [each for document in documents for each in find_offloading(document, name)]
     if not found:
         raise ConfigError(
-            f"{_name_of(source)} has no setting of LMCache; allowed: LMCache's file, Helm values "
+            f"{source} has no setting of LMCache; allowed: LMCache's file, Helm values "
             "with lmcacheConfig, a manifest with LMCACHE_ variables or with vLLM's "
             "OffloadingConnector, or env with these variables set"
         )
@@ -84,26 +88,21 @@ def _number(option: str, text: str, most: int) -> int:
 
 def _in_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     if path := environ.get(_FILE_VARIABLE):
-        for document in _documents(path):
+        for document in _documents(path, path, read_text):
             yield from find(document, path)  # LMCache ignores its variables then
     elif given := from_variables(environ):
         if path := environ.get(_MOONCAKE_VARIABLE):
-            given.setdefault("extra_config", _documents(path)[0])
+            given.setdefault("extra_config", _documents(path, path, read_text)[0])
         yield "the environment", given
 
 
-def _name_of(source: str) -> str:
-    return "standard input" if source == STDIN else source
-
-
-def _documents(path: str) -> list[Any]:
+def _documents(path: str, name: str, read: Callable[[str], str]) -> list[Any]:
+    """The documents of a file, which messages call by a name."""
     try:
-        return list(yaml.safe_load_all(read_input(path))) or [None]
+        return list(yaml.safe_load_all(read(path))) or [None]
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(
-            f"cannot read {_name_of(path)}: {reason}; allowed: a YAML or JSON file, or -"
-        ) from None
+        raise ConfigError(f"cannot read {name}: {reason}; allowed: a YAML or JSON file") from None
 
 
 def _lines(made: Translation) -> Iterator[str]:

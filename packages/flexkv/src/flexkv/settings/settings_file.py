@@ -18,9 +18,9 @@ from flexkv.types.errors import ConfigError
 CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
 """The environment variable with the path of the settings' file."""
 
-_MOST_FILE_BYTES = 1 << 20
+MOST_FILE_BYTES = 1 << 20
 """The largest file that is read. All settings together take some KiB."""
-_ALLOWED_FILE = f"a YAML or JSON file of at most {_MOST_FILE_BYTES >> 20} MiB, one mapping"
+_ALLOWED_FILE = f"a YAML or JSON file of at most {MOST_FILE_BYTES >> 20} MiB, one mapping"
 
 _PARSE_ERRORS = (
     yaml.YAMLError,
@@ -80,9 +80,9 @@ def read_text(path: str) -> str:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        data = file.read(_MOST_FILE_BYTES + 1)
-    if len(data) > _MOST_FILE_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {_MOST_FILE_BYTES} bytes")
+        data = file.read(MOST_FILE_BYTES + 1)
+    if len(data) > MOST_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MOST_FILE_BYTES} bytes")
     return data.decode("utf-8")
 
 
