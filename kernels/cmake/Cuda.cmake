@@ -49,8 +49,9 @@ function(fkv_find_cuda problem)
   endif()
 endfunction()
 
-# Machine code for the targets that this nvcc knows, and PTX of the first and the last of them for
-# devices between and after.
+# Machine code for the targets that this nvcc knows, which runs on later devices of the same major
+# version, too. PTX of the last for devices after it, and of sm_90 for others between: it is the first
+# with bulk copies.
 function(fkv_cuda_targets flags)
   execute_process(COMMAND "${FKV_NVCC}" --list-gpu-code OUTPUT_VARIABLE known ERROR_QUIET)
   set(result "")
@@ -61,13 +62,16 @@ function(fkv_cuda_targets flags)
       list(APPEND used ${target})
     endif()
   endforeach()
-  list(GET used 0 first)
   list(GET used -1 last)
-  foreach(target IN ITEMS ${first} ${last})
+  set(virtual ${last})
+  if(90 IN_LIST used)
+    list(PREPEND virtual 90)
+  endif()
+  foreach(target IN LISTS virtual)
     list(APPEND result "-gencode=arch=compute_${target},code=compute_${target}")
   endforeach()
   list(REMOVE_DUPLICATES result)
-  message(STATUS "CUDA mover: ${FKV_NVCC}, targets ${used}, PTX ${first} and ${last}")
+  message(STATUS "CUDA mover: ${FKV_NVCC}, targets ${used}, PTX ${virtual}")
   set(${flags} "${result}" PARENT_SCOPE)
 endfunction()
 
@@ -121,6 +125,7 @@ target_sources(flexkv_kernels PRIVATE
   cuda/lane.cpp
   cuda/slot_runs.cpp
   cuda/staged_copies.cpp
+  cuda/staged_tiles.cpp
   cuda/tile_table.cpp
   cuda/ways.cpp)
 target_include_directories(flexkv_kernels PRIVATE src cuda)

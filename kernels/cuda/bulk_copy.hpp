@@ -73,24 +73,26 @@ FKV_HOST_DEVICE inline void bulk_copy_items(Ops& ops, const CopyBatch& batch, st
       ops.template bulk_wait_read<kBulkStages - kBulkLag - 1>();
       ops.sync_warp();
       const std::uint32_t stage = i % kBulkStages;
-      read_item(ops, item_at(batch, warp + i * warps), load, lane, staging + stage * kTileBytes,
+      read_item(ops, item_at(batch, warp + i * warps), load, lane, staging + stage * batch.stage_bytes,
                 barriers + stage * kBarrierBytes);
     }
     if (i >= kBulkLag) {
       const std::uint32_t old = i - kBulkLag;
       const std::uint32_t stage = old % kBulkStages;
       ops.barrier_wait(barriers + stage * kBarrierBytes, (old / kBulkStages) & 1);
-      write_item(ops, item_at(batch, warp + old * warps), load, lane, staging + stage * kTileBytes);
+      write_item(ops, item_at(batch, warp + old * warps), load, lane,
+                 staging + stage * batch.stage_bytes);
     }
   }
   ops.bulk_wait_written();
 }
 
-// One thread of the kernel. `ops.staging` and `ops.barriers` are addresses in shared memory: of the
-// dynamic kBulkSharedBytes and of kBulkBarriers barriers.
+// One thread of the kernel, of at most kBulkWarps warps. `ops.staging` and `ops.barriers` are addresses
+// in shared memory: of kBulkStages * stage_bytes for each warp, and of kBulkBarriers barriers.
 template <typename Ops>
 FKV_HOST_DEVICE inline void bulk_kernel(Ops& ops, const CopyBatch& batch, const ThreadPlace& place) {
   const std::uint32_t warp = place.thread / kWarpThreads;
+  const std::uint32_t warps = place.threads / kWarpThreads;
   const std::uint32_t lane = place.thread % kWarpThreads;
   const std::uint32_t barriers = ops.barriers + warp * kBulkStages * kBarrierBytes;
   if (lane < kBulkStages) {
@@ -98,8 +100,8 @@ FKV_HOST_DEVICE inline void bulk_kernel(Ops& ops, const CopyBatch& batch, const 
     ops.fence_barriers();  // bulk copies must see the barriers initialised
   }
   ops.sync_warp();
-  bulk_copy_items(ops, batch, place.block * kBulkWarps + warp, place.blocks * kBulkWarps, lane,
-                  ops.staging + warp * kBulkStages * kTileBytes, barriers);
+  bulk_copy_items(ops, batch, place.block * warps + warp, place.blocks * warps, lane,
+                  ops.staging + warp * kBulkStages * batch.stage_bytes, barriers);
 }
 
 }  // namespace flexkv::cuda

@@ -69,6 +69,29 @@ fkv_mover* fkv_cuda_mover_create(const fkv_layout* layout, const fkv_cuda_option
   });
 }
 
+int fkv_cuda_mover_force(fkv_mover* mover, uint32_t mode, uint32_t thread_blocks,
+                         uint64_t ring_bytes, char* err, size_t err_len) {
+  try {
+    auto* cuda = dynamic_cast<flexkv::cuda::CudaMover*>(mover->mover.get());
+    if (cuda == nullptr) {
+      throw InvalidArgument("it is no CUDA mover");
+    }
+    cuda->force(flexkv::cuda::forced_way(mode, thread_blocks), ring_bytes);
+    return 0;
+  } catch (const InvalidArgument& error) {
+    write_message(err, err_len, error.what());
+    return FKV_EINVAL;
+  } catch (const flexkv::Closed& error) {
+    write_message(err, err_len, error.what());
+    return FKV_ECLOSED;
+  }
+}
+
+uint64_t fkv_cuda_mover_ring_bytes(const fkv_mover* mover) {
+  const auto* cuda = dynamic_cast<const flexkv::cuda::CudaMover*>(mover->mover.get());
+  return cuda == nullptr ? 0 : cuda->ring_bytes();
+}
+
 uint64_t fkv_cuda_alloc(const char* driver, int32_t device, uint64_t bytes, char* err,
                         size_t err_len) {
   return guarded(std::uint64_t{0}, err, err_len,

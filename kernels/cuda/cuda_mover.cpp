@@ -27,8 +27,37 @@ void CudaMover::start(const Driver& driver, std::int32_t ordinal) {
   }
   const CurrentDevice current(*device);
   device_side_ = std::make_unique<DeviceSide>(device, layout_, tuning_, way_counts_);
+  if (device_side_->staged_copies != nullptr) {
+    ring_bytes_ = device_side_->staged_copies->ring_bytes();
+  }
   thread_ = std::thread(&CudaMover::work, this);
   pthread_setname_np(thread_.native_handle(), "flexkv-mover");
+}
+
+// The thread looks at these only for transfers, which come to it by way of the lock.
+void CudaMover::force(const Way& way, std::uint64_t ring_bytes) {
+  require_own_process();
+  const std::lock_guard lock(mutex_);
+  require_working();
+  if (tickets_.any_pending()) {
+    throw InvalidArgument("transfers are pending: their way is chosen");
+  }
+  if (way.path == Path::bulk_kernel && !device_side_->device->has_bulk_copy()) {
+    throw InvalidArgument("mode is 3 (TMA), which this device lacks");
+  }
+  if (way.path == Path::staged && (ring_bytes_ == 0 || ring_bytes > ring_bytes_)) {
+    throw InvalidArgument("ring_bytes is " + std::to_string(ring_bytes) +
+                          ", the mover's rings have " + std::to_string(ring_bytes_));
+  }
+  if (ring_bytes != 0 && ring_bytes < StagedCopies::kMinRingBytes) {
+    throw InvalidArgument("ring_bytes is " + std::to_string(ring_bytes) + ", it must be at least " +
+                          std::to_string(StagedCopies::kMinRingBytes));
+  }
+  tuning_.forced = way.path;
+  tuning_.thread_blocks = way.thread_blocks;
+  if (way.path == Path::staged) {
+    device_side_->staged_copies->use_of_rings(ring_bytes == 0 ? ring_bytes_ : ring_bytes);
+  }
 }
 
 void CudaMover::require_working() const {
@@ -130,6 +159,7 @@ std::optional<Status> CudaMover::hold(std::int64_t ticket, std::uint64_t stream,
 void CudaMover::follow(std::uint64_t stream, CUevent event) {
   with_device([&] {
     const Driver& driver = device_side_->driver();
+    check_not_captured(driver, "stream", stream);
     check_stream(driver, driver.cuStreamWaitEvent(reinterpret_cast<CUstream>(stream), event, 0),
                  "stream", stream, "cuStreamWaitEvent");
   });

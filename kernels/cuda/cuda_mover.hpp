@@ -51,6 +51,10 @@ class CudaMover final : public TicketedMover {
                              std::int64_t timeout_us) override;
   void close() override;
   std::string error() override;
+  // See fkv_cuda_mover_force and fkv_cuda_mover_ring_bytes. Throws InvalidArgument, Closed.
+  void force(const Way& way, std::uint64_t ring_bytes);
+  std::uint64_t ring_bytes() const noexcept { return ring_bytes_; }
+
   std::array<std::uint64_t, 5> path_bytes() const override { return way_counts_.read(); }
 
  private:
@@ -67,8 +71,8 @@ class CudaMover final : public TicketedMover {
   void work();
   bool wait_for_work();
   bool can_enqueue(std::size_t direction) const;
-  void enqueue_slice(std::size_t direction);
-  Taken enqueue_copies(Transfer& transfer, const Lane& lane);
+  bool enqueue_slice(std::size_t direction);
+  std::optional<Taken> enqueue_copies(Transfer& transfer, const Lane& lane);
   void begin(Transfer& transfer, const Lane& lane);
   void follow_after(Transfer& transfer, CUstream stream);
   void write_flag(Transfer& transfer, CUstream stream) const;
@@ -79,11 +83,13 @@ class CudaMover final : public TicketedMover {
   void fail_all();
 
   const Layout layout_;
-  const CudaTuning tuning_;
+  CudaTuning tuning_;  // changes while no transfer is pending
+  std::uint64_t ring_bytes_ = 0;
 
   // Made by start(), unmade by close(). Of the thread, but for the pool of events.
   std::unique_ptr<DeviceSide> device_side_;
   std::array<TransferPtr, 2> active_;  // by Direction: being enqueued; of the thread
+  std::array<bool, 2> waits_{};        // by Direction: until a ring has room; of the thread
   WayCounts way_counts_;
 
   // Guarded by mutex_, up to thread_.

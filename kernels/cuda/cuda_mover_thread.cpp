@@ -30,8 +30,8 @@ void CudaMover::work() {
     const CurrentDevice current(*device_side_->device);
     while (wait_for_work()) {
       for (std::size_t direction : {index_of(Direction::load), index_of(Direction::store)}) {
-        if (active_[direction] != nullptr && !device_side_->lanes[direction].full()) {
-          enqueue_slice(direction);
+        if (active_[direction] != nullptr && !device_side_->lanes[direction].full() &&
+            enqueue_slice(direction)) {
           break;  // look for a load before the next slice of a store
         }
       }
@@ -54,9 +54,11 @@ bool CudaMover::wait_for_work() {
   if (on_their_way) {
     work_.wait_for(lock, kWatchInterval, ready);
   } else {
+    waits_ = {};  // all rings are empty
     work_.wait(lock, ready);
   }
   for (std::size_t direction : {0, 1}) {
+    waits_[direction] = false;
     if (active_[direction] == nullptr && !queues_[direction].empty()) {
       active_[direction] = std::move(queues_[direction].front());
       queues_[direction].pop_front();
@@ -66,13 +68,13 @@ bool CudaMover::wait_for_work() {
 }
 
 bool CudaMover::can_enqueue(std::size_t direction) const {
-  return !device_side_->lanes[direction].full() &&
+  return !device_side_->lanes[direction].full() && !waits_[direction] &&
          (active_[direction] != nullptr || !queues_[direction].empty());
 }
 
 // An error of the driver ends the transfer: it fails once what was enqueued of it has ended. If not
-// even that can be told, the device has failed, and this throws.
-void CudaMover::enqueue_slice(std::size_t direction) {
+// even that can be told, the device has failed, and this throws. False if the slice must wait for others.
+bool CudaMover::enqueue_slice(std::size_t direction) {
   TransferPtr& transfer = active_[direction];
   const Range range(by_direction(transfer->direction, "load", "store"));
   Lane& lane = device_side_->lanes[direction];
@@ -81,7 +83,12 @@ void CudaMover::enqueue_slice(std::size_t direction) {
     if (!transfer->path.has_value()) {
       begin(*transfer, lane);
     }
-    taken = enqueue_copies(*transfer, lane);
+    const std::optional<Taken> enqueued = enqueue_copies(*transfer, lane);
+    if (!enqueued.has_value()) {
+      waits_[direction] = true;
+      return false;
+    }
+    taken = *enqueued;
     if (taken.last) {
       write_flag(*transfer, lane.stream());
     }
@@ -93,12 +100,16 @@ void CudaMover::enqueue_slice(std::size_t direction) {
   }
   const std::int64_t ticket = transfer->ticket;
   const bool failed = transfer->failed;
-  CUevent end = lane.end_slice(transfer, taken);
+  const StagedCopies* staged = device_side_->staged_copies.get();
+  const std::uint64_t ring_end =
+      staged == nullptr ? 0 : staged->taken(static_cast<Direction>(direction));
+  CUevent end = lane.end_slice(transfer, taken, ring_end);
   if (taken.last && !failed) {
     const std::lock_guard lock(mutex_);
     ends_.emplace(ticket, end);
     finished_.notify_all();
   }
+  return true;
 }
 
 void CudaMover::begin(Transfer& transfer, const Lane& lane) {
@@ -107,9 +118,6 @@ void CudaMover::begin(Transfer& transfer, const Lane& lane) {
   const CUstream stream = staged ? lane.first_stage() : lane.stream();
   if (transfer.after != nullptr) {
     follow_after(transfer, stream);
-  }
-  if (staged) {
-    device_side_->staged_copies->follow_ring(transfer, lane);
   }
   transfer.begun = device_side_->timed_events.take();
   device_side_->driver().check(device_side_->driver().cuEventRecord(transfer.begun, stream),
@@ -126,7 +134,7 @@ void CudaMover::follow_after(Transfer& transfer, CUstream stream) {
   device_side_->driver().check(result, "cuStreamWaitEvent");
 }
 
-Taken CudaMover::enqueue_copies(Transfer& transfer, const Lane& lane) {
+std::optional<Taken> CudaMover::enqueue_copies(Transfer& transfer, const Lane& lane) {
   switch (*transfer.path) {
     case Path::driver:
       return device_side_->driver_copies.enqueue(transfer, lane.stream());

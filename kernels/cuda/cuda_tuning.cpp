@@ -8,6 +8,7 @@
 #include <string>
 
 #include "mover.hpp"
+#include "staged_copies.hpp"
 
 namespace flexkv::cuda {
 namespace {
@@ -19,14 +20,15 @@ constexpr std::uint32_t kMaxThreadBlocks = 1024;
 // Of kernels that drive the link: 12 of 132 multiprocessors (vLLM) to 4 of 152 with bulk copies (SGLang).
 constexpr std::uint32_t kLinkThreadBlocks = 8;
 
-// Of kernels within device memory: one with 64 KiB in flight copies some 60 GB/s, more than the link.
-constexpr std::uint32_t kStagedThreadBlocks = 2;
+// Of kernels within device memory, of one warp each: one with 8 KiB in flight copies some 8 GB/s, and so
+// many more than the link.
+constexpr std::uint32_t kStagedThreadBlocks = 16;
 
 // From here on a copy engine reaches 39 to 52 of 55 GB/s (vllm#42212).
 constexpr std::uint64_t kLongRun = 64 * 1024;
 
-// Eight segments of 4 MiB: the link takes 75 us for one, far more than two streams need to meet.
-constexpr std::uint64_t kRingBytes = std::uint64_t{32} << 20;
+// Segments of 8 MiB: see staged_copies.cpp.
+constexpr std::uint64_t kRingBytes = std::uint64_t{64} << 20;
 constexpr std::uint64_t kMaxRingBytes = std::uint64_t{1} << 30;
 
 // Longer runs are as fast as these.
@@ -117,13 +119,23 @@ Way CudaTuning::choose(Direction direction, std::uint64_t run_bytes,
   return way;
 }
 
+Way forced_way(std::uint32_t mode, std::uint32_t thread_blocks) {
+  const std::optional<Path> path = path_of("mode", mode);
+  if (!path.has_value()) {
+    throw InvalidArgument("mode is 0 (auto), it must be one of the others");
+  }
+  check_thread_blocks(thread_blocks);
+  return {*path, thread_blocks};
+}
+
 CudaTuning tune(const fkv_cuda_options& options) {
   CudaTuning tuning{path_of("mode", options.mode), options.thread_blocks,
                     options.ring_bytes == 0 ? kRingBytes : options.ring_bytes, {}};
   check_thread_blocks(options.thread_blocks);
-  if (tuning.ring_bytes > kMaxRingBytes || tuning.ring_bytes < 4096) {
+  if (tuning.ring_bytes > kMaxRingBytes || tuning.ring_bytes < StagedCopies::kMinRingBytes) {
     throw InvalidArgument("ring_bytes is " + std::to_string(options.ring_bytes) +
-                          ", it must be between 4096 and " + std::to_string(kMaxRingBytes));
+                          ", it must be between " + std::to_string(StagedCopies::kMinRingBytes) +
+                          " and " + std::to_string(kMaxRingBytes));
   }
   if (tuning.forced.has_value() && tuning.forced != Path::staged) {
     tuning.ring_bytes = 0;

@@ -40,6 +40,9 @@ struct CudaTuning {
   const Way* measured(const RunClass& wanted) const;
 };
 
+// The way of a measurement. Throws InvalidArgument unless the mode is a way and thread_blocks is in range.
+Way forced_way(std::uint32_t mode, std::uint32_t thread_blocks);
+
 // Checks the options and fills in what they leave open. Throws InvalidArgument, std::bad_alloc.
 CudaTuning tune(const fkv_cuda_options& options);
 

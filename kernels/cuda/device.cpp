@@ -11,6 +11,9 @@
 namespace flexkv::cuda {
 namespace {
 
+// The first compute capability with bulk copies.
+constexpr int kBulkMajor = 9;
+
 CUdevice find_device(const Driver& driver, std::int32_t ordinal) {
   const std::int32_t count = device_count(driver);
   if (ordinal < 0 || ordinal >= count) {
@@ -37,6 +40,18 @@ void check_stream(const Driver& driver, CUresult result, const std::string& name
                           driver.describe(result, call));
   }
   driver.check(result, call + " on the caller's stream");
+}
+
+void check_not_captured(const Driver& driver, const std::string& name, std::uint64_t stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult result =
+      driver.cuStreamIsCapturing(reinterpret_cast<CUstream>(stream), &status);
+  // The legacy stream says so while another that would wait for it is captured.
+  if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || status != CU_STREAM_CAPTURE_STATUS_NONE) {
+    throw InvalidArgument(name + " is " + std::to_string(stream) +
+                          ", a stream that is captured into a graph");
+  }
+  check_stream(driver, result, name, stream, "cuStreamIsCapturing");
 }
 
 std::int32_t device_count(const Driver& driver) {
@@ -115,15 +130,23 @@ void Device::load_kernels() {
     driver_.check(driver_.cuModuleGetFunction(&copies_[i], module_, kCopyKernels[i].name),
                   "cuModuleGetFunction");
   }
-  if (attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) < 9 ||
+  if (attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) < kBulkMajor ||
       attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) <
           static_cast<int>(kBulkSharedBytes + kBulkReservedBytes)) {
     return;
   }
-  driver_.check(driver_.cuModuleGetFunction(&bulk_, module_, kBulkKernel), "cuModuleGetFunction");
-  driver_.check(driver_.cuFuncSetAttribute(bulk_, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+  CUfunction bulk = nullptr;
+  driver_.check(driver_.cuModuleGetFunction(&bulk, module_, kBulkKernel), "cuModuleGetFunction");
+  int compiled_for = 0;
+  driver_.check(driver_.cuFuncGetAttribute(&compiled_for, CU_FUNC_ATTRIBUTE_PTX_VERSION, bulk),
+                "cuFuncGetAttribute");
+  if (compiled_for < 10 * kBulkMajor) {
+    return;  // of PTX for older processors, in which the kernel is empty
+  }
+  driver_.check(driver_.cuFuncSetAttribute(bulk, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                            static_cast<int>(kBulkSharedBytes)),
                 "cuFuncSetAttribute");
+  bulk_ = bulk;
 }
 
 int Device::attribute(CUdevice_attribute name) const {

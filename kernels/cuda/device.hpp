@@ -65,6 +65,9 @@ class CurrentDevice {
 void check_stream(const Driver& driver, CUresult result, const std::string& name,
                   std::uint64_t stream, const std::string& call);
 
+// Throws InvalidArgument if what is put into the caller's stream goes to a graph, and not to the device.
+void check_not_captured(const Driver& driver, const std::string& name, std::uint64_t stream);
+
 // How many devices there are. Throws DriverError.
 std::int32_t device_count(const Driver& driver);
 

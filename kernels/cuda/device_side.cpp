@@ -18,21 +18,27 @@ Priorities priorities(const Driver& driver) {
   return range;
 }
 
-// Without room for the rings, transfers go other ways.
+// Where memory is short, rings are smaller; without room for any, transfers go other ways.
 std::unique_ptr<StagedCopies> make_staged(const Device& device, const KernelCopies& kernels,
                                           const HostRange& range, const Layout& layout,
                                           const CudaTuning& tuning) {
   if (tuning.ring_bytes == 0) {
     return nullptr;
   }
-  try {
-    const auto arena = reinterpret_cast<std::uintptr_t>(layout.arena());
-    return std::make_unique<StagedCopies>(device, kernels, range, arena, tuning.ring_bytes);
-  } catch (const DriverError& error) {
-    if (tuning.forced.has_value() || error.result != CUDA_ERROR_OUT_OF_MEMORY) {
-      throw;
+  for (std::uint64_t bytes = tuning.ring_bytes;; bytes /= 2) {
+    try {
+      return std::make_unique<StagedCopies>(device, kernels, range, layout, bytes);
+    } catch (const DriverError& error) {
+      if (error.result != CUDA_ERROR_OUT_OF_MEMORY) {
+        throw;
+      }
+      if (bytes / 2 < StagedCopies::kMinRingBytes) {
+        if (tuning.forced.has_value()) {
+          throw;
+        }
+        return nullptr;
+      }
     }
-    return nullptr;
   }
 }
 

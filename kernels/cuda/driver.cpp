@@ -73,11 +73,13 @@ void look_up(Driver& driver, const Lookup& lookup) {
   FKV_FIND(cuModuleLoadData, 2000);
   FKV_FIND(cuModuleUnload, 2000);
   FKV_FIND(cuModuleGetFunction, 2000);
+  FKV_FIND(cuFuncGetAttribute, 2020);
   FKV_FIND(cuFuncSetAttribute, 9000);
   FKV_FIND(cuStreamCreateWithPriority, 5050);
   FKV_FIND(cuStreamDestroy, 4000);
   FKV_FIND(cuStreamSynchronize, 2000);
   FKV_FIND(cuStreamWaitEvent, 3020);
+  FKV_FIND(cuStreamIsCapturing, 10000);
   FKV_FIND(cuStreamWriteValue32, 11070);
   FKV_FIND(cuEventCreate, 2000);
   FKV_FIND(cuEventDestroy, 4000);
@@ -92,9 +94,11 @@ void look_up(Driver& driver, const Lookup& lookup) {
   FKV_FIND(cuMemHostUnregister, 4000);
   FKV_FIND(cuMemHostGetDevicePointer, 3020);
 #undef FKV_FIND
-  // One name, two types: a driver asked for a version newer than itself finds nothing.
-  lookup.optional(driver.cuMemcpyBatchAsync13, "cuMemcpyBatchAsync", 13000);
-  if (driver.cuMemcpyBatchAsync13 == nullptr) {
+  // One name, two types. A driver that is asked for a version newer than itself may give its own newest.
+  if (driver.version >= 13000) {
+    lookup.optional(driver.cuMemcpyBatchAsync13, "cuMemcpyBatchAsync", 13000);
+  }
+  if (driver.cuMemcpyBatchAsync13 == nullptr && driver.version >= 12080) {
     lookup.optional(driver.cuMemcpyBatchAsync12, "cuMemcpyBatchAsync", 12080);
   }
 }

@@ -6,11 +6,14 @@
 #include <cstdint>
 
 #include "device.hpp"
+#include "staged_tiles.hpp"
 #include "tile_table.hpp"
 #include "tiles.hpp"
 #include "transfer.hpp"
 
 namespace flexkv::cuda {
+
+struct Segment;
 
 // Of one thread. A device must be current.
 class KernelCopies {
@@ -25,21 +28,24 @@ class KernelCopies {
   // enqueued.
   Taken enqueue(Transfer& transfer, CUstream stream) const;
 
-  // The same for the next `blocks` blocks between pages and a segment of a ring instead of the arena;
+  // The same for the next segment of the transfer, between pages and its place in the ring, `memory`;
   // the transfer stands where it stood.
-  void enqueue_staged(const Transfer& transfer, std::uint64_t blocks, CUdeviceptr segment,
+  void enqueue_staged(const Transfer& transfer, const Segment& segment, CUdeviceptr memory,
                       CUstream stream) const;
 
  private:
   // What `launch` needs beside a batch.
   struct Shape {
-    std::uint32_t width;
-    bool bulk;
-    std::uint32_t thread_blocks;
+    CUfunction kernel;
+    std::uint32_t threads;
+    std::uint32_t shared_bytes;
+    std::uint32_t thread_blocks;  // at most
   };
 
-  CopyBatch batch_of(const Transfer& transfer, const TileTable::Part& part,
-                     std::uint64_t blocks) const;
+  Shape plain(std::uint32_t width, std::uint32_t thread_blocks) const;
+  Shape link_bulk(std::uint32_t thread_blocks) const;
+  Shape staged(std::uint32_t width, std::uint32_t thread_blocks) const;
+  static CopyBatch batch_of(const Transfer& transfer, std::uint64_t blocks);
   void launch(const CopyBatch& batch, const Shape& shape, CUstream stream) const;
 
   const Device& device_;

@@ -28,12 +28,18 @@ constexpr std::uint32_t kCopyThreads = 512;
 
 constexpr const char* kBulkKernel = "fkv_copy_bulk";
 
-// Staging of the bulk kernel: each warp has kBulkStages tiles in shared memory. 96 KiB in all, which
-// every processor since sm_90 has for one thread block.
+// Staging of the bulk kernel: each warp has kBulkStages tiles in shared memory. Of kBulkWarps, which
+// drive the link, 96 KiB in all, which every processor since sm_90 has for one thread block.
 constexpr std::uint32_t kBulkWarps = 3;
 constexpr std::uint32_t kBulkStages = 4;
 constexpr std::uint32_t kBulkThreads = kBulkWarps * kWarpThreads;
 constexpr std::uint32_t kBulkSharedBytes = kBulkWarps * kBulkStages * kTileBytes;
+
+// A block of it between a ring and the pages is one warp, so that it fits a multiprocessor beside a
+// kernel that fills it: FlashAttention 3 takes 384 * 168 of 65,536 registers, which leaves 1,024.
+constexpr std::uint32_t kLeanThreads = kWarpThreads;
+constexpr std::uint32_t kLeanRegisters = 1024 / kLeanThreads;
+constexpr std::uint32_t kLeanSharedBytes = kBulkStages * kStagedTileBytes;
 
 // One for each stage of each warp, beside that.
 constexpr std::uint32_t kBarrierBytes = 8;

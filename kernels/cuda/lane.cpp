@@ -37,11 +37,12 @@ void Lane::destroy() noexcept {
   }
 }
 
-CUevent Lane::end_slice(TransferPtr& transfer, const Taken& taken) {
+CUevent Lane::end_slice(TransferPtr& transfer, const Taken& taken, std::uint64_t ring_end) {
   Slice& slice = slices_[(oldest_ + count_) % kSlices];
   driver_.check(driver_.cuEventRecord(slice.end, stream_), "cuEventRecord after copies");
   slice.transfer = taken.last ? std::move(transfer) : nullptr;
   slice.copies = taken.copies;
+  slice.ring_end = ring_end;
   copies_ += taken.copies;
   count_ += 1;
   return slice.end;
@@ -82,6 +83,7 @@ void Lane::wait() const noexcept {
 TransferPtr Lane::drop() noexcept {
   TransferPtr transfer = std::move(slices_[oldest_].transfer);
   copies_ -= slices_[oldest_].copies;
+  ring_freed_ = slices_[oldest_].ring_end;
   oldest_ = (oldest_ + 1) % kSlices;
   count_ -= 1;
   return transfer;

@@ -18,6 +18,10 @@ namespace flexkv::cuda {
 // thread. A device must be current.
 class Lane {
  public:
+  // Of a load in parts, say layer by layer, a slice may be as short as 5 us: so many outlast the time
+  // in which the thread looks again.
+  static constexpr std::size_t kSlices = 32;
+
   // Throws DriverError.
   Lane(const Driver& driver, int priority);
   ~Lane() { destroy(); }
@@ -31,10 +35,14 @@ class Lane {
   bool empty() const noexcept { return count_ == 0; }
   bool full() const noexcept { return count_ == kSlices || copies_ >= kCopies; }
 
-  // Ends a slice; with the last one the lane takes the transfer. Not when full. Returns the event
-  // behind it, which is used again once the slice was popped. Throws DriverError, and then takes
-  // nothing.
-  CUevent end_slice(TransferPtr& transfer, const Taken& taken);
+  // Ends a slice; with the last one the lane takes the transfer. Not when full. `ring_end` is the
+  // position of the direction's ring up to which its segments are free once the slice has ended.
+  // Returns the event behind it, which is used again once the slice was popped. Throws DriverError,
+  // and then takes nothing.
+  CUevent end_slice(TransferPtr& transfer, const Taken& taken, std::uint64_t ring_end);
+
+  // That of the last slice that was popped.
+  std::uint64_t ring_freed() const noexcept { return ring_freed_; }
 
   // Whether the oldest slice has ended, which is then forgotten; `transfer` becomes the one it was
   // the last slice of, with the time that it took, or nullptr. Throws DriverError if the device has failed.
@@ -52,13 +60,10 @@ class Lane {
   // are 4 * 252 copies.
   static constexpr std::uint32_t kCopies = 1000;
 
-  // Of a load in parts, say layer by layer, a slice may be as short as 5 us: so many outlast the time
-  // in which the thread looks again.
-  static constexpr std::size_t kSlices = 32;
-
   struct Slice {
     CUevent end = nullptr;
     std::uint32_t copies = 0;
+    std::uint64_t ring_end = 0;
     TransferPtr transfer;
   };
 
@@ -72,6 +77,7 @@ class Lane {
   std::size_t oldest_ = 0;
   std::size_t count_ = 0;
   std::uint32_t copies_ = 0;  // of all slices
+  std::uint64_t ring_freed_ = 0;
 };
 
 }  // namespace flexkv::cuda

@@ -25,6 +25,7 @@ using SharedEvent = std::shared_ptr<CUevent_st>;
 // InvalidArgument if it is no stream of the device, DriverError, std::bad_alloc.
 inline SharedEvent record_event(const Driver& driver, EventPool& pool, const std::string& name,
                                 std::uint64_t stream) {
+  check_not_captured(driver, name, stream);
   SharedEvent event(pool.take(), [&pool](CUevent last) { pool.put(last); });
   const CUresult result = driver.cuEventRecord(event.get(), reinterpret_cast<CUstream>(stream));
   check_stream(driver, result, name, stream, "cuEventRecord");

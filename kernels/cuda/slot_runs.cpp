@@ -6,8 +6,6 @@
 namespace flexkv::cuda {
 namespace {
 
-constexpr std::uint64_t kAlign = 16;  // the widest access
-
 // Runs looked at to tell how a transfer falls apart; blocks of a transfer resemble one another.
 constexpr std::uint64_t kSampledRuns = 256;
 
@@ -16,8 +14,7 @@ constexpr std::uint64_t kSampledRuns = 256;
 SlotRuns slot_runs(const Geometry& geometry) {
   SlotRuns result;
   for (std::uint32_t i = geometry.first; i < geometry.last; ++i) {
-    result.runs.push_back({geometry.planes[i].slot_offset, page_bytes(geometry.planes[i])});
-    result.bytes += result.runs.back().bytes;
+    result.runs.push_back({geometry.planes[i].slot_offset, page_bytes(geometry.planes[i]), 0});
   }
   std::ranges::sort(result.runs, {}, &SlotRun::slot);
   std::size_t last = 0;
@@ -30,9 +27,10 @@ SlotRuns slot_runs(const Geometry& geometry) {
     }
   }
   result.runs.resize(last + 1);
-  result.begin = result.runs.front().slot / kAlign * kAlign;
-  const std::uint64_t end = result.runs.back().slot + result.runs.back().bytes;
-  result.stride = (end - result.begin + kAlign - 1) / kAlign * kAlign;
+  for (SlotRun& run : result.runs) {
+    run.start = result.bytes;
+    result.bytes += run.bytes;
+  }
   return result;
 }
 

@@ -16,15 +16,13 @@ namespace flexkv::cuda {
 struct SlotRun {
   std::uint64_t slot;  // bytes behind a block's place
   std::uint64_t bytes;
+  std::uint64_t start;  // bytes of the runs before it: its place where a block has no gaps
 };
 
-// Those of some planes, by place. A block of them fits `stride` bytes, in which byte `begin` of the slot
-// comes first; both are multiples of 16, so that copies of it are as wide as those of the slot.
+// Those of some planes, by place.
 struct SlotRuns {
   std::vector<SlotRun> runs;
-  std::uint64_t begin = 0;
-  std::uint64_t stride = 0;
-  std::uint64_t bytes = 0;  // of all runs
+  std::uint64_t bytes = 0;  // of all
 };
 
 // Throws std::bad_alloc.

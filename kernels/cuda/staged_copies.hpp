@@ -2,73 +2,84 @@
 //
 // Copies in two stages: the copy engine moves long runs of the arena from or to a ring in device
 // memory, and a kernel gathers or scatters the pages' short runs there. The link is driven by what
-// drives it fastest, and the kernel needs one or two multiprocessors: it never waits for the link.
+// drives it fastest, and the kernel's blocks fit beside those of an engine: it never waits for the link.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <deque>
+#include <optional>
 
 #include "device.hpp"
 #include "driver_batch.hpp"
 #include "event_pool.hpp"
 #include "kernel_copies.hpp"
 #include "lane.hpp"
+#include "ring.hpp"
 #include "slot_runs.hpp"
+#include "staged_tiles.hpp"
 #include "transfer.hpp"
 
 namespace flexkv::cuda {
 
-// The ring of one direction. A device must be current.
-class Ring {
- public:
-  // As many segments are on their way at most: one filled, one drained, others for threads and streams
-  // that start late. Not tuned yet.
-  static constexpr std::size_t kSegments = 8;
-
-  struct Segment {
-    CUdeviceptr memory = 0;
-    CUevent filled = nullptr;
-    CUevent drained = nullptr;
-  };
-
-  // Throws DriverError, std::bad_alloc.
-  Ring(const Driver& driver, std::uint64_t bytes);
-  ~Ring() { driver_.cuMemFree(memory_); }
-  Ring(const Ring&) = delete;
-  Ring& operator=(const Ring&) = delete;
-
-  std::uint64_t segment_bytes() const noexcept { return segment_bytes_; }
-  const Segment& next() const noexcept { return segments_[next_]; }
-  void take() noexcept { next_ = (next_ + 1) % kSegments; }
-
- private:
-  const Driver& driver_;
-  EventPool events_;
-  const std::uint64_t segment_bytes_;
-  CUdeviceptr memory_ = 0;
-  std::array<Segment, kSegments> segments_;
-  std::size_t next_ = 0;
+// What goes through a ring at once: whole blocks of a transfer, or tiles of the next one.
+struct Segment {
+  std::uint64_t blocks;
+  std::uint32_t first_tile;
+  std::uint32_t last_tile;  // the one behind
+  std::uint64_t stride;     // from block to block in the ring
+  std::uint64_t bytes;
 };
+
+// The next segment, of about so many bytes and at least a tile.
+Segment next_segment(const Transfer& transfer, std::uint64_t bytes);
 
 // Of one thread. A device must be current.
 class StagedCopies {
  public:
-  // `arena` is its address as the device sees it, `host_arena` as this process does.
+  // Of `ring_bytes`, as few as this.
+  static constexpr std::uint64_t kMinRingBytes = 16 * kStagedTileBytes;
+
+  // `host_arena` is the arena's address in this process. Throws DriverError, std::bad_alloc.
   StagedCopies(const Device& device, const KernelCopies& kernels, const HostRange& range,
-               std::uint64_t host_arena, std::uint64_t ring_bytes);
+               const Layout& layout, std::uint64_t ring_bytes);
 
-  // Whether a block of the transfer fits a segment, and not too much of the ring stays empty.
-  bool takes(const SlotRuns& runs) const noexcept;
+  // Those of a transfer; nullptr if there is no memory for them. Throws DriverError, std::bad_alloc.
+  const StagedTiles* tiles(const Transfer& transfer) { return tables_.of(transfer.geometry); }
 
-  // Lets the stream of the first stage wait until the next segment of the ring is free.
-  void follow_ring(const Transfer& transfer, const Lane& lane);
+  // Enqueues the next segment of the transfer; nothing while the ring has no room for it. Throws
+  // DriverError; what was enqueued ends before the lane's next slice then.
+  std::optional<Taken> enqueue(Transfer& transfer, const Lane& lane);
 
-  // Enqueues the next blocks of the transfer, as many as a segment holds. Throws DriverError; what was
-  // enqueued ends before the lane's next slice then.
-  Taken enqueue(Transfer& transfer, const Lane& lane);
+  // The position of a direction's ring up to which segments are enqueued; see Lane::ring_freed.
+  std::uint64_t taken(Direction direction) const noexcept {
+    return sides_[index_of(direction)].ring.taken();
+  }
+
+  std::uint64_t ring_bytes() const noexcept { return sides_[0].ring.bytes(); }
+
+  // See Ring::use.
+  void use_of_rings(std::uint64_t bytes) noexcept;
 
  private:
-  void copy_by_engine(const Transfer& transfer, std::uint64_t blocks, CUdeviceptr segment,
+  // A segment on its way.
+  struct InFlight {
+    std::uint64_t end;  // its ring's position
+    CUevent filled;
+  };
+
+  struct Side {
+    Ring ring;
+    std::deque<InFlight> in_flight;
+  };
+
+  void forget_drained(Side& side, std::uint64_t freed);
+  bool waits(const Transfer& transfer, const Side& side) const;
+  std::uint64_t segment_bytes(const Transfer& transfer, const Side& side) const;
+  bool filled(const InFlight& segment) const;
+  void enqueue_stages(const Transfer& transfer, const Segment& segment, CUdeviceptr memory,
+                      CUevent filled, const Lane& lane);
+  void copy_by_engine(const Transfer& transfer, const Segment& segment, CUdeviceptr memory,
                       CUstream stream);
   void chain(CUevent event, CUstream first, CUstream second) const;
 
@@ -76,7 +87,9 @@ class StagedCopies {
   const KernelCopies& kernels_;
   const HostRange& range_;
   const std::uint64_t host_arena_;
-  std::array<Ring, 2> rings_;  // by Direction
+  StagedTables tables_;
+  EventPool events_;
+  std::array<Side, 2> sides_;  // by Direction
   DriverBatch batch_;
   std::uint32_t copies_ = 0;  // of the slice
 };

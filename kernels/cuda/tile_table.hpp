@@ -13,12 +13,18 @@
 
 namespace flexkv::cuda {
 
-// The widest access in bytes, at most 16, that fits every address of the geometry and every length,
-// given blocks at multiples of it in the arena.
+// The widest access in bytes, at most 16, that fits every address among the pages and every length.
+std::uint32_t page_width(const Geometry& geometry);
+
+// The same for the arena, too, given blocks at multiples of it there.
 std::uint32_t common_width(const Geometry& geometry);
 
-// The tiles of all planes, made once: planes are cut at row ends, and rows of more than kTileBytes at
-// multiples of that. A device must be current when one is made or destroyed.
+// Adds the tiles of a plane: it is cut at row ends, and rows of more than `tile_bytes`, a multiple of 16,
+// at multiples of that. Throws std::bad_alloc.
+void cut_plane(const Plane& plane, std::uint32_t tile_bytes, std::vector<Tile>& tiles);
+
+// The tiles of all planes as they lie in the arena, made once. A device must be current when one is made
+// or destroyed.
 class TileTable {
  public:
   struct Part {

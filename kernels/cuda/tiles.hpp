@@ -21,6 +21,10 @@ namespace flexkv::cuda {
 // warps. Not tuned yet.
 constexpr std::uint32_t kTileBytes = 8 * 1024;
 
+// The same between a ring and the pages: of four, a warp's staging takes 16 KiB of shared memory, which
+// attention kernels leave. Not tuned yet.
+constexpr std::uint32_t kStagedTileBytes = 4 * 1024;
+
 constexpr std::uint32_t kWarpThreads = 32;
 
 // Which thread of a launch runs: number `thread` of `threads` in block `block` of `blocks`.
@@ -31,9 +35,8 @@ struct ThreadPlace {
   std::uint32_t threads;
 };
 
-// Up to kTileBytes of a page. In engine block b its row r is at page + b * block_stride +
-// r * row_stride; in the arena its rows follow one another from `slot` bytes behind the offset that
-// the transfer names.
+// A part of a page. In engine block b its row r is at page + b * block_stride + r * row_stride; in the
+// arena, or in a ring, its rows follow one another from `slot` bytes behind the block's place.
 struct alignas(16) Tile {
   std::uint64_t page;
   std::uint64_t block_stride;
@@ -43,10 +46,15 @@ struct alignas(16) Tile {
   std::uint32_t row_bytes;
 };
 
+// The widest access that fits addresses and lengths of these bits: the lowest bit that is set.
+constexpr std::uint32_t width_of(std::uint64_t bits) {
+  return static_cast<std::uint32_t>(bits & (~bits + 1));
+}
+
 // Where one block of a transfer is.
 struct Place {
   std::uint64_t block;   // of the engine
-  std::uint64_t offset;  // in the arena
+  std::uint64_t offset;  // in the arena or the ring
 };
 
 // The blocks of one launch. Every driver takes 4 KiB of parameters, which hold so many; with blocks
@@ -57,11 +65,11 @@ constexpr std::uint32_t kPlaces = 252;
 // copy has to come first.
 struct CopyBatch {
   const Tile* tiles;    // in device memory
-  std::uint64_t arena;  // address of the arena as the device sees it
+  std::uint64_t arena;  // address of the arena, or of a ring, as the device sees it
   std::uint32_t n_tiles;
   std::uint32_t n_places;
   std::uint32_t load;  // 1: arena -> pages, 0: pages -> arena
-  std::uint32_t reserved;
+  std::uint32_t stage_bytes;  // of the bulk kernel: at least the bytes of each tile
   Place places[kPlaces];
 };
 static_assert(sizeof(CopyBatch) <= 4096);

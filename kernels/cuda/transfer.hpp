@@ -24,6 +24,7 @@ constexpr std::size_t kPaths = 4;
 constexpr std::size_t index_of(Direction direction) { return static_cast<std::size_t>(direction); }
 
 struct SlotRuns;
+struct StagedTiles;
 
 // What one slice has taken of a transfer.
 struct Taken {
@@ -47,6 +48,9 @@ struct Transfer {
   std::uint64_t launched = 0;     // otherwise: blocks handed to the kernel
   std::uint32_t thread_blocks = 0;  // otherwise: the most of a launch
   const SlotRuns* slot_runs = nullptr;
+  const StagedTiles* staged_tiles = nullptr;  // Path::staged
+  std::uint32_t tile = 0;           // Path::staged: of the next block, the first that is left
+  std::uint64_t segment_bytes = 0;  // Path::staged: of the last segment
   CUevent begun = nullptr;        // recorded before the first copy
   std::int64_t copy_ns = 0;       // see fkv_mover_copy_ns
   bool flag_in_stream = false;    // the stream writes the flag

@@ -17,9 +17,11 @@ void Ways::choose(Transfer& transfer) {
 }
 
 // The same, or a plain kernel, which copies anything.
-Path Ways::possible(Path path, const Transfer& transfer) const noexcept {
-  const bool no_ring =
-      path == Path::staged && (staged_ == nullptr || !staged_->takes(*transfer.slot_runs));
+Path Ways::possible(Path path, Transfer& transfer) const {
+  if (path == Path::staged && staged_ != nullptr) {
+    transfer.staged_tiles = staged_->tiles(transfer);
+  }
+  const bool no_ring = path == Path::staged && transfer.staged_tiles == nullptr;
   const bool no_bulk = path == Path::bulk_kernel && !takes_bulk(transfer);
   return no_ring || no_bulk ? Path::kernel : path;
 }

@@ -39,20 +39,20 @@ class WayCounts {
 class Ways {
  public:
   // `staged`: nullptr if there is no ring. `arena`: its address as the device sees it.
-  Ways(const CudaTuning& tuning, const Device& device, const StagedCopies* staged,
+  Ways(const CudaTuning& tuning, const Device& device, StagedCopies* staged,
        std::uint64_t arena, WayCounts& counts)
       : tuning_(tuning), device_(device), staged_(staged), arena_(arena), counts_(counts) {}
 
-  // Sets the transfer's path and what goes with it. Throws std::bad_alloc.
+  // Sets the transfer's path and what goes with it. Throws DriverError, std::bad_alloc.
   void choose(Transfer& transfer);
 
  private:
-  Path possible(Path path, const Transfer& transfer) const noexcept;
+  Path possible(Path path, Transfer& transfer) const;
   bool takes_bulk(const Transfer& transfer) const noexcept;
 
   const CudaTuning& tuning_;
   const Device& device_;
-  const StagedCopies* staged_;
+  StagedCopies* staged_;
   const std::uint64_t arena_;
   WayCounts& counts_;
   SlotRunTable slot_runs_;

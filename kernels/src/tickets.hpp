@@ -39,6 +39,15 @@ class Tickets {
     }
   }
 
+  bool any_pending() const noexcept {
+    for (const auto& [ticket, status] : not_done_) {
+      if (status == Status::pending) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   bool issued(std::int64_t ticket) const noexcept { return ticket >= 1 && ticket < next_; }
 
   Status status(std::int64_t ticket) const noexcept {

@@ -254,7 +254,7 @@ def test_a_part_of_the_arena_that_something_else_registered_is_named(
         ({"planes": []}, "no planes given"),
         ({"options": {"mode": 7}}, "mode is 7, it must be"),
         ({"options": {"thread_blocks": 1025}}, "thread_blocks is 1025, it must be at most 1024"),
-        ({"options": {"ring_bytes": 100}}, "ring_bytes is 100, it must be between 4096 and"),
+        ({"options": {"ring_bytes": 100}}, "ring_bytes is 100, it must be between 65536 and"),
         (
             {"options": {"choices": (CudaChoice(Direction.LOAD, 1, 1, CudaMode.AUTO),)}},
             r"choice 0: mode is 0 \(auto\)",

@@ -109,8 +109,8 @@ def test_each_layer_is_used_when_it_is_there(  # noqa: PLR0917
         for number in range(LAYERS)
     ]
     # All layers are on the device, though nothing has been copied. Of each these are recorded: what
-    # it follows, its begin and its end; and of two stages, that a segment is filled and drained.
-    events = 5 if mode is CudaMode.STAGED else 3
+    # it follows, its begin and its end; and of two stages, that a segment is filled.
+    events = 4 if mode is CudaMode.STAGED else 3
     until(lambda: fake.calls("cuEventRecord") == events * LAYERS)
     for number, ticket in enumerate(load):
         assert mover.hold(ticket, engine.handle) is Status.PENDING

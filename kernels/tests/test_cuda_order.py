@@ -121,6 +121,35 @@ def test_a_mover_works_while_the_engine_captures_a_graph(
     mover.close()
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_stream_that_is_captured_is_refused(
+    fake: FakeCuda, stream: FakeStream, legacy: bool
+) -> None:
+    """What is put into it runs when the graph does, if ever. The legacy stream waits for others."""
+    world = small_world()
+    handle = FakeStream(fake, legacy=True).handle if legacy else stream.handle
+    mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))
+    held = FakeStream(fake)
+    held.fill(world.pages.address, 0, 0)
+    ticket = mover.submit(Direction.LOAD, BLOCKS, slots(world), after=held.handle)
+    stream.capture(True)
+    for call in (
+        lambda: mover.submit(Direction.STORE, [0], [0], after=handle),
+        lambda: mover.mark(handle),
+        lambda: mover.hold(ticket, handle),
+    ):
+        with pytest.raises(
+            ValueError, match=f"is {handle}, a stream that is captured into a graph"
+        ):
+            call()
+    stream.capture(False)
+    held.release()
+    assert mover.wait(ticket, 60) is Status.DONE
+    assert mover.wait(mover.submit(Direction.STORE, [0], [0], after=handle), 60) is Status.DONE
+    mover.close()
+    held.destroy()
+
+
 def test_work_that_comes_later_is_not_waited_for(fake: FakeCuda, stream: FakeStream) -> None:
     world = small_world()
     mover = world.cuda_mover(fake.options(mode=CudaMode.DMA))

@@ -11,7 +11,7 @@ import pytest
 from flexkv.types.mover import FALLBACK, WAYS
 from flexkv_kernels import CudaChoice, CudaMode, CudaMover, Direction, Status
 from kernels.tests.conftest import MakeFake
-from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda, FakeStream
+from kernels.tests.fake_cuda.fake_driver import FakeCuda
 from kernels.tests.worlds import Memory, Plane, World, simple_world
 
 KIB = 1024
@@ -113,17 +113,17 @@ def test_a_choice_has_thread_blocks_of_its_own(make_fake: MakeFake) -> None:
 
 
 def test_a_way_that_is_impossible_is_counted(make_fake: MakeFake) -> None:
-    """A ring that is too small, no memory for it, and a device without bulk copies."""
+    """No memory for any ring, and a device or kernels without bulk copies."""
     world = simple_world(num_blocks=4, page_bytes=4 * KIB, n_planes=2, slots=4)
-    short, old = make_fake(), make_fake(major=8)
+    short, old, of_ptx = make_fake(), make_fake(major=8), make_fake(major=11)
     bulk = (CudaChoice(Direction.LOAD, 4096, 8192, CudaMode.TMA),)
     staged = (CudaChoice(Direction.LOAD, 4096, 8192, CudaMode.STAGED),)
-    short.fail("cuMemAlloc", OUT_OF_MEMORY, skip=1)  # after the table of tiles
+    short.memory(64 * KIB)
+    of_ptx.compiled_for(80)
     for fake, options in (
         (short, {"choices": staged}),
         (old, {"choices": bulk}),
-        (make_fake(), {"choices": staged, "ring_bytes": 8 * 4096}),
-        (make_fake(), {"mode": CudaMode.STAGED, "ring_bytes": 8 * 4096}),
+        (of_ptx, {"choices": bulk}),
     ):
         with closing(world.cuda_mover(fake.options(**options))) as mover:
             copy(mover, world, Direction.LOAD, range(4))
@@ -151,109 +151,3 @@ def test_bulk_copies_take_addresses_that_are_multiples_of_16(
     one = dict.fromkeys((CudaMode.AUTO, CudaMode.KERNEL, CudaMode.TMA), row_bytes)
     assert counted == (plain if shift else one)
     assert fake.calls("fkv_copy_bulk") == (1 if shift else 2)  # an empty launch at the start
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_neighbours_in_the_arena_are_one_copy_into_the_ring(
-    make_fake: MakeFake, direction: Direction
-) -> None:
-    """Whatever the pages are: 16 rows of 256 bytes for each of 2 heads side by side."""
-    fake = make_fake(version=12040, batches=False)
-    planes = [Plane(head * 256, 8192, 16, 512, 256, head * 4096) for head in range(2)]
-    world = World(planes, 40, Memory(40 * 8192, seed=1), Memory(40 * 8192, seed=2))
-    with closing(world.cuda_mover(fake.options(mode=CudaMode.STAGED))) as mover:
-        before = fake.calls("cuMemcpyAsync"), fake.calls("cuLaunchKernel")
-        blocks = [*range(39, 9, -1), 5]
-        offsets = [*range(0, 30 * 8192, 8192), 35 * 8192]
-        expected = world.after(direction, blocks, offsets)
-        assert mover.wait(mover.submit(direction, blocks, offsets), 60) is Status.DONE
-        assert world.now() == expected
-        copies = fake.calls("cuMemcpyAsync") - before[0]
-        launches = fake.calls("cuLaunchKernel") - before[1]
-    assert (copies, launches) == (2, 1)
-
-
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("alias", [0, 1 << 40])
-def test_a_ring_is_used_again_and_again(
-    make_fake: MakeFake, direction: Direction, alias: int
-) -> None:
-    """With delays, so that a segment that is filled before it is drained has wrong bytes."""
-    fake = make_fake(alias=alias)
-    fake.delay(300)
-    world = simple_world(num_blocks=100, page_bytes=1024, n_planes=4, slots=100)
-    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * world.block_bytes)
-    with closing(world.cuda_mover(options)) as mover:
-        for _ in range(3):
-            copy(mover, world, direction, range(100))
-
-
-def test_both_directions_at_once_have_rings_of_their_own(fake: FakeCuda) -> None:
-    fake.delay(200)
-    world = simple_world(num_blocks=64, page_bytes=1024, n_planes=4, slots=64)
-    size = world.block_bytes
-    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * size)
-    loads, stores = range(32), range(32, 64)
-    with closing(world.cuda_mover(options)) as mover:
-        for _ in range(3):
-            load_offsets, store_offsets = (
-                [block * size for block in blocks] for blocks in (loads, stores)
-            )
-            pages = world.after(Direction.LOAD, loads, load_offsets)[0]
-            arena = world.after(Direction.STORE, stores, store_offsets)[1]
-            tickets = [
-                mover.submit(Direction.STORE, stores, store_offsets),
-                mover.submit(Direction.LOAD, loads, load_offsets),
-            ]
-            assert [mover.wait(ticket, 60) for ticket in tickets] == [Status.DONE] * 2
-            assert world.now() == (pages, arena)
-
-
-def test_both_stages_have_the_priority_of_their_direction(fake: FakeCuda) -> None:
-    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=4, slots=8)
-    with closing(world.cuda_mover(fake.options(mode=CudaMode.STAGED))) as mover:
-        for direction, priority in ((Direction.LOAD, HIGHEST), (Direction.STORE, LOWEST)):
-            names = [f"copies@{priority}", f"kernels@{priority}"]
-            before = [fake.calls(name) for name in names]
-            ticket = mover.submit(direction, [3], [0])
-            assert mover.wait(ticket, 60) is Status.DONE
-            assert [fake.calls(name) for name in names] == [count + 1 for count in before]
-
-
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync", "cuLaunchKernel", "cuEventRecord"])
-def test_a_refused_stage_ends_with_what_was_begun(
-    fake: FakeCuda, direction: Direction, name: str
-) -> None:
-    """No byte is copied after the transfer has failed, and the next one is whole."""
-    fake.delay(2000)
-    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=4, slots=8)
-    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * world.block_bytes)
-    with closing(world.cuda_mover(options)) as mover:
-        copy(mover, world, direction, range(8))
-        fake.fail(name, 1, skip=1)
-        ticket = mover.submit(direction, range(8), range(0, 8 * world.span, world.span))
-        assert mover.wait(ticket, 60) is Status.FAILED
-        now = world.now()
-        copy(mover, world, direction, [])
-        assert world.now() == now
-        copy(mover, world, direction, range(8))
-
-
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize(("name", "before"), [("cuEventRecord", 2), ("cuStreamWaitEvent", 3)])
-def test_a_transfer_has_not_failed_while_its_first_stage_may_run(
-    fake: FakeCuda, direction: Direction, name: str, before: int
-) -> None:
-    """Whoever knows that it has failed may unmap what the first stage reads."""
-    world = simple_world(num_blocks=8, page_bytes=1024, n_planes=4, slots=8)
-    options = fake.options(mode=CudaMode.STAGED, ring_bytes=8 * 2 * world.block_bytes)
-    held = FakeStream(fake)
-    with closing(world.cuda_mover(options)) as mover:
-        fake.fail(name, 1, skip=before)  # the call that puts the second stage behind the first
-        held.fill(world.pages.address, 0, 0)
-        ticket = mover.submit(direction, [1], [0], after=held.handle)
-        assert mover.wait(ticket, 0.3) is Status.PENDING
-        held.release()
-        assert mover.wait(ticket, 60) is Status.FAILED
-    held.destroy()

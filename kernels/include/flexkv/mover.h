@@ -52,7 +52,7 @@ extern "C" {
 
 // Raised whenever a declaration below changes incompatibly. Callers compare it with
 // fkv_abi_version() before any other call.
-#define FKV_ABI_VERSION 12
+#define FKV_ABI_VERSION 13
 
 // Directions of a transfer.
 enum { FKV_LOAD = 0 /* arena -> pages */, FKV_STORE = 1 /* pages -> arena */ };
@@ -111,8 +111,8 @@ enum {
   FKV_CUDA_TMA = 3,     // a kernel over bulk copies (compute capability >= 9.0); blocks whose addresses
                         // or lengths are no multiples of 16 go as by FKV_CUDA_KERNEL
   FKV_CUDA_STAGED = 4   // copy engines between the arena and a ring in device memory, a kernel between
-                        // the ring and the pages; blocks too large for the ring go as by
-                        // FKV_CUDA_KERNEL
+                        // the ring and the pages; as by FKV_CUDA_KERNEL where device memory is too
+                        // short for any ring
 };
 
 // The way of transfers of one class: those whose runs have on average this length, up to the next power
@@ -135,8 +135,9 @@ typedef struct {
   // if its runs have 64 KiB or more, staged if its slot runs have, and else by FKV_CUDA_KERNEL.
   const fkv_cuda_choice* choices;
   uint32_t n_choices;
-  uint32_t thread_blocks;  // optional: the most of one launch, that is, multiprocessors it occupies
-  uint64_t ring_bytes;     // optional: of the ring of each direction, which has 8 segments
+  uint32_t thread_blocks;  // optional: the most of one launch, that is, multiprocessors it occupies; of
+                           // FKV_CUDA_STAGED blocks of one warp, which fit beside others
+  uint64_t ring_bytes;     // optional: of the ring of each direction; smaller where device memory is short
   const char* driver;      // optional: the driver's library instead of libcuda.so.1
 } fkv_cuda_options;
 
@@ -182,6 +183,17 @@ FKV_API int fkv_cuda_describe(const char* driver, int32_t device, fkv_cuda_devic
 // Returns NULL on failure with a message in err.
 FKV_API fkv_mover* fkv_cuda_mover_create(const fkv_layout* layout, const fkv_cuda_options* options,
                                          char* err, size_t err_len);
+
+// Makes all later transfers of a CUDA mover go one way, for measurements: `mode` is not FKV_CUDA_AUTO,
+// thread_blocks is as in fkv_cuda_options, and of each ring no more than ring_bytes are used; 0 is all of
+// it. No transfer may be pending. 0, or FKV_EINVAL, also where the device or the mover lacks what the way
+// takes, or FKV_ECLOSED, with a message in err.
+FKV_API int fkv_cuda_mover_force(fkv_mover* mover, uint32_t mode, uint32_t thread_blocks,
+                                 uint64_t ring_bytes, char* err, size_t err_len);
+
+// Bytes of the ring of each direction of a CUDA mover: fewer than it was asked for where device memory is
+// short; 0 without rings, and for a CPU mover.
+FKV_API uint64_t fkv_cuda_mover_ring_bytes(const fkv_mover* mover);
 
 // Memory of a device for measurements. 0 on failure, with a message in err.
 FKV_API uint64_t fkv_cuda_alloc(const char* driver, int32_t device, uint64_t bytes, char* err,

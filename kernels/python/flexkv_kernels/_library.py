@@ -26,7 +26,7 @@ from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
 
 EINVAL = -1
@@ -220,6 +220,10 @@ def _declare_cuda(lib: ctypes.CDLL) -> None:
         c_char_p,
         c_size_t,
     )
+    lib.fkv_cuda_mover_force.restype = c_int
+    lib.fkv_cuda_mover_force.argtypes = (address, c_uint32, c_uint32, c_uint64, c_char_p, c_size_t)
+    lib.fkv_cuda_mover_ring_bytes.restype = c_uint64
+    lib.fkv_cuda_mover_ring_bytes.argtypes = (address,)
     lib.fkv_cuda_alloc.restype = c_uint64
     lib.fkv_cuda_alloc.argtypes = (c_char_p, c_int32, c_uint64, c_char_p, c_size_t)
     lib.fkv_cuda_free.restype = None

@@ -13,6 +13,7 @@ from flexkv_kernels.native_mover import (
     MESSAGE_BYTES,
     NativeMover,
     PlaneTuple,
+    call_error,
     layout_struct,
     unsigned,
 )
@@ -78,6 +79,37 @@ class CudaMover(NativeMover):
         if handle is None:
             raise ValueError(message.value.decode(errors="replace"))
         super().__init__(handle, len(planes))
+
+    def force(self, mode: CudaMode, thread_blocks: int = 0, ring_bytes: int = 0) -> None:
+        """Make all later transfers go one way, for measurements.
+
+        Args:
+            mode: the way; not ``CudaMode.AUTO``.
+            thread_blocks: the most thread blocks of a kernel's launch; 0 for the default.
+            ring_bytes: bytes of each ring that are used, at most those that it has; 0 for all.
+
+        Raises:
+            ValueError: the device or the mover lacks what the way takes, or a transfer is pending.
+            RuntimeError: the mover is closed.
+        """
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        code: int = LIBRARY.waiting.fkv_cuda_mover_force(
+            self._handle,
+            mode,
+            unsigned("thread_blocks", thread_blocks, bits=32),
+            unsigned("ring_bytes", ring_bytes),
+            message,
+            MESSAGE_BYTES,
+        )
+        if code != 0:
+            raise call_error(code, message.value.decode(errors="replace"))
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring of each direction: fewer than the options say where device memory is
+        short, and 0 where there is none."""
+        size: int = LIBRARY.waiting.fkv_cuda_mover_ring_bytes(self._handle)
+        return size
 
     def bytes_by_mode(self) -> dict[CudaMode, int]:
         """Bytes of the copies given to the device so far, by the way that they went. ``AUTO`` has

@@ -54,9 +54,11 @@ class CudaOptions:
             64 KiB and more count as equal. If there is none, transfers go by DMA if their runs have
             64 KiB or more. Otherwise they go staged if their runs in the arena have that, and else
             by a kernel.
-        thread_blocks: the most multiprocessors that a kernel may occupy; 0 for the number in the
-            choice.
-        ring_bytes: bytes of the ring of each direction; 0 for the default.
+        thread_blocks: the most thread blocks of a kernel; 0 for the number in the choice. Those of
+            the staged way are of one warp, and fit beside an engine's. A block of the other ways
+            takes a multiprocessor.
+        ring_bytes: bytes of the ring of each direction; 0 for the default. Rings are smaller where
+            device memory is short.
         driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
     """
 

@@ -134,7 +134,7 @@ class NativeMover:
             MESSAGE_BYTES,
         )
         if ticket < 0:
-            raise _error(ticket, message.value.decode(errors="replace"))
+            raise call_error(ticket, message.value.decode(errors="replace"))
         return ticket
 
     def mark(self, stream: int) -> int:
@@ -156,7 +156,7 @@ class NativeMover:
             self._handle, unsigned("stream", stream), message, MESSAGE_BYTES
         )
         if mark < 0:
-            raise _error(mark, message.value.decode(errors="replace"))
+            raise call_error(mark, message.value.decode(errors="replace"))
         return mark
 
     def poll(self, ticket: int) -> Status:
@@ -234,7 +234,7 @@ class NativeMover:
                 self._handle, ticket, stream, timeout_us, message, MESSAGE_BYTES
             )
             if code < 0:
-                raise _error(code, message.value.decode(errors="replace"))
+                raise call_error(code, message.value.decode(errors="replace"))
             if code == HELD:
                 return Status.PENDING
             if code != Status.PENDING:
@@ -336,11 +336,12 @@ def _status(code: int, ticket: int) -> Status:
     if code >= 0:
         return _STATUSES[code]
     if code == ECLOSED:
-        raise _error(code, "the mover belongs to the process that this one was forked from")
-    raise _error(code, f"ticket {ticket} was never given out by this mover")
+        raise call_error(code, "the mover belongs to the process that this one was forked from")
+    raise call_error(code, f"ticket {ticket} was never given out by this mover")
 
 
-def _error(code: int, message: str) -> Exception:
+def call_error(code: int, message: str) -> Exception:
+    """The exception of a call of the C ABI that returned `code`, with its message."""
     if code == EINVAL:
         return ValueError(message)
     if code == ENOMEM:

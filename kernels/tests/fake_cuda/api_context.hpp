@@ -155,6 +155,13 @@ inline const std::string& name_of(CUfunction function) {
   return *reinterpret_cast<const std::string*>(function);
 }
 
+inline CUresult function_get_attribute(int* value, CUfunction_attribute name, CUfunction) {
+  ENTER("cuFuncGetAttribute");
+  if (name != CU_FUNC_ATTRIBUTE_PTX_VERSION) return CUDA_ERROR_INVALID_VALUE;
+  *value = state.compiled_for != 0 ? state.compiled_for : 10 * state.major;
+  return CUDA_SUCCESS;
+}
+
 inline CUresult function_set_attribute(CUfunction function, CUfunction_attribute name, int value) {
   ENTER("cuFuncSetAttribute");
   if (name != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value > kMaxSharedBytes) {

@@ -19,6 +19,9 @@ namespace fake {
 
 inline CUresult mem_alloc(CUdeviceptr* address, std::size_t bytes) {
   ENTER("cuMemAlloc");
+  std::uint64_t allocated = bytes;
+  for (const auto& [start, size] : state.memory) allocated += size;
+  if (allocated > state.memory_limit) return CUDA_ERROR_OUT_OF_MEMORY;
   void* memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   *address = reinterpret_cast<CUdeviceptr>(memory);
   state.memory[*address] = bytes;
@@ -136,7 +139,9 @@ inline CUresult launch_kernel(CUfunction function, unsigned int blocks, unsigned
   const bool idle = state.idle_kernels.contains(name);
   const bool reached = reaches(launch.batch);
   const std::uint32_t number = state.launches++;
-  stream->enqueue([launch, idle, reached, number] {
+  const std::chrono::microseconds delay{state.kernel_delay_us};
+  stream->enqueue([launch, idle, reached, number, delay] {
+    std::this_thread::sleep_for(delay);
     const CUresult result = run_fails();
     if (idle || result != CUDA_SUCCESS) return result;
     return reached ? run_kernel(launch, number) : CUDA_ERROR_ILLEGAL_ADDRESS;

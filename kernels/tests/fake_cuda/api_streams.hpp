@@ -54,6 +54,17 @@ inline CUresult stream_wait_event(CUstream handle, CUevent waited, unsigned int 
   return CUDA_SUCCESS;
 }
 
+inline CUresult stream_is_capturing(CUstream handle, CUstreamCaptureStatus* status) {
+  ENTER("cuStreamIsCapturing");
+  if (find_stream(handle) == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (handle == CU_STREAM_LEGACY && !state.captured.empty()) {
+    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+  }
+  *status = state.captured.contains(handle) ? CU_STREAM_CAPTURE_STATUS_ACTIVE
+                                            : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
 // Without its fence the word may be seen before the bytes of earlier copies: the fake writes it first.
 inline CUresult stream_write_value(CUstream handle, CUdeviceptr address, cuuint32_t value,
                             unsigned int flags) {

@@ -42,6 +42,34 @@ void fake_idle_kernel(const char* name) {
   state.idle_kernels.insert(name);
 }
 
+// Kernels wait so long for those of the engine from now on.
+void fake_delay_kernels(std::uint32_t us) {
+  const std::lock_guard lock(mutex);
+  state.kernel_delay_us = us;
+}
+
+// Device memory of so many bytes in all.
+void fake_memory(std::uint64_t bytes) {
+  const std::lock_guard lock(mutex);
+  state.memory_limit = bytes;
+}
+
+// The kernels are those of PTX for an older processor: 80 for sm_80.
+void fake_compiled_for(int version) {
+  const std::lock_guard lock(mutex);
+  state.compiled_for = version;
+}
+
+// Whether the work that is put into a stream of the engine goes to a graph.
+void fake_capture_stream(void* handle, int captured) {
+  const std::lock_guard lock(mutex);
+  if (captured != 0) {
+    state.captured.insert(handle);
+  } else {
+    state.captured.erase(handle);
+  }
+}
+
 int fake_calls(const char* name) {
   const std::lock_guard lock(mutex);
   return state.calls[name];

@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "api_context.hpp"
@@ -49,12 +50,14 @@ const Function kFunctions[] = {
     FUNCTION("cuModuleLoadData", 2000, PFN_cuModuleLoadData_v2000, module_load),
     FUNCTION("cuModuleUnload", 2000, PFN_cuModuleUnload_v2000, module_unload),
     FUNCTION("cuModuleGetFunction", 2000, PFN_cuModuleGetFunction_v2000, module_get_function),
+    FUNCTION("cuFuncGetAttribute", 2020, PFN_cuFuncGetAttribute_v2020, function_get_attribute),
     FUNCTION("cuFuncSetAttribute", 9000, PFN_cuFuncSetAttribute_v9000, function_set_attribute),
     FUNCTION("cuStreamCreateWithPriority", 5050, PFN_cuStreamCreateWithPriority_v5050,
              stream_create),
     FUNCTION("cuStreamDestroy", 4000, PFN_cuStreamDestroy_v4000, stream_destroy),
     FUNCTION("cuStreamSynchronize", 2000, PFN_cuStreamSynchronize_v2000, stream_synchronize),
     FUNCTION("cuStreamWaitEvent", 3020, PFN_cuStreamWaitEvent_v3020, stream_wait_event),
+    FUNCTION("cuStreamIsCapturing", 10000, PFN_cuStreamIsCapturing_v10000, stream_is_capturing),
     FUNCTION("cuStreamWriteValue32", 11070, PFN_cuStreamWriteValue32_v11070, stream_write_value),
     FUNCTION("cuEventCreate", 2000, PFN_cuEventCreate_v2000, event_create),
     FUNCTION("cuEventDestroy", 4000, PFN_cuEventDestroy_v4000, event_destroy),
@@ -84,14 +87,14 @@ const Function kFunctions[] = {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// The newest type that is not newer than `version`, as the real one finds it.
+// The newest type that is not newer than `version` and the driver, as real ones find it.
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int version, cuuint64_t,
                              CUdriverProcAddressQueryResult*) {
   *function = nullptr;
-  if (version > state.version) return CUDA_ERROR_INVALID_VALUE;
   if (std::strcmp(symbol, "cuMemcpyBatchAsync") == 0 && !state.batches) return CUDA_SUCCESS;
   for (const fake::Function& known : fake::kFunctions) {
-    if (std::strcmp(symbol, known.name) == 0 && known.version <= version) {
+    if (std::strcmp(symbol, known.name) == 0 &&
+        known.version <= std::min(version, state.version)) {
       *function = known.address;
     }
   }

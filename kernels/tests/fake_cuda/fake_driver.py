@@ -133,8 +133,12 @@ class FakeCuda:
         self._lib = ctypes.CDLL(self.path)
         self._lib.fake_configure.argtypes = (c_int, c_int, c_int, c_int, c_uint64)
         self._lib.fake_delay.argtypes = (c_uint32,)
+        self._lib.fake_delay_kernels.argtypes = (c_uint32,)
         self._lib.fake_fail.argtypes = (c_char_p, c_int, c_int, c_int)
         self._lib.fake_idle_kernel.argtypes = (c_char_p,)
+        self._lib.fake_memory.argtypes = (c_uint64,)
+        self._lib.fake_compiled_for.argtypes = (c_int,)
+        self._lib.fake_capture_stream.argtypes = (c_void_p, c_int)
         self._lib.fake_calls.argtypes = (c_char_p,)
         self._lib.fake_grid.argtypes = (c_char_p,)
         self._lib.fake_pause.argtypes = (c_char_p, c_int)
@@ -155,12 +159,24 @@ class FakeCuda:
         """Work in streams is delayed by random times of up to this."""
         self._lib.fake_delay(max_us)
 
+    def delay_kernels(self, us: int) -> None:
+        """Makes each kernel wait so long for those of an engine."""
+        self._lib.fake_delay_kernels(us)
+
     def fail(self, name: str, code: int, *, skip: int = 0, sticky: bool = False) -> None:
         """Makes the call of the driver's function after the next ``skip`` ones fail.
 
         "run" is a copy or a kernel that is already in a stream. A sticky failure ends the context.
         """
         self._lib.fake_fail(name.encode(), skip, code, sticky)
+
+    def memory(self, size: int) -> None:
+        """Lets the device have so many bytes in all from now on."""
+        self._lib.fake_memory(size)
+
+    def compiled_for(self, version: int) -> None:
+        """Makes the kernels those of PTX for a processor: 80 for sm_80."""
+        self._lib.fake_compiled_for(version)
 
     def idle_kernel(self, name: str) -> None:
         """The kernel copies nothing from now on, though it ends as if it had."""
@@ -222,6 +238,10 @@ class FakeStream:
         """Releases the stream, and waits until its work has run."""
         self.release()
         self._lib.fake_stream_drain(self.handle)
+
+    def capture(self, captured: bool) -> None:
+        """Whether the work that is put into the stream goes to a graph."""
+        self._lib.fake_capture_stream(self.handle, captured)
 
     def destroy(self) -> None:
         self._lib.fake_stream_destroy(self.handle)

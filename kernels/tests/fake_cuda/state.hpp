@@ -41,6 +41,10 @@ struct State {
   std::map<std::string, int> grids;                   // the most thread blocks of a launch
   std::map<std::string, std::uint32_t> shared_limits;  // dynamic bytes, by kernel
   std::set<std::string> paused;                       // calls that wait for the test
+  std::uint64_t memory_limit = ~std::uint64_t{0};     // of all that is allocated
+  std::set<void*> captured;                           // streams whose work goes to a graph
+  int compiled_for = 0;                               // of kernels; 0: this device
+  std::uint32_t kernel_delay_us = 0;                  // before each kernel runs
   std::uint32_t launches = 0;
   bool capturing = false;  // a thread of the engine captures a graph
   int contexts = 0;
