@@ -27,6 +27,10 @@ constexpr std::uint32_t kStagedThreadBlocks = 16;
 // From here on a copy engine reaches 39 to 52 of 55 GB/s (vllm#42212).
 constexpr std::uint64_t kLongRun = 64 * 1024;
 
+// The same of runs in the arena alone: what a copy engine loses with these, a kernel that drives the link
+// loses, too, and takes multiprocessors for it.
+constexpr std::uint64_t kLongSlotRun = 32 * 1024;
+
 // Segments of 8 MiB: see staged_copies.cpp.
 constexpr std::uint64_t kRingBytes = std::uint64_t{64} << 20;
 constexpr std::uint64_t kMaxRingBytes = std::uint64_t{1} << 30;
@@ -108,7 +112,7 @@ Way CudaTuning::choose(Direction direction, std::uint64_t run_bytes,
     way = *known;
   } else if (run_bytes >= kLongRun) {
     way.path = Path::driver;
-  } else if (slot_run_bytes >= kLongRun) {
+  } else if (slot_run_bytes >= kLongSlotRun) {
     way.path = Path::staged;
   }
   if (thread_blocks != 0) {

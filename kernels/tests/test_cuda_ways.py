@@ -43,8 +43,8 @@ def way(world: World, fake: FakeCuda, direction: Direction, **options: object) -
     ("page_bytes", "n_planes", "mode"),
     [
         (64 * KIB, 2, CudaMode.DMA),
-        (4 * KIB, 16, CudaMode.STAGED),
-        (4 * KIB, 2, CudaMode.KERNEL),
+        (4 * KIB, 8, CudaMode.STAGED),
+        (4 * KIB, 7, CudaMode.KERNEL),
     ],
 )
 def test_a_device_that_was_not_measured_goes_by_the_lengths_of_runs(

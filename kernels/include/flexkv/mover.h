@@ -132,7 +132,7 @@ typedef struct {
   uint32_t mode;   // FKV_CUDA_*
   // For FKV_CUDA_AUTO. A transfer of another class goes the way of the nearest one whose lengths differ by
   // at most one power of two; those of 64 KiB and more count as equal. If there is none, it goes by DMA
-  // if its runs have 64 KiB or more, staged if its slot runs have, and else by FKV_CUDA_KERNEL.
+  // if its runs have 64 KiB or more, staged if its slot runs have 32 KiB, and else by FKV_CUDA_KERNEL.
   const fkv_cuda_choice* choices;
   uint32_t n_choices;
   uint32_t thread_blocks;  // optional: the most of one launch, that is, multiprocessors it occupies; of

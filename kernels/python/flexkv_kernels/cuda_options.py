@@ -52,8 +52,8 @@ class CudaOptions:
         choices: the ways of classes, for ``CudaMode.AUTO``. A transfer of another class goes the
             way of the nearest one whose lengths differ by at most one power of two. Lengths of
             64 KiB and more count as equal. If there is none, transfers go by DMA if their runs have
-            64 KiB or more. Otherwise they go staged if their runs in the arena have that, and else
-            by a kernel.
+            64 KiB or more. Otherwise they go staged if their runs in the arena have 32 KiB or more,
+            and else by a kernel.
         thread_blocks: the most thread blocks of a kernel; 0 for the number in the choice. Those of
             the staged way are of one warp, and fit beside an engine's. A block of the other ways
             takes a multiprocessor.
