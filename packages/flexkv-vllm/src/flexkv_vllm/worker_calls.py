@@ -13,6 +13,7 @@ from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv_vllm.orders import StepMetadata, WorkerReport
+from flexkv_vllm.sleep import follow_sleep
 from flexkv_vllm.stages import Place
 from flexkv_vllm.start_worker import make_worker_side
 
@@ -70,6 +71,22 @@ class WorkerCalls:
                 alone=alone,
             )
             self._by_request = self._worker.fails_by_request
+            follow_sleep(self)
+
+    @answers(always(None), "copies end, now and for good")
+    def suspend(self) -> None:
+        """vLLM is about to unmap its KV pages. Returns once no copy touches them."""
+        if self._worker is not None:
+            with self._boundary.guard("ending copies for a sleep", "copies end, now and for good"):
+                self._worker.suspend()
+                return
+            self._worker.stop_copying()
+
+    @answers(always(None), "nothing is loaded or stored")
+    def resume(self) -> None:
+        """vLLM has mapped its KV pages again."""
+        if self._worker is not None:
+            self._worker.resume()
 
     @answers(always(None), "copies end, now and for good")
     def fence(self, metadata: KVConnectorMetadata | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -502,6 +503,46 @@ def call_at_new_weights(tell: Callable[[str], None]) -> None:
         return set_version(self, weight_version)
 
     engine.set_weight_version = set_version_and_tell
+
+
+def call_around_sleep(suspend: Callable[[], None], resume: Callable[[], None]) -> None:
+    """Make vLLM's worker of this process call `suspend` before it may unmap its KV pages, to sleep
+    or to give their memory back, and `resume` once it has mapped them again. Neither may raise.
+    Other kinds of workers unmap nothing. A second call changes nothing.
+
+    Before 0.26 vLLM unmaps pages without waiting for the device. Later releases wait for the work
+    that the device has been given, but not for copies that it has yet to be given.
+    """
+    # The process of such a worker has imported its class before there are any pages.
+    worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    if worker is None or hasattr(worker.sleep, "__wrapped__"):
+        return
+    sleep, wake_up = worker.sleep, worker.wake_up
+    discard = getattr(worker, "discard", None)  # from 0.31 on
+
+    @functools.wraps(sleep)
+    def suspend_and_sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        suspend()
+        return sleep(self, *args, **kwargs)
+
+    @functools.wraps(wake_up)
+    def wake_up_and_resume(self: Any, tags: list[str] | None = None) -> Any:
+        woken = wake_up(self, tags)
+        if tags is None or "kv_cache" in tags:
+            resume()
+        return woken
+
+    worker.sleep, worker.wake_up = suspend_and_sleep, wake_up_and_resume
+    if discard is None:
+        return
+
+    @functools.wraps(discard)
+    def suspend_and_discard(self: Any, tags: tuple[str, ...]) -> Any:
+        if "kv_cache" in tags:
+            suspend()
+        return discard(self, tags)
+
+    worker.discard = suspend_and_discard
 
 
 def call_after_adapter_loads(after: Callable[[LoRARequest], None]) -> None:

@@ -18,6 +18,7 @@ from flexkv_vllm.compat.offloading import worker_config
 from flexkv_vllm.identity import served_model
 from flexkv_vllm.offloading.pages import describe_groups, is_durable, name_blocks
 from flexkv_vllm.offloading.worker import FlexKVOffloadingWorker, start_movers
+from flexkv_vllm.sleep import follow_sleep
 from flexkv_vllm.support import check_launcher, check_pooling
 
 logger = logging.getLogger("flexkv.vllm")
@@ -72,7 +73,9 @@ def make_worker(
         model=served_model(vllm_config),
         pool_blocks=blocks,
     )
-    return FlexKVOffloadingWorker(session, groups, rank, device, boundary)
+    worker = FlexKVOffloadingWorker(session, groups, rank, device, boundary)
+    follow_sleep(worker)
+    return worker
 
 
 def _lets_others_read(settings: CacheConfig) -> bool:

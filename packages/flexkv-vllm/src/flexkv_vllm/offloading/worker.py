@@ -105,6 +105,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._figures = CopyFigures(boundary, lambda _: None, self._bytes_by_way)
         self._has_connector = False
         self._jobs: dict[int, Job] = {}
+        self._suspended = False
 
     @answers(lambda self, *job: self._fail(Direction.STORE, *job), "the blocks are not cached")
     def submit_store(
@@ -152,6 +153,18 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 self._wait_for(self._jobs[job_id])
             return
         self._end_copies()
+
+    @answers(always(None), "copies end, now and for good")
+    def suspend(self) -> None:
+        """vLLM is about to unmap its KV pages. Returns once no copy touches them; jobs that vLLM
+        submits until `resume` fail."""
+        self._suspended = True
+        self.wait(set(self._jobs))
+
+    @answers(always(None), "nothing is loaded or stored")
+    def resume(self) -> None:
+        """vLLM has mapped its KV pages again."""
+        self._suspended = False
 
     @answers(always(None), "the kernel cleans up when the process ends")
     def shutdown(self) -> None:
@@ -219,7 +232,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
     ) -> bool:
         assert isinstance(blocks, ArenaBlocks)
         self._find_connector()
-        job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=blocks.cell is None)
+        refused = self._suspended or blocks.cell is None
+        job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=refused)
         self._jobs[job_id] = job
         if job.failed:
             return True

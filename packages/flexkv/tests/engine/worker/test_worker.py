@@ -215,3 +215,42 @@ def test_a_step_without_work_waits_for_the_last_part_of_a_load(arena: Arena) -> 
     side.finished(orders)
     assert side.take_finished() == (set(), {"one"})
     assert mover.waited == [2]
+
+
+def test_all_copies_end_before_the_engine_takes_its_pages_away(arena: Arena) -> None:
+    mover = RecordingMover()
+    side = make_side(arena, mover, lambda: 0)
+    orders = StepOrders(
+        loads={"one": CopyOrder(1, 0, [5], [0])},
+        layerwise=[CopyOrder(2, 1, [6], [1])],
+        stores=[CopyOrder(3, 2, [7], [2])],
+        has_forward=True,
+    )
+    side.start_loads(orders)
+    side.start_stores(orders)
+    side.start_loads(StepOrders(layerwise=[CopyOrder(4, 3, [8], [3])]))
+    tickets = set(range(1, len(mover.submitted) + 1))
+    side.suspend()
+    assert set(mover.waited) == tickets
+
+
+def test_a_copy_that_is_ordered_without_pages_fails(arena: Arena) -> None:
+    mover = RecordingMover()
+    side = make_side(arena, mover, lambda: 0)
+    side.suspend()
+    orders = StepOrders(
+        loads={"one": CopyOrder(1, 0, [5], [0])},
+        layerwise=[CopyOrder(2, 1, [6], [1])],
+        stores=[CopyOrder(3, 2, [7], [2])],
+        has_forward=True,
+    )
+    side.start_loads(orders)
+    side.start_stores(orders)
+    side.finished(orders)
+    assert mover.submitted == []
+    assert side.take_finished() == (set(), {"one"})
+    assert side.take_bad_blocks() == {5, 6}
+    assert [arena.board.status(cell) for cell in range(3)] == [Status.FAILED] * 3
+    side.resume()
+    side.start_stores(StepOrders(stores=[CopyOrder(4, 0, [7], [2])]))
+    assert len(mover.submitted) == 1

@@ -127,6 +127,8 @@ class LayerwiseLoads:
         self._copies.report(order, Status.FAILED)
 
     def _start_part(self, load: LayerwiseLoad, planes: range, after: int) -> None:
+        if self._copies.suspended:
+            return
         with self._boundary.guard("load of blocks", "they count as a miss"):
             load.tickets.append(
                 self._copies.mover.submit(

@@ -44,6 +44,7 @@ class RankCopies:
         figures: the figures of the copies.
         tickets: of the copies of this step, by transfer. A copy is entered here as it begins, so
             that no error can lose it; the caller clears this for each step.
+        suspended: whether the engine's pages have no memory, so that no copy may begin.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RankCopies:
         self.mover = mover
         self.figures = CopyFigures(boundary, self._copy_seconds, self._bytes_by_way)
         self.tickets: dict[int, int] = {}
+        self.suspended = False
         self._arena = arena
         self._rank = rank
         self._boundary = boundary
@@ -93,6 +95,9 @@ class RankCopies:
     ) -> int | None:
         """Begin a copy that the mover reports itself, behind `after` or `mark`, see `Mover.submit`.
         Returns its ticket, or None if it could not be begun; then it is reported as failed."""
+        if self.suspended:
+            self.report(order, Status.FAILED)
+            return None
         place = f"{direction.name.lower()} of blocks"
         with self._boundary.guard(place, "they count as a miss"):
             self.tickets[order.transfer_id] = self.mover.submit(

@@ -159,6 +159,19 @@ class WorkerSide:
         """Wait until no ordered copy reads or writes the engine's blocks."""
         self._layerwise.end()
         self.fence(StepOrders(fences=list(self._stores)))
+        for load in self._loads.values():
+            for ticket in load.parts:
+                self._copies.wait_for_end(ticket, "a load, before the engine's blocks are freed")
+
+    def suspend(self) -> None:
+        """The engine takes the memory of its pages away: begin no copy from now on, and wait until
+        none reads or writes the engine's blocks. Ordered copies count as failed until `resume`."""
+        self._copies.suspended = True
+        self.drain()
+
+    def resume(self) -> None:
+        """The engine's pages have memory again."""
+        self._copies.suspended = False
 
     def stop_copying(self) -> None:
         """End all copies for good, after `fence` has failed. Once a copy has failed, the scheduler

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps copies off the KV pages of a vLLM that sleeps.
+
+vLLM's allocator unmaps the pages when the engine sleeps at level 1 or 2, or gives their memory
+back. A copy that reads or writes an unmapped page ends the device's context, and one that begins
+after the wake-up reads bytes that nobody computed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from flexkv_vllm.compat.patches import call_around_sleep
+
+
+class Suspendable(Protocol):
+    """What copies between vLLM's pages and FlexKV's memory. Neither method raises."""
+
+    def suspend(self) -> None:
+        """Begin no copy from now on, and return once none reads or writes the pages."""
+
+    def resume(self) -> None:
+        """Copies may begin again."""
+
+
+_followers: list[weakref.ref[Suspendable]] = []
+
+
+def follow_sleep(copies: Suspendable) -> None:
+    """Suspend `copies`, which is held weakly, whenever the pages of this process have no memory."""
+    _followers.append(weakref.ref(copies))
+    call_around_sleep(_suspend, _resume)
+
+
+def _suspend() -> None:
+    for copies in _living():
+        copies.suspend()
+
+
+def _resume() -> None:
+    for copies in _living():
+        copies.resume()
+
+
+def _living() -> list[Suspendable]:
+    """The followers that are in use."""
+    _followers[:] = [each for each in _followers if each() is not None]
+    return [copies for held in _followers if (copies := held()) is not None]
