@@ -41,6 +41,8 @@ WORKER = {
     "submit_store": ((1, PAGES, ArenaBlocks(5, [0])), True),
     "submit_load": ((2, ArenaBlocks(6, [0]), PAGES), True),
     "wait": (({1},), None),
+    "suspend": ((), None),
+    "resume": ((), None),
     "shutdown": ((), None),
 }
 RAISE = {"get_finished"}
