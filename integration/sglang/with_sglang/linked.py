@@ -28,6 +28,7 @@ from sglang_world import PATIENCE_SECONDS, Rank  # type: ignore[import-not-found
 from flexkv_sglang import hooks
 from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.linker import FlexKVLinker
+from flexkv_sglang.page_numbers import PageNumbers
 from flexkv_sglang.ranks import Ranks
 
 PAGE, LAYERS = 4, 2
@@ -89,6 +90,7 @@ class LinkedRank:
         self.linker.side = self.rank.side
         self.linker.forward_stream = self.linker._stream = None
         self.linker._page_size = PAGE
+        self.linker._numbers = PageNumbers(torch.device("cpu"))
         self.linker.pools = {PoolName.KV: self._pool}
         self.linker.layer_done_counter = LayerCounter(LAYERS, self.rank.side.wait_for_layer)
         self.linker._metrics = SimpleNamespace(report=lambda side: None)  # type: ignore[assignment]

@@ -37,12 +37,12 @@ class Fault:
 
 
 FAULTS = [
-    Fault("compute", "torch", "equal"),  # of FlexKVLinker._pages
+    Fault("compute", "_numbers", "read"),
     Fault("compute", "", "_after_forward"),
     Fault("compute", "side._worker", "start_stores"),
     Fault("poll", "side._worker", "finished"),
     Fault("turn", "side", "lookup"),
-    Fault("turn", "torch", "equal"),
+    Fault("turn", "_numbers", "read"),
     Fault("turn", "", "_after_forward"),
     Fault("turn", "side._worker", "start_loads"),
     Fault("turn", "side._worker", "wait_for_layer"),

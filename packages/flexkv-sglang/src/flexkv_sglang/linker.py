@@ -27,6 +27,7 @@ from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.layer_counter import LayerCounter
 from flexkv_sglang.metrics import Metrics
+from flexkv_sglang.page_numbers import PageNumbers
 from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
@@ -111,6 +112,7 @@ class FlexKVLinker(UnifiedCacheLinker):
                     params.req_to_token_pool.register_layer_transfer_counter(counter)
                 device = next(iter(pages.tensors.values())).device
                 self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+                self._numbers = PageNumbers(device)
                 self._metrics = Metrics(config, _metric_labels(), leads=self.side.leads)
                 if params.enable_kv_cache_events:
                     self.side.watch()
@@ -170,33 +172,20 @@ class FlexKVLinker(UnifiedCacheLinker):
         return [], {}
 
     def _pages(self, transfers: list[PoolTransfer]) -> list[int] | None:
-        """The blocks of transfers' pages; None after an error, or if these are not whole pages. All
-        ranks get the same pages, because their allocators run in step."""
+        """The blocks of transfers' pages, read from the device; None after an error, or if these
+        are not whole pages. All ranks get the same pages, because their allocators run in step."""
         with self.side.boundary.guard(_READING, "neither load nor store", loses=False):
             full, apart = _by_pool(transfers)
-            pages = self._whole_pages(full.slots)
-            if pages is None or len(pages) != len(full.keys):
+            size = self._page_size
+            pools = [(full.slots, size)]
+            for name, each in apart.items():
+                pools.append((each.slots, 1 if name == PoolName.MAMBA.value else size))
+            read = self._numbers.read(pools)
+            named = [full.keys, *(each.keys for each in apart.values())]
+            if read is None or [*map(len, read)] != [*map(len, named)]:
                 return None
-            numbers: dict[str, list[int]] = {}
-            for name, (keys, slots) in apart.items():
-                is_state = name == PoolName.MAMBA.value
-                its = slots.tolist() if is_state else self._whole_pages(slots)
-                if its is None or len(its) != len(keys):
-                    return None
-                numbers[name] = its
-            return pages + self.side.trailing.blocks_of(numbers)
+            return read[0] + self.side.trailing.blocks_of(dict(zip(apart, read[1:], strict=True)))
         return None
-
-    def _whole_pages(self, slots: torch.Tensor) -> list[int] | None:
-        """Page numbers of token slots (a 1-D integer tensor); None if these are not whole pages."""
-        size = self._page_size
-        rows = slots.view(-1, size) if slots.numel() % size == 0 else slots.view(-1, 1)
-        steps = torch.arange(size, device=slots.device)
-        if rows.shape[1] != size or not torch.equal(rows, rows[:, :1] // size * size + steps):
-            logger.error("SGLang named %d slots that are no whole pages: skipped", len(slots))
-            return None
-        pages: list[int] = (rows[:, 0] // size).tolist()
-        return pages
 
     def _after_forward(self) -> AbstractContextManager[object]:
         """A context in which copies wait for all work that SGLang has queued on the device: that
