@@ -4,6 +4,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from typing import Any
 
 import pytest
 from resident import resident
@@ -160,3 +161,68 @@ def test_a_default_that_is_too_small_is_not_given_as_the_users(
     monkeypatch.setattr("flexkv.host.arena.free_huge_pages", lambda: 0)
     with pytest.raises(ArenaError, match="cpu_cache_gb is not set, and its default has 10000 byte"):
         plan_arena(FORMAT, None)
+
+
+class Machine:
+    """A machine with so many bytes, which gets more while it uses them.
+
+    Attributes:
+        growth: bytes that it gets at each question, up to `most`.
+        used: bytes of the arena, as far as they were asked for.
+        short: how often the arena took memory that the machine did not have beside 2 GiB.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int, growth: int, most: int) -> None:
+        self.size, self.growth, self.most = size, growth, most
+        self.used = self.short = 0
+        monkeypatch.setattr(arena_module, "available_memory", self.available)
+        monkeypatch.setattr(arena_module, "free_huge_pages", lambda: 0)
+        monkeypatch.setattr(arena_module, "populate", self.populate)
+        monkeypatch.setattr(arena_module, "_GROWTH_SECONDS", 0.05)
+        monkeypatch.setattr(arena_module, "_GROWTH_POLL_SECONDS", 0.001)
+
+    def available(self, promised: object = ()) -> int:
+        self.size = min(self.size + self.growth, self.most)
+        return self.size - self.used
+
+    def populate(self, fd: int, address: int, size: int, *others: Any) -> None:
+        wait = others[-1]
+        for start in range(0, size, 256 << 20):
+            piece = min(256 << 20, size - start)
+            wait(piece)
+            self.short += self.size - self.used < piece + (2 << 30)
+            self.used += piece
+
+
+def test_memory_that_grows_is_taken_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(monkeypatch, 4 * GIB, growth=64 << 20, most=64 * GIB)
+    spec = plan_arena(FORMAT, 32.0, grows=True)
+    arena = Arena.create(spec)
+    arena.close()
+    assert machine.used == spec.total_bytes
+    assert machine.short == 0
+    assert "memory_grows is set" in caplog.text
+
+
+def test_an_arena_that_fits_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 33 * GIB, growth=0, most=33 * GIB)
+    assert not plan_arena(FORMAT, 32.0, grows=True).grows
+
+
+def test_memory_that_stops_growing_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 4 * GIB, growth=64 << 20, most=20 * GIB)
+    spec = plan_arena(FORMAT, 32.0, grows=True)
+    with pytest.raises(ArenaError, match=r"GiB are available, and have not grown for"):
+        Arena.create(spec)
+    assert machine.used <= 18 * GIB
+    assert machine.short == 0
+
+
+def test_without_the_setting_an_arena_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Machine(monkeypatch, 4 * GIB, growth=64 << 20, most=64 * GIB)
+    with pytest.raises(ArenaError, match="or memory_grows if the machine gets more memory"):
+        plan_arena(FORMAT, 32.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -302,3 +303,22 @@ def test_a_pool_that_runs_out_does_not_end_the_process(small_pool: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode not in {-signal.SIGBUS, -signal.SIGKILL}, done.stderr
     assert done.stdout.startswith("alive"), done.stderr
+
+
+def test_memory_is_asked_for_in_parts_where_it_is_waited_for() -> None:
+    size = 600 << 20
+    events: list[int] = []
+    fd = create_file(size, Pages.ORDINARY)
+    with mmap.mmap(fd, size) as mapped:
+        address = ctypes.addressof(anchor := ctypes.c_char.from_buffer(mapped))
+
+        def wait(wanted: int) -> None:
+            filled = sum(-each for each in events if each < 0)
+            assert os.fstat(fd).st_blocks * 512 <= filled
+            events.append(wanted)
+
+        populate(fd, address, size, 2, filled=lambda count: events.append(-count), wait=wait)
+        del anchor
+    os.close(fd)
+    assert [each for each in events if each > 0] == [256 << 20, 256 << 20, 88 << 20]
+    assert sum(events) == 0

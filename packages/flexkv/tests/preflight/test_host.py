@@ -118,3 +118,9 @@ def test_less_memory_than_one_usual_block_is_a_problem(gb: float, small: bool) -
     first = next(iter(check_memory(CacheConfig(cpu_cache_gb=gb))))
     assert first.level is (Level.PROBLEM if small else Level.OK)
     assert ("less than one usual block" in first.text) is small
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_memory_that_may_still_come_is_no_problem(grows: bool) -> None:
+    first = next(iter(check_memory(CacheConfig(cpu_cache_gb=1 << 19, memory_grows=grows))))
+    assert first.level is (Level.ADVICE if grows else Level.PROBLEM)

@@ -95,8 +95,14 @@ def meet(
         return session
 
     def plan(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
-        gb = config.cpu_cache_gb
-        return plan_arena(block_format, gb, promised, pool_blocks=pool_blocks, engines=engines)
+        return plan_arena(
+            block_format,
+            config.cpu_cache_gb,
+            promised,
+            pool_blocks=pool_blocks,
+            engines=engines,
+            grows=config.memory_grows,
+        )
 
     share = None
     if config.service is not None:

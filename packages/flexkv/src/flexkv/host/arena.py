@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flexkv.host.board import CompletionBoard, board_bytes
@@ -42,6 +44,15 @@ _ELSEWHERE_SHARE = 0.1
 """If more than this part of the arena is not on the wanted NUMA nodes, a warning is logged. Not
 tuned."""
 
+_LEFT_FREE = 2 << 30
+"""Bytes that stay available to other programs while an arena waits for memory: more than eight
+starting engines take at a time. Not tuned."""
+
+_GROWTH_SECONDS = 60.0
+"""Time limit for growth of the available memory. A balloon gives memory back within seconds."""
+
+_GROWTH_POLL_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
@@ -52,12 +63,15 @@ class ArenaSpec:
         num_slots: the number of slots.
         boards: the number of completion boards, one for each engine that uses the arena.
         board: the number of this engine's board.
+        grows: for the process that creates the arena: whether the memory may become available while
+            it is filled.
     """
 
     format: BlockFormat
     num_slots: int
     boards: int = 1
     board: int = 0
+    grows: bool = field(default=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -120,6 +134,7 @@ def plan_arena(
     *,
     pool_blocks: int = 0,
     engines: int = 1,
+    grows: bool = False,
 ) -> ArenaSpec:
     """Size the arena.
 
@@ -130,6 +145,7 @@ def plan_arena(
         pool_blocks: engine blocks of the engine's own KV cache on each rank; 0 if it has none. If
             host memory is no larger, a warning is logged.
         engines: engines of a server, of which each is about to take an arena of the default size.
+        grows: the setting `memory_grows`.
 
     Raises:
         ArenaError: the memory is not available, or too small for a single block.
@@ -152,9 +168,12 @@ def plan_arena(
     if promised:
         waiting = sum(each.size for each in promised) / GIB
         allowed += f" beside {waiting:.2f} GiB that starting engines of this user still take"
-    if wanted > available:
-        raise ArenaError(f"cpu_cache_gb is {given} GiB; allowed: {allowed}")
-    spec = ArenaSpec(block_format, wanted // block_format.slot_bytes)
+    if wanted > available and not grows:
+        raise ArenaError(
+            f"cpu_cache_gb is {given} GiB; allowed: {allowed}, or memory_grows if the machine gets "
+            f"more memory while it uses what it has"
+        )
+    spec = ArenaSpec(block_format, wanted // block_format.slot_bytes, grows=wanted > available)
     if spec.num_slots == 0:
         raise ArenaError(
             f"cpu_cache_gb {asked}, less than one block of "
@@ -289,7 +308,14 @@ class Arena:
         # plan_arena may have sized the arena for the pool. If FlexKV took more ordinary memory than
         # is available, the kernel would end this process or another.
         available = available_memory(promised=promised)
-        if spec.slots_bytes > available:
+        if spec.grows:
+            logger.warning(
+                "the arena has %.2f GiB, and %.2f GiB are available: memory_grows is set, FlexKV "
+                "takes memory as this machine gets it",
+                spec.total_bytes / GIB,
+                available / GIB,
+            )
+        elif spec.slots_bytes > available:
             raise ArenaError(
                 f"cannot create an arena of {spec.total_bytes} bytes; allowed: at most "
                 f"{available}, which are available on this machine now"
@@ -322,8 +348,9 @@ class Arena:
         Raises:
             ArenaError: the machine has too little memory.
         """
+        size, wait = self.spec.total_bytes, _await_memory if self.spec.grows else None
         try:
-            populate(self.fd, self.address, self.spec.total_bytes, threads, numa_nodes, filled)
+            populate(self.fd, self.address, size, threads, numa_nodes, filled, wait)
         except OSError as error:
             raise ArenaError(
                 f"cannot fill the arena of {self.spec.total_bytes} bytes: {error}"
@@ -397,6 +424,25 @@ class Arena:
                 self.spec.total_bytes / GIB,
             )
         del self._map
+
+
+def _await_memory(size: int) -> None:
+    """Wait until this machine has `size` bytes beside those for other programs.
+
+    Raises:
+        OSError: it has not, and has got none for a while.
+    """
+    most, deadline = 0, time.monotonic() + _GROWTH_SECONDS
+    while (available := available_memory()) < size + _LEFT_FREE:
+        if available > most:
+            most, deadline = available, time.monotonic() + _GROWTH_SECONDS
+        elif time.monotonic() > deadline:
+            raise OSError(
+                errno.ENOMEM,
+                f"{available / GIB:.2f} GiB are available, and have not grown for "
+                f"{_GROWTH_SECONDS:.0f} s (memory_grows is set); lower cpu_cache_gb",
+            )
+        time.sleep(_GROWTH_POLL_SECONDS)
 
 
 def _log_no_pool(error: ArenaError) -> None:

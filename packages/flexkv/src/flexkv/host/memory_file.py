@@ -34,6 +34,9 @@ _POPULATE_CHUNK = 16 << 20
 against filling this much. An arena has many such pieces, which spread it over NUMA nodes. Not
 tuned."""
 
+_CHUNKS_AT_A_TIME = 16
+"""Pieces that are requested at a time where memory is waited for: 256 MiB."""
+
 _MADV_POPULATE_WRITE = 23
 _MADV_HUGEPAGE = 14
 """linux/mman.h; Python 3.11's mmap module names neither."""
@@ -106,6 +109,7 @@ def populate(  # noqa: PLR0917 - one mapping and how to fill it
     threads: int,
     nodes: Iterable[int] = (),
     filled: Callable[[int], None] | None = None,
+    wait: Callable[[int], None] | None = None,
 ) -> None:
     """Allocate the memory of a mapping and fill this process's page table, so that copies cause no
     page faults.
@@ -118,6 +122,8 @@ def populate(  # noqa: PLR0917 - one mapping and how to fill it
         nodes: NUMA nodes that give memory in equal parts. Memory that is already allocated stays
             where it is. If empty, memory comes from the nodes on which the threads run.
         filled: called in this thread with numbers of bytes that have been filled since.
+        wait: called in this thread before the kernel is asked for so many bytes, at most 256 MiB,
+            when all before are filled. None: all bytes are asked for at once.
 
     Raises:
         OSError: the kernel has too little memory. The process gets no SIGBUS.
@@ -142,14 +148,21 @@ def populate(  # noqa: PLR0917 - one mapping and how to fill it
     chunks = [(s, min(_POPULATE_CHUNK, size - s)) for s in range(0, size, _POPULATE_CHUNK)]
     pools = _pools(threads, sorted(nodes))
     try:
-        futures = [pools[i % len(pools)].submit(fill, *c) for i, c in enumerate(chunks)]
-        for future, (_, length) in zip(futures, chunks, strict=True):
-            future.result()
-            if filled is not None:
-                filled(length)
+        for part in [chunks] if wait is None else _parts(chunks):
+            if wait is not None:
+                wait(sum(length for _, length in part))
+            futures = [pools[i % len(pools)].submit(fill, *c) for i, c in enumerate(part)]
+            for future, (_, length) in zip(futures, part, strict=True):
+                future.result()
+                if filled is not None:
+                    filled(length)
     finally:
         for pool in pools:
             pool.shutdown(cancel_futures=True)
+
+
+def _parts(chunks: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+    return [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
 
 
 def _pools(threads: int, nodes: Sequence[int]) -> list[ThreadPoolExecutor]:

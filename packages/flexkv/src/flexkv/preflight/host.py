@@ -71,7 +71,8 @@ def check_memory(config: CacheConfig) -> Iterator[Finding]:
         yield Finding("memory", Level.PROBLEM, text, "raise cpu_cache_gb: its unit is GiB")
     elif max(available, pool) < wanted:
         change = "lower cpu_cache_gb, or raise the limit of the container or the service"
-        yield Finding("memory", Level.PROBLEM, f"{text}, {size(wanted)} wanted", change)
+        level = Level.ADVICE if config.memory_grows else Level.PROBLEM
+        yield Finding("memory", level, f"{text}, {size(wanted)} wanted", change)
     else:
         yield Finding("memory", Level.OK, f"{text}; {size(wanted)} wanted")
     yield _huge_pages(wanted, pool)

@@ -302,7 +302,7 @@ class PoolMemory:
         """
         with ExitStack() as undo, closing(Reservation(config.session_root)) as reservation:
             arena = Arena.create_planned(
-                lambda promised: _plan(_format_of(blocks), config.cpu_cache_gb, promised),
+                lambda promised: _plan(_format_of(blocks), config, promised),
                 _THREADS,
                 frozenset(),
                 reservation,
@@ -377,6 +377,6 @@ def _format_of(blocks: PoolBlocks) -> BlockFormat:
     return BlockFormat(blocks.engine_blocks, blocks.shard_bytes, blocks.replicas)
 
 
-def _plan(block_format: BlockFormat, gb: float | None, promised: Sequence[Promise]) -> ArenaSpec:
-    spec = plan_arena(block_format, gb, promised)
-    return ArenaSpec(block_format, spec.num_slots, boards=1 + MOST_ENGINES)
+def _plan(block_format: BlockFormat, config: CacheConfig, promised: Sequence[Promise]) -> ArenaSpec:
+    spec = plan_arena(block_format, config.cpu_cache_gb, promised, grows=config.memory_grows)
+    return replace(spec, boards=1 + MOST_ENGINES)

@@ -98,12 +98,21 @@ class CacheConfig:
         read_by=ReadBy.ALL,
     )
     cpu_cache_gb: float | None = setting(
-        gib(limit="at most the memory that is available at start"),
+        gib(limit="at most the memory that is available at start, unless `memory_grows`"),
         None,
         "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
         "allocates and fills it at start. Default: twice the size of the engine's own KV cache, "
         "at least 16, and at most half of the memory that is available at start. Memory that "
         "other starting engines of this user are about to take is not available.",
+    )
+    memory_grows: bool = setting(
+        flag(),
+        False,
+        "Whether this machine gets more memory while it uses what it has, as some virtual machines "
+        "and sandboxes do. Then `cpu_cache_gb` may be larger than the memory that is available at "
+        "start. FlexKV takes 256 MiB after another, each once the machine has it beside 2 GiB for "
+        "other programs. If the machine gets no more for 60 s, the start fails.",
+        needs="cpu_cache_gb",
     )
     service: str | None = setting(
         path("the directory of a `flexkv serve` that runs"),
