@@ -31,7 +31,6 @@ from flexkv_sglang.page_numbers import PageNumbers
 from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
-from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
 from flexkv_sglang.support import check_cache, check_settings
 
@@ -100,7 +99,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             self.pools[PoolName.SWA] = pool.swa_kv_pool
         if pages.states:
             self.pools[PoolName.MAMBA] = params.req_to_token_pool.mamba_pool
-        self.side: RankSide = start_rank(config, engine, pages, ranks)
+        self.side = start_rank(config, engine, pages, ranks)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             with together(ranks):
