@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
+import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,10 +17,11 @@ import pytest
 
 from flexkv.engine.worker.layers import split_layers
 from flexkv.layout import PlacedPlane
-from flexkv_kernels import Calibration, CudaChoice, CudaMode, Direction, calibrated
+from flexkv_kernels import Calibration, CudaMode, Direction, calibrated
 from flexkv_kernels import cuda_calibration as calibration
-from flexkv_kernels.cuda_calibration import choose, choose_ring, classes_of
-from flexkv_kernels.cuda_measure import Sample, TransferClass, placed_at, run_lengths
+from flexkv_kernels.cuda_choice import choice_for, classes_of
+from flexkv_kernels.cuda_measure import TransferClass, placed_at, run_lengths, speed_of
+from flexkv_kernels.cuda_scratch import HostKind
 from flexkv_kernels.native_mover import PlaneTuple
 from kernels.tests.conftest import MakeFake
 from kernels.tests.fake_cuda.fake_driver import OUT_OF_MEMORY, FakeCuda
@@ -48,42 +53,18 @@ PLANES = nhd_planes()
 ALL = range(len(PLANES))
 
 
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"))
+
+
 @pytest.fixture(autouse=True)
 def _few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake device is slow."""
     monkeypatch.setattr(calibration, "TRANSFER_BYTES", 128 * KIB)
     monkeypatch.setattr("flexkv_kernels.cuda_measure.REPEATS", 1)
-
-
-def sample(mode: CudaMode, blocks: int, speed: float, run_bytes: int = 256) -> Sample:
-    return Sample(Direction.LOAD, run_bytes, 4096, mode, blocks, speed)
-
-
-@pytest.mark.parametrize(
-    ("samples", "mode", "blocks"),
-    [
-        ([sample(DMA, 0, 7), sample(STAGED, 1, 40), sample(KERNEL, 8, 35)], STAGED, 1),
-        ([sample(STAGED, 1, 40), sample(STAGED, 2, 50), sample(STAGED, 4, 51)], STAGED, 2),
-        ([sample(DMA, 0, 49), sample(STAGED, 1, 50)], DMA, 0),
-        ([sample(DMA, 0, 48), sample(STAGED, 1, 50)], STAGED, 1),
-        ([sample(TMA, 4, 50), sample(KERNEL, 4, 49)], TMA, 4),
-    ],
-)
-def test_the_fastest_is_chosen_and_of_about_equal_ones_the_smallest(
-    samples: list[Sample], mode: CudaMode, blocks: int
-) -> None:
-    for found in (samples, samples[::-1]):
-        assert choose(found) == [CudaChoice(Direction.LOAD, 256, 4096, mode, blocks)]
-
-
-def test_each_class_has_a_choice_of_its_own() -> None:
-    samples = [sample(DMA, 0, 7), sample(STAGED, 1, 40), sample(DMA, 0, 50, 65536)]
-    assert [choice.mode for choice in choose(samples)] == [STAGED, DMA]
-
-
-def test_the_smallest_ring_that_is_fast_enough_is_chosen() -> None:
-    assert choose_ring({16: 40.0, 32: 50.0, 64: 51.0}) == 32
-    assert choose_ring({}) == 0
+    ways = {way.mode: way for way in calibration.CANDIDATES}
+    monkeypatch.setattr(calibration, "CANDIDATES", tuple(ways.values()))
+    monkeypatch.setattr(calibration, "RINGS", calibration.RINGS[:2])
 
 
 def test_runs_are_counted_on_both_sides_and_in_the_arena() -> None:
@@ -91,6 +72,18 @@ def test_runs_are_counted_on_both_sides_and_in_the_arena() -> None:
     assert run_lengths(PLANES[:HEADS]) == (ROW, PAGE)  # one layer: its heads lie apart
     whole: list[PlaneTuple] = [(4096, 9000, 4, 1024, 1024, 0), (8192, 9000, 1, 512, 512, 4096)]
     assert run_lengths(whole) == (4608, 4608)
+
+
+def test_the_start_of_a_transfer_does_not_count_as_its_speed() -> None:
+    link, start = 50e9, 100e-6
+    sizes = (64 << 20, 192 << 20)
+    times = [(size, start + size / link) for size in sizes]
+    assert speed_of(times) == pytest.approx(link)
+    assert speed_of(times[1:]) == pytest.approx(link, rel=0.03)
+    assert speed_of(times[1:]) < link
+    # Noise that makes the larger transfer the faster one does not count as speed without bound.
+    assert speed_of([(1 << 20, 1.0), (3 << 20, 0.9)]) == (3 << 20) / 0.9
+    assert speed_of([(1 << 20, 1.0), (3 << 20, 1.0 + 1e-9)]) < 1.2 * (3 << 20)
 
 
 def test_pages_are_measured_in_the_shape_that_they_have() -> None:
@@ -127,16 +120,111 @@ def test_a_device_is_measured_once_for_a_layout(fake: FakeCuda, tmp_path: Path) 
         (Direction.STORE, 256, HEADS * LAYERS * PAGE),
     }
     assert {s.mode for s in found.samples} == {KERNEL, TMA, STAGED}  # too short for DMA
+    assert {s.ring_bytes for s in found.samples if s.mode is STAGED} == set(calibration.RINGS)
+    assert found.ring_bytes in calibration.RINGS
     assert fake.live == live
-    (path,) = cache.iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(files_of(cache)) == 1
+    assert {stat.S_IMODE(each.stat().st_mode) for each in cache.iterdir()} == {0o600}
     launches = fake.calls("cuLaunchKernel")
     # Where the pages lie does not matter, and the samples are kept.
     again = calibrated(0, nhd_planes(5 << 20), ALL, driver=fake.path, cache_dir=cache)
     assert (again, again.samples) == (found, found.samples)
     assert fake.calls("cuLaunchKernel") == launches
     calibrated(0, PLANES[:4], range(4), driver=fake.path, cache_dir=cache)
-    assert len(list(cache.iterdir())) == 2
+    assert len(files_of(cache)) == 2
+
+
+def change_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "RINGS", calibration.RINGS[1:])
+
+
+def change_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "CANDIDATES", calibration.CANDIDATES[1:])
+
+
+def change_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+
+
+def change_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "7.0.0")
+
+
+def change_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_read_line", lambda path: f"another {path}")
+
+
+def change_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "version", lambda name: "99.0")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_rings,
+        change_candidates,
+        change_processor,
+        change_kernel,
+        change_driver,
+        change_package,
+    ],
+)
+def test_what_a_calibration_depends_on_discards_it(
+    fake: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    change(monkeypatch)
+    for measured in (True, False):
+        before = fake.calls("cuLaunchKernel")
+        calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+        assert (fake.calls("cuLaunchKernel") > before) is measured
+    assert len(files_of(tmp_path)) == 1
+
+
+def test_memory_of_another_node_or_kind_discards_a_calibration(
+    fake: FakeCuda, tmp_path: Path
+) -> None:
+    for kind in (HostKind(), HostKind((0,)), HostKind((0,), huge=True)):
+        before = fake.calls("cuLaunchKernel")
+        calibrated(0, PLANES, ALL, kind=kind, driver=fake.path, cache_dir=tmp_path)
+        assert fake.calls("cuLaunchKernel") > before
+    assert len(files_of(tmp_path)) == 1
+
+
+def test_another_machine_that_shares_the_folder_measures_for_itself(
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    monkeypatch.setattr("platform.node", lambda: "another")
+    before = fake.calls("cuLaunchKernel")
+    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    assert fake.calls("cuLaunchKernel") > before
+    assert len(files_of(tmp_path)) == 2
+
+
+def test_two_movers_measure_all(fake: FakeCuda, tmp_path: Path) -> None:
+    """Each loads the kernels and pins the arena."""
+    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    for call in ("cuModuleLoadData", "cuMemHostRegister"):
+        assert 0 < fake.calls(call) <= 2
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_log_says_which_way_copies_go(
+    fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, cached: bool
+) -> None:
+    if cached:
+        calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flexkv"):
+        calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    (line,) = [each.getMessage() for each in caplog.records if "copies on" in each.getMessage()]
+    way = r"by (staged|kernel|tma) on \d+ thread blocks at [\d.]+ GB/s"
+    parts = "; ".join(f"{name} {way}" for name in ("loads", "layer-wise parts", "stores"))
+    assert re.fullmatch(rf"copies on CUDA device 0: {parts}; ring \d+ MiB each way", line)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +232,7 @@ def test_a_device_is_measured_once_for_a_layout(fake: FakeCuda, tmp_path: Path) 
     [
         {"mode": "X"},
         {"ring_bytes": -1},
+        {"made_for": []},
         {"choices": [3]},
         {"choices": 4},
         {"samples": [{}]},
@@ -155,7 +244,7 @@ def test_a_broken_file_is_measured_again(
     fake: FakeCuda, tmp_path: Path, change: dict[str, object]
 ) -> None:
     calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     good = json.loads(path.read_text())
     for content in (json.dumps(good | change), "", "[]", "null", "[" * 100_000):
         path.write_text(content)
@@ -177,13 +266,13 @@ def test_a_cache_that_another_user_planted_is_neither_read_nor_written(
 ) -> None:
     cache = tmp_path / "flexkv"
     calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=cache)
-    (path,) = cache.iterdir()
+    (path,) = files_of(cache)
     content = json.loads(path.read_text()) | {"choices": []}
     path.write_text(json.dumps(content))
     os.chown(cache, 65534, 65534)
     tmp_path.chmod(0o1777)
     assert calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=cache).choices
-    assert [each.name for each in cache.iterdir()] == [path.name]
+    assert files_of(cache) == [path]
     assert json.loads(path.read_text()) == content
 
 
@@ -204,33 +293,95 @@ def test_a_user_without_a_home_measures_at_each_start(
         assert fake.calls("cuLaunchKernel") > before
 
 
-@pytest.mark.parametrize("name", ["cuMemAlloc", "cuMemHostRegister", "cuMemcpyBatchAsync", "run"])
-def test_where_measuring_fails_dma_is_used_alone(fake: FakeCuda, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("room", [0, 200 << 10])
+def test_without_memory_to_check_ways_dma_is_used_alone(
+    fake: FakeCuda, tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = fake.live
+    fake.memory(room)
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    assert found == Calibration(DMA)
+    assert files_of(tmp_path) == []
+    assert fake.live == live
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "cannot be checked" in record.getMessage()
+
+
+def test_with_little_memory_ways_are_checked_and_measured_in_less(
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "TRANSFER_BYTES", 64 << 20)
+    fake.memory(6 << 20)
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    assert found.mode is CudaMode.AUTO
+    assert KERNEL in {each.mode for each in found.samples}
+    assert files_of(tmp_path) == []  # the next start may have more
+
+
+@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemcpyBatchAsync", "run"])
+def test_where_copies_fail_dma_is_used_alone(fake: FakeCuda, tmp_path: Path, name: str) -> None:
     live = fake.live
     fake.fail(name, OUT_OF_MEMORY)
     found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
     assert found == Calibration(DMA)
-    assert list(tmp_path.iterdir()) == []
+    assert files_of(tmp_path) == []
     assert fake.live == live
 
 
-def test_a_kernel_that_moves_wrong_bytes_is_never_chosen(fake: FakeCuda, tmp_path: Path) -> None:
-    fake.idle_kernel("fkv_copy_bulk")  # which the staged way uses, too
-    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "one")
-    assert found == Calibration(DMA)
-    fake.idle_kernel("fkv_copy_16")
-    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path / "two")
-    assert found == Calibration(DMA)
-
-
-def test_other_drivers_and_devices_have_files_of_their_own(
-    make_fake: MakeFake, tmp_path: Path
+def test_where_only_measuring_fails_correct_ways_stay(
+    fake: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("a copy is PENDING after 10 s")
+
+    monkeypatch.setattr("flexkv_kernels.cuda_measure.Bench.measure", fail)
+    live = fake.live
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    assert found == Calibration(CudaMode.AUTO, (), calibration.RINGS[0])
+    assert "they go by default ways" in caplog.text
+    assert files_of(tmp_path) == []
+    assert fake.live == live
+
+
+def test_a_way_that_moves_wrong_bytes_is_an_error_and_others_stay(
+    fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bulk kernel copies for the staged way, too. No transfer may go by one of them, also none
+    of a class that was not measured."""
+    fake.idle_kernel("fkv_copy_bulk")
+    for _ in range(2):
+        caplog.clear()
+        found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+        assert found.mode is CudaMode.AUTO
+        assert {s.mode for s in found.samples} == {KERNEL}
+        assert {each.mode for each in found.choices} <= {DMA, KERNEL}
+        for direction in Direction:
+            for run, slot_run in itertools.product(range(21), repeat=2):
+                assert choice_for(found.choices, direction, 1 << run, 1 << slot_run)
+        errors = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+        assert {each.split()[2] for each in errors} == {"TMA", "STAGED"}
+    assert files_of(tmp_path) == []  # each start says it
+
+
+def test_without_the_plain_kernel_dma_is_used_alone(
+    fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What other ways cannot copy goes by that kernel."""
+    fake.idle_kernel("fkv_copy_16")
+    found = calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
+    assert found == Calibration(DMA)
+    assert "copies by KERNEL move wrong bytes" in caplog.text
+
+
+def test_another_driver_or_device_is_measured_again(make_fake: MakeFake, tmp_path: Path) -> None:
     for configuration in ({}, {"version": 12080}, {"major": 8}):
         fake = make_fake(**configuration)
         calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
         assert fake.calls("cuLaunchKernel") > 0
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(files_of(tmp_path)) == 1
 
 
 def test_a_device_that_does_not_exist_is_an_error(fake: FakeCuda, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from flexkv.types.mover import Direction, Status
+from flexkv_kernels.calibration_file import Calibration
 from flexkv_kernels.cpu_mover import CpuMover, CpuOptions, available_kernels
-from flexkv_kernels.cuda_calibration import Calibration, calibrated
+from flexkv_kernels.cuda_calibration import calibrated
 from flexkv_kernels.cuda_device import CudaDevice, cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
 from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions

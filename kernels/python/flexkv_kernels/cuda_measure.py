@@ -6,17 +6,22 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from flexkv.types.mover import Direction, Status
-from flexkv_kernels.cuda_mover import CudaMover
-from flexkv_kernels.cuda_options import CudaMode, CudaOptions
+from flexkv_kernels.cuda_options import CudaMode
 from flexkv_kernels.cuda_scratch import Scratch
 from flexkv_kernels.native_mover import PlaneTuple
 
 REPEATS = 3
 """Copies after the first one, which warms up. The fastest of all counts. Not tuned."""
+
+SIZES_APART = 3
+"""The larger of the two transfers that are measured has as many times the blocks of the smaller."""
+
+MOST_FILL = 0.1
+"""The most of a transfer's time that its start and its end may take. Filling a ring takes 2 % of
+192 MiB; what is measured beyond that is noise."""
 
 SHORTEST_DMA = 2048
 """The shortest runs, in bytes, for which DMA is measured. At about 0.5 us a run, shorter runs go at
@@ -53,7 +58,8 @@ class Sample:
         slot_run_bytes: see `run_lengths`.
         mode: the way.
         thread_blocks: thread blocks of its kernel; 0 without a kernel.
-        speed: bytes per second, the best of a few copies, by the device's clock.
+        ring_bytes: bytes of the ring of a direction; 0 for ways without one.
+        speed: bytes per second, by the device's clock; see `speed_of`.
     """
 
     direction: Direction
@@ -61,22 +67,44 @@ class Sample:
     slot_run_bytes: int
     mode: CudaMode
     thread_blocks: int
+    ring_bytes: int
     speed: float
 
 
-@dataclass(frozen=True, slots=True)
 class Bench:
-    """Measures copies in scratch memory.
+    """Measures copies in scratch memory, all by one mover. Close it before the memory is freed.
 
-    Attributes:
+    Args:
         scratch: the memory; borrowed.
         planes: planes of the engine. Their strides count, their addresses are not used.
-        transfer_bytes: about the number of bytes that are copied at a time.
+        ring_bytes: bytes of the ring of a direction.
+
+    Attributes:
+        ring_bytes: as given, or fewer if the device lacks memory; 0 for no ring.
+
+    Raises:
+        ValueError: there can be no mover on this device, or no block fits the memory.
     """
 
-    scratch: Scratch
-    planes: Sequence[PlaneTuple]
-    transfer_bytes: int
+    def __init__(self, scratch: Scratch, planes: Sequence[PlaneTuple], ring_bytes: int) -> None:
+        self._planes = planes
+        self._blocks = blocks_in(planes, scratch.arena_bytes)
+        if self._blocks == 0:
+            raise ValueError(f"a block does not fit scratch memory of {scratch.arena_bytes} bytes")
+        placed, _ = placed_at(scratch.pages, planes, self._blocks)
+        self._mover = scratch.open_mover(placed, self._blocks, ring_bytes)
+        self.ring_bytes = self._mover.ring_bytes
+        rng = random.Random(0)
+        span = span_of(planes)
+        # In an order that makes no neighbours one run.
+        self._numbers = array("Q", rng.sample(range(self._blocks), self._blocks))
+        self._offsets = array(
+            "Q", (slot * span for slot in rng.sample(range(self._blocks), self._blocks))
+        )
+
+    def close(self) -> None:
+        """End the mover. Idempotent."""
+        self._mover.close()
 
     def measure(
         self, part: TransferClass, candidate: Candidate, ring_bytes: int = 0
@@ -86,64 +114,73 @@ class Bench:
         Args:
             part: the class.
             candidate: the way.
-            ring_bytes: bytes of the ring, for ``CudaMode.STAGED``; 0 for the default.
+            ring_bytes: bytes of the ring, for ``CudaMode.STAGED`` alone; at most those of this
+                bench's ring.
 
         Returns:
-            None if transfers of this class do not go this way, or no block fits the memory.
+            None if transfers of this class do not go this way.
 
         Raises:
             RuntimeError: a copy fails or does not end.
-            ValueError: there can be no such mover.
         """
-        copied = self.planes[part.first : part.last]
+        copied = self._planes[part.first : part.last]
         run_bytes, slot_run_bytes = run_lengths(copied)
-        blocks = self._blocks()
-        if blocks == 0 or (candidate.mode is CudaMode.DMA and run_bytes < SHORTEST_DMA):
+        if candidate.mode is CudaMode.DMA and run_bytes < SHORTEST_DMA:
             return None
-        options = CudaOptions(
-            candidate.mode,
-            thread_blocks=candidate.thread_blocks,
-            ring_bytes=ring_bytes,
-            driver=self.scratch.driver,
-        )
-        with closing(self._mover(blocks, options)) as mover:
-            seconds = min(self._copy(mover, part, blocks) for _ in range(REPEATS + 1))
-            if mover.bytes_by_mode()[CudaMode.AUTO]:
-                return None
-        size = blocks * sum(rows * row_bytes for _, _, rows, _, row_bytes, _ in copied)
-        way = (candidate.mode, candidate.thread_blocks)
-        return Sample(part.direction, run_bytes, slot_run_bytes, *way, size / seconds)
+        if candidate.mode is CudaMode.STAGED and not 0 < ring_bytes <= self.ring_bytes:
+            return None
+        self._mover.force(candidate.mode, candidate.thread_blocks, ring_bytes)
+        fallback = self._mover.bytes_by_mode()[CudaMode.AUTO]
+        size = sum(rows * row_bytes for _, _, rows, _, row_bytes, _ in copied)
+        counts = sorted({self._blocks // SIZES_APART or self._blocks, self._blocks})
+        times = [
+            (count * size, min(self._copy(part, count) for _ in range(REPEATS + 1)))
+            for count in counts
+        ]
+        if self._mover.bytes_by_mode()[CudaMode.AUTO] != fallback:
+            return None
+        way = (candidate.mode, candidate.thread_blocks, ring_bytes)
+        return Sample(part.direction, run_bytes, slot_run_bytes, *way, speed_of(times))
 
-    @property
-    def _span(self) -> int:
-        return max(place + rows * size for _, _, rows, _, size, place in self.planes)
-
-    def _blocks(self) -> int:
-        _, block_bytes = placed_at(self.scratch.pages, self.planes, 1)
-        fit = min(
-            2 * self.scratch.arena_bytes // block_bytes, self.scratch.arena_bytes // self._span
-        )
-        return min(fit, max(1, self.transfer_bytes // self._span))
-
-    def _mover(self, blocks: int, options: CudaOptions) -> CudaMover:
-        placed, _ = placed_at(self.scratch.pages, self.planes, blocks)
-        scratch = self.scratch
-        return CudaMover(
-            placed, blocks, scratch.arena, scratch.arena_bytes, scratch.device, options
-        )
-
-    def _copy(self, mover: CudaMover, part: TransferClass, blocks: int) -> float:
-        """Seconds of one transfer of all blocks, in an order that makes no neighbours one run."""
-        rng = random.Random(0)
-        numbers = array("Q", rng.sample(range(blocks), blocks))
-        offsets = array("Q", (slot * self._span for slot in rng.sample(range(blocks), blocks)))
+    def _copy(self, part: TransferClass, count: int) -> float:
+        """Seconds of one transfer of so many blocks."""
         planes = range(part.first, part.last)
-        ticket = mover.submit(part.direction, numbers, offsets, planes=planes)
-        status = mover.wait(ticket, _SECONDS)
-        seconds = mover.copy_seconds(ticket)
+        numbers, offsets = self._numbers[:count], self._offsets[:count]
+        ticket = self._mover.submit(part.direction, numbers, offsets, planes=planes)
+        status = self._mover.wait(ticket, _SECONDS)
+        seconds = self._mover.copy_seconds(ticket)
         if status is not Status.DONE or seconds is None:
-            raise RuntimeError(mover.error() or f"a copy is {status.name} after {_SECONDS:.0f} s")
+            reason = f"a copy is {status.name} after {_SECONDS:.0f} s"
+            raise RuntimeError(self._mover.error() or reason)
         return seconds
+
+
+def speed_of(times: Sequence[tuple[int, float]]) -> float:
+    """The speed at which a long transfer goes on, in bytes per second.
+
+    Args:
+        times: bytes and seconds of the fastest transfer of one size, or of two sizes, the smaller
+            one first. From two, the time in which a transfer starts and ends is left out, as far as
+            that is less than a tenth.
+    """
+    size, seconds = times[-1]
+    speed = size / seconds
+    small, least = times[0]
+    if size <= small or seconds <= least:
+        return speed
+    return min((size - small) / (seconds - least), speed / (1 - MOST_FILL))
+
+
+def span_of(planes: Sequence[PlaneTuple]) -> int:
+    """Bytes of the arena from the start of a block to its end."""
+    return max(place + rows * size for _, _, rows, _, size, place in planes)
+
+
+def blocks_in(planes: Sequence[PlaneTuple], arena_bytes: int) -> int:
+    """How many blocks are measured in an arena of so many bytes: as many as fit, and whose pages
+    take at most twice the memory."""
+    _, block_bytes = placed_at(0, planes, 1)
+    return min(arena_bytes // span_of(planes), 2 * arena_bytes // block_bytes)
 
 
 def run_lengths(planes: Sequence[PlaneTuple]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from flexkv.types.mover import Mover
 from flexkv_kernels.cuda_calibration import calibrated
 from flexkv_kernels.cuda_device import cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
+from flexkv_kernels.cuda_scratch import HostKind
 from flexkv_kernels.host_memory import HostMemory
 
 _LEGACY_STREAM = 1
@@ -50,11 +51,12 @@ class CudaMemory:
         arena: Arena,
         threads: int,
     ) -> Mover:
-        """See `Device.make_mover`. ``threads`` is not used. For a kind of GPU or a layout that the
-        user's cache folder does not have, copies are first checked and measured, which takes some
-        tenths of a second; see `calibrated`."""
+        """See `Device.make_mover`. ``threads`` is not used. For a GPU or a layout that the user's
+        cache folder does not have, copies are first checked and measured, which takes one
+        to three seconds; see `calibrated`."""
         size = arena.spec.total_bytes
-        options = calibrated(self._number, planes, stored).options()
+        found = calibrated(self._number, planes, stored, kind=HostKind.of(arena))
+        options = found.options()
         return CudaMover(
             planes, num_blocks, arena.address, size, self._number, options, store=stored
         )
