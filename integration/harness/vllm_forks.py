@@ -15,11 +15,13 @@ from integration.harness.fork_server import ForkServer
 
 # vLLM imports these while an engine or a server starts.
 _IMPORTED_LATE = (
-    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
 )
+
+_SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+"""What a server imports; vLLM up to 0.26 has the second, newer ones the first."""
 
 
 @functools.cache
@@ -52,3 +54,13 @@ def prepare() -> None:
     gc.unfreeze = _leave_frozen
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
+    _import_server()
+
+
+def _import_server() -> None:
+    """Import what a server imports, under its name in this release."""
+    newer, older = _SERVERS
+    try:
+        importlib.import_module(newer)
+    except ModuleNotFoundError:
+        importlib.import_module(older)
