@@ -56,6 +56,10 @@ class Journal:
         """All rows of a part of a section are there."""
         self._append("unit", section=section, unit=unit)
 
+    def keep(self, section: str, name: str, value: Any) -> None:
+        """A section has measured a part of what a later row is made from."""
+        self._append("kept", section=section, name=name, value=value)
+
     def end(self, section: str, failure: str | None) -> None:
         """A section has come to its end, or failed."""
         self._append("end", section=section, failure=failure)
@@ -83,12 +87,14 @@ class Progress:
     Attributes:
         outcome: what it found so far. A later row takes the place of one with the same text.
         units: its parts that are finished.
+        kept: what it has kept for rows to come, by name; a later value takes the place of another.
         quick: whether it was measured with less memory and fewer repeats.
         ended: whether it has come to its end, or failed.
     """
 
     outcome: Outcome
     units: set[str] = field(default_factory=set)
+    kept: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
     ended: bool = False
 
@@ -156,6 +162,8 @@ def _take(record: Record, event: Mapping[str, Any], titles: Mapping[str, str]) -
                 outcome.notes.append(event["text"])
         case "unit":
             progress.units.add(event["unit"])
+        case "kept":
+            progress.kept[event["name"]] = event["value"]
         case "end":
             progress.ended, outcome.failure = True, event["failure"]
 

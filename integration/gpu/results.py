@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -48,6 +48,8 @@ class Log:
         finished: units that an earlier run of the section has finished.
         told: is given each note.
         unit_done: is given each unit whose rows are all there.
+        kept: what an earlier run of the section has kept, by name.
+        keep: is given the name and the value of what is to be kept, as JSON has it.
     """
 
     def __init__(
@@ -55,8 +57,13 @@ class Log:
         finished: Set[str] = frozenset(),
         told: Callable[[str], None] = lambda _: None,
         unit_done: Callable[[str], None] = lambda _: None,
+        *,
+        kept: Mapping[str, Any] | None = None,
+        keep: Callable[[str, Any], None] = lambda _, __: None,
     ) -> None:
         self.notes: list[str] = []
+        self.kept = kept or {}
+        self.keep = keep
         self._finished = finished
         self._told = told
         self._unit_done = unit_done

@@ -118,6 +118,8 @@ def log_for(name: str, file: Journal) -> Log:
         known.units if known is not None else frozenset(),
         lambda text: file.note(name, text),
         lambda unit: file.unit(name, unit),
+        kept=known.kept if known is not None else {},
+        keep=lambda part, value: file.keep(name, part, value),
     )
 
 

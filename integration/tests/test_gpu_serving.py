@@ -12,7 +12,8 @@ import pytest
 
 from integration.gpu import goals
 from integration.gpu.results import Log
-from integration.gpu.serving import FLEXKV, LMCACHE, NATIVE, NONE, Workload, measure, rows
+from integration.gpu.serving import rows
+from integration.gpu.serving_batches import FLEXKV, LMCACHE, NATIVE, NONE, Workload, measure
 from integration.harness import connector
 from integration.harness.checkpoint import TINY
 from integration.harness.connector import Connector

@@ -53,6 +53,14 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert (progress.units, progress.quick, progress.ended) == ({"256 B rows"}, True, False)
 
 
+def test_what_is_kept_is_read_and_a_later_value_counts(path: Path) -> None:
+    begun(path)
+    with closing(Journal(path)) as file:
+        for value in (1.5, {"new": [1, 2]}):
+            file.keep("one-way", "batch 1", value)
+    assert known(path).sections["one-way"].kept == {"batch 1": {"new": [1, 2]}}
+
+
 def test_an_end_is_known_until_the_section_goes_on(path: Path) -> None:
     begun(path)
     with closing(Journal(path)) as file:
