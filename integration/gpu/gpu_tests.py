@@ -21,12 +21,62 @@ from integration.gpu.results import Log
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "kernels/tests/gpu"
 
-SECONDS, SANITIZER_SECONDS = 150, 270
-"""After which a run is ended: less than their sections may take."""
+SECONDS = 150
+"""After which a run is ended: less than its section may take."""
 
-FAULTLESS = ["-k", "not a_fault_of_the_engine and not beside_the_steps"]
-"""Under the sanitizer, which would count the fault that the first test makes on purpose, and may
-run the kernels of the second one after the other."""
+SANITIZER_SECONDS = 200
+"""The same for a part of those under the sanitizer, so that several fit into ten minutes."""
+
+EXEMPT = ("a_fault_of_the_engine", "beside_the_steps")
+"""Not under the sanitizer, which would count the fault that the first test makes on purpose, and
+may run the kernels of the second one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SanitizerPart:
+    """Tests that run under a tool of compute-sanitizer in one go.
+
+    Attributes:
+        tool: "memcheck", "racecheck" or "synccheck".
+        name: what a reader of the report sees.
+        every: words that must all be in the name of a test.
+        any_of: words of which one must be in it; none: no matter.
+        without: words that must not be in it.
+    """
+
+    tool: str
+    name: str
+    every: tuple[str, ...] = ()
+    any_of: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        return f"{self.tool}, {self.name}"
+
+    @property
+    def selection(self) -> str:
+        """As pytest takes it behind -k."""
+        terms = [*self.every, *(f"not {word}" for word in (*EXEMPT, *self.without))]
+        if self.any_of:
+            terms.append(f"({' or '.join(self.any_of)})")
+        return " and ".join(terms)
+
+
+_WHOLE, _PLANES = "byte_exact", ("each_layer", "layers_at_once", "thread_blocks")
+_SHORT_RUNS = ("NHD", "odd", "MLA")
+PARTS = (
+    SanitizerPart("memcheck", "short runs", (_WHOLE,), _SHORT_RUNS),
+    SanitizerPart("memcheck", "long runs", (_WHOLE,), without=_SHORT_RUNS),
+    SanitizerPart("racecheck", "the bulk kernel", (_WHOLE, "TMA", "HND")),
+    SanitizerPart("synccheck", "the bulk kernel", (_WHOLE, "TMA", "HND")),
+    SanitizerPart("racecheck", "gather and scatter", (_WHOLE, "STAGED", "HND")),
+    SanitizerPart("synccheck", "gather and scatter", (_WHOLE, "STAGED", "HND")),
+    SanitizerPart("memcheck", "single layers", any_of=_PLANES),
+    SanitizerPart("memcheck", "order with the engine", without=(_WHOLE, *_PLANES)),
+)
+"""The parts of memcheck have every test once. The other tools look at what the threads of a block
+share, for which few blocks are enough."""
 
 NONE = Goal("<=", 0)
 TAIL_LINES = 30
@@ -80,23 +130,32 @@ def test_rows(log: Log) -> Iterator[Row]:
 
 
 def sanitizer_rows(log: Log) -> Iterator[Row]:
-    """A row of the same tests under compute-sanitizer; none, and the reason, if there is none."""
+    """A row for each part of the same tests under compute-sanitizer; none, and the reason, if there
+    is no sanitizer."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
         log.note("compute-sanitizer is not installed: not measured")
         return
+    for part in log.units(PARTS, lambda part: part.unit):
+        yield from _sanitized(sanitizer, part, log)
+
+
+def _sanitized(sanitizer: Path, part: SanitizerPart, log: Log) -> Iterator[Row]:
     # torch keeps freed memory, and packs tensors into larger pieces, where no access is out of
     # bounds.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [str(sanitizer), "--tool", "memcheck", "--error-exitcode", "0"]
-    what = "errors that memcheck finds"
+    command = [str(sanitizer), "--tool", part.tool, "--error-exitcode", "0"]
+    what = f"errors that {part.tool} finds, {part.name}"
     try:
-        run = _run_tests(command, env, SANITIZER_SECONDS, log)
+        run = _run_tests(command, env, SANITIZER_SECONDS, log, part.selection)
+        if run.cut is None and run.skipped == run.tests > 0:
+            log.note(f"{part.unit}: this device runs none of these {run.tests} tests")
+            return
         errors = math.nan if run.cut else sanitizer_errors(run.output)
         detail = f"{run.passed} passed, {run.failed} failed, {run.skipped} skipped"
         yield _row(what, "errors", run, errors, detail)
     except TestRunError as error:
-        log.note(f"compute-sanitizer: {error}")
+        log.note(f"compute-sanitizer, {part.unit}: {error}")
         yield Row(what, math.nan, "errors", NONE, str(error).partition("\n")[0])
 
 
@@ -116,8 +175,9 @@ def find_sanitizer() -> Path | None:
 
 
 def sanitizer_errors(output: str) -> int:
-    """Sum over all processes; TestRunError if it never printed its summary."""
-    counts = re.findall(r"ERROR SUMMARY: (\d+) error", output)
+    """Sum over all processes, of errors or of racecheck's hazards; TestRunError if it never printed
+    its summary."""
+    counts = re.findall(r"(?:ERROR SUMMARY: (?=\d+ error)|RACECHECK SUMMARY: )(\d+)", output)
     if not counts:
         raise TestRunError("compute-sanitizer printed no summary:\n" + _tail(output))
     return sum(map(int, counts))
@@ -140,13 +200,15 @@ def read_lines(output: str) -> Counts:
     return Counts(len(ends), failed, ends.count("SKIPPED"))
 
 
-def _run_tests(prefix: Sequence[str], env: dict[str, str], seconds: int, log: Log) -> TestRun:
-    """Raises TestRunError if pytest ends without a result."""
-    log.say(TESTS)
+def _run_tests(
+    prefix: Sequence[str], env: dict[str, str], seconds: int, log: Log, selection: str = ""
+) -> TestRun:
+    """Raises TestRunError if pytest ends without a result, or has no such test."""
+    log.say(f"{TESTS} {selection}")
     with tempfile.TemporaryDirectory(prefix="flexkv-gpu-tests-") as folder:
         junit, printed = Path(folder, "junit.xml"), Path(folder, "output")
         pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", TESTS]
-        command = [*prefix, *pytest, f"--junitxml={junit}", *(FAULTLESS if prefix else [])]
+        command = [*prefix, *pytest, f"--junitxml={junit}", "-k", selection]
         cut = status = None
         with printed.open("wb") as out:  # not a pipe, which a process that hangs would keep open
             try:
@@ -165,6 +227,8 @@ def _run_tests(prefix: Sequence[str], env: dict[str, str], seconds: int, log: Lo
         if cut is None and not junit.is_file():
             raise TestRunError(f"exit status {status}:\n{_tail(output)}")
         counts = read_lines(output) if cut is not None else read_junit(junit)
+        if cut is None and counts.tests == 0:
+            raise TestRunError(f"no such test:\n{_tail(output)}")
     if cut is not None or counts.failed:
         log.note(_tail(output))
     return TestRun(counts.tests, counts.failed, counts.skipped, cut, output)

@@ -47,7 +47,7 @@ SECONDS = {
     "matmul": 90,
     "submit": 60,
     "tests": 180,
-    "sanitizer": 300,
+    "sanitizer": 1800,
     "tokens": 420,
     "serving": 1500,
 }

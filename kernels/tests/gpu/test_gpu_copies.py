@@ -29,7 +29,7 @@ PAUSE = 50_000_000
 """Cycles that a stream sleeps: some 25 ms."""
 
 
-@pytest.fixture(params=[*CudaMode])
+@pytest.fixture(params=[*CudaMode], ids=lambda mode: mode.name)
 def mode(request: pytest.FixtureRequest) -> CudaMode:
     chosen: CudaMode = request.param
     if chosen is CudaMode.TMA and cuda_device(DEVICE).capability < (9, 0):
