@@ -48,7 +48,7 @@ SECONDS = {
     "submit": 60,
     "tests": 180,
     "sanitizer": 1800,
-    "tokens": 420,
+    "tokens": 900,
     "serving": 1500,
 }
 """After which a section is ended, so that one that hangs leaves time for the others. Not tuned: no

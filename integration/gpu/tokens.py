@@ -6,6 +6,10 @@ engine takes its beginning from its own cache, the third time from FlexKV. Both 
 the same rest over what must be the same bytes, so even in bfloat16 the answers are the same, to the
 last bit. The weights are large enough for each cached row to count. That the comparison notices one
 wrong byte is tried last, on bytes that are changed in host memory.
+
+Each engine is a unit: vLLM with its defaults, as users run it, with CUDA graphs and asynchronous
+scheduling; the same without asynchronous scheduling, for layer-wise loads; and without CUDA graphs.
+Their models have blocks of different kinds.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +28,18 @@ from integration.bench.rows import Goal, Row
 from integration.gpu import goals
 from integration.gpu.results import Log
 from integration.harness import connector, processes
-from integration.harness.answers import Completion
+from integration.harness.answers import Completion, EngineStartError
 from integration.harness.checkpoint import ModelSpec, write_checkpoint
 from integration.harness.config import EngineConfig
 from integration.harness.engine import Engine
+from integration.harness.families import VOCAB, write_family
 from integration.harness.prompts import random_tokens
 
-MODES = ("async", "layerwise")
+ASYNC, LAYERWISE = "async", "layerwise"
 NEW_TOKENS = 32
+TAIL = 9
+"""Tokens of a prompt behind its last block: fewer than any engine block has, so that vLLM's own
+cache and FlexKV have the same part of the prompt."""
 DAMAGES = 4
 """Bytes that are changed, one after the other."""
 
@@ -53,35 +61,96 @@ SMALL = ModelSpec(
 """Head dimension and precision are those of models that people serve. The norm of a row of weights
 is that of the tests' model, whose tokens change with any row of the cache."""
 
+WIDE = replace(SMALL, name="tokens-wide", layers=8, kv_heads=8)
+ONE_HEAD = replace(SMALL, name="tokens-one-head", layers=8, kv_heads=1)
+LATENT = replace(SMALL, name="deepseek_v2", vocab=VOCAB)
+"""Only its vocabulary and precision count: the checkpoint is that of the family."""
+
 
 @dataclass(frozen=True, slots=True)
 class Questions:
     """What is asked, and of which engine.
 
     Attributes:
+        name: of the engine, in the report.
         model: its checkpoint is made.
         block_tokens: of FlexKV, a multiple of the engine's.
         blocks: of each prompt, which is a few tokens longer.
+        modes: of loads; the default of vLLM, to schedule asynchronously, allows "async" only.
         settings: further ones of FlexKV.
         engine: further fields of ``EngineConfig``.
+        family: of the checkpoint, in place of the model's; see `families`.
+        may_fail: whether an engine that does not start is a note, not a failure of the section.
     """
 
+    name: str
     model: ModelSpec
     block_tokens: int
     blocks: tuple[int, ...]
+    modes: tuple[str, ...] = (ASYNC,)
     settings: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    family: str = ""
+    may_fail: bool = False
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Prompts of random tokens, as long as the blocks and 17 tokens more."""
+        """Prompts of random tokens, somewhat longer than the blocks."""
         return [
-            random_tokens(f"tokens {blocks}", blocks * self.block_tokens + 17, self.model.vocab)
+            random_tokens(f"tokens {blocks}", blocks * self.block_tokens + TAIL, self.model.vocab)
             for blocks in self.blocks
         ]
 
+    def checkpoint(self, folder: Path) -> Path:
+        """Make the model's checkpoint."""
+        if self.family:
+            return write_family(self.family, folder)
+        return write_checkpoint(self.model, folder)
 
-ON_GPU = Questions(SMALL, 256, (1, 2, 7, 16, 40), {"cpu_cache_gb": 1.0})
+
+_GRAPHS: dict[str, Any] = {"extra_args": {"enforce_eager": False}}
+_IN_STEP: dict[str, Any] = {"async_scheduling": False}
+_GIGABYTE = {"cpu_cache_gb": 1.0}
+ON_GPU = (
+    Questions(
+        "vLLM's defaults, blocks of 8 MiB",
+        WIDE,
+        256,
+        (1, 2, 7, 16),
+        settings=_GIGABYTE,
+        engine=_GRAPHS,
+    ),
+    Questions(
+        "CUDA graphs without asynchronous scheduling, one head",
+        ONE_HEAD,
+        64,
+        (1, 2, 7, 40),
+        (ASYNC, LAYERWISE),
+        _GIGABYTE,
+        _GRAPHS | _IN_STEP,
+    ),
+    Questions(
+        "no CUDA graphs, blocks of 1 MiB",
+        SMALL,
+        256,
+        (1, 2, 7, 16, 40),
+        (ASYNC, LAYERWISE),
+        _GIGABYTE,
+        _IN_STEP,
+    ),
+    Questions(
+        "vLLM's defaults, latent attention, pages of 64 tokens",
+        LATENT,
+        64,
+        (1, 2, 7, 40),
+        settings=_GIGABYTE,
+        engine=_GRAPHS | {"block_size": 64},
+        family="deepseek_v2",
+        may_fail=True,  # which kernels a device and a vLLM have for it varies
+    ),
+)
+"""Several engine blocks to a slot in all but the last, whose pages are those of DeepSeek's models.
+A slot of the first has more than the 4 MiB that a segment of the smaller rings holds."""
 
 
 def token_rows(log: Log) -> Iterator[Row]:
@@ -89,8 +158,14 @@ def token_rows(log: Log) -> Iterator[Row]:
     if importlib.util.find_spec("vllm") is None:
         log.note("vLLM is not installed: not measured")
         return
-    with tempfile.TemporaryDirectory(prefix="flexkv-tokens-") as folder:
-        yield from compare(ON_GPU, Path(folder), log)
+    for asked in log.units(ON_GPU, lambda asked: asked.name):
+        with tempfile.TemporaryDirectory(prefix="flexkv-tokens-") as folder:
+            try:
+                yield from compare(asked, Path(folder), log)
+            except EngineStartError as error:
+                if not asked.may_fail:
+                    raise
+                log.note(f"{asked.name}: not measured: {error}")
 
 
 def compare(asked: Questions, folder: Path, log: Log) -> Iterator[Row]:
@@ -99,15 +174,15 @@ def compare(asked: Questions, folder: Path, log: Log) -> Iterator[Row]:
     Raises:
         RuntimeError: an answer was to use a cache and did not, or the other way round.
     """
-    settings = {"load_mode": "auto", "block_tokens": asked.block_tokens, **asked.settings}
+    load_mode = "auto" if LAYERWISE in asked.modes else ASYNC
+    settings = {"load_mode": load_mode, "block_tokens": asked.block_tokens, **asked.settings}
     config = EngineConfig(
-        model=write_checkpoint(asked.model, folder),
+        model=asked.checkpoint(folder),
         dtype=asked.model.dtype,
         connector=connector.plugin(**settings),
         max_model_len=max(map(len, asked.prompts)) + NEW_TOKENS + 1,
         max_num_batched_tokens=8192,
         probe=True,
-        async_scheduling=False,  # for layer-wise loads
         **asked.engine,
     )
     with Engine(config, folder / "tokens.log") as engine:
@@ -115,32 +190,37 @@ def compare(asked: Questions, folder: Path, log: Log) -> Iterator[Row]:
         before = _arena_of(engine).read_bytes()
         computed = [_ask(engine, asked, prompt, 0) for prompt in asked.prompts]
         own = [_ask(engine, asked, prompt) for prompt in asked.prompts]
-        for mode in MODES:
+        for mode in asked.modes:
             log.say(f"loads, {mode}")
-            loaded = _loaded(engine, asked, mode)
-            what = f"answers over blocks that FlexKV loaded, {mode}, that differ from "
-            detail = f"of {len(loaded)}, {NEW_TOKENS} tokens each"
-            different = sum(map(differ, loaded, own))
-            yield Row(
-                f"{what}those over the engine's own",
-                different,
-                "answers",
-                goals.SAME_TOKENS,
-                detail,
-            )
-            rounded = sum(a.tokens != b.tokens for a, b in zip(loaded, computed, strict=True))
-            detail += "; rounding differs, since more is computed at once"
-            yield Row(f"{what}computed ones", rounded, "answers", None, detail)
+            yield from _against_own(asked, mode, _loaded(engine, asked, mode), own, computed)
         log.say("wrong bytes")
         places = _places(before, _arena_of(engine).read_bytes(), asked.model)
         unseen = [place for place in places if not _noticed(engine, asked, place, own)]
     yield Row(
-        "wrong bytes in host memory that change no answer",
+        f"wrong bytes in host memory that change no answer, {asked.name}",
         len(unseen),
         "bytes",
         Goal("<=", 0),
         f"of {len(places)}, one after the other",
     )
+
+
+def _against_own(
+    asked: Questions,
+    mode: str,
+    loaded: Sequence[Completion],
+    own: Sequence[Completion],
+    computed: Sequence[Completion],
+) -> Iterator[Row]:
+    """Answers over loaded blocks, against those over the engine's own and against computed ones."""
+    what = f"answers over blocks that FlexKV loaded, {mode}, that differ from "
+    detail = f"of {len(loaded)}, {NEW_TOKENS} tokens each"
+    different = sum(map(differ, loaded, own))
+    label = f"{what}those over the engine's own, {asked.name}"
+    yield Row(label, different, "answers", goals.SAME_TOKENS, detail)
+    rounded = sum(a.tokens != b.tokens for a, b in zip(loaded, computed, strict=True))
+    detail += "; rounding differs, since more is computed at once"
+    yield Row(f"{what}computed ones, {asked.name}", rounded, "answers", None, detail)
 
 
 def differ(one: Completion, other: Completion) -> bool:
@@ -178,9 +258,9 @@ def _noticed(engine: Engine, asked: Questions, place: int, own: Sequence[Complet
     """Whether an answer changes with one byte of the arena, and is right again without."""
     arena = _arena_of(engine)
     _flip(arena, place)
-    wrong = _loaded(engine, asked, MODES[0])
+    wrong = _loaded(engine, asked, ASYNC)
     _flip(arena, place)
-    right = _loaded(engine, asked, MODES[0])
+    right = _loaded(engine, asked, ASYNC)
     return any(map(differ, wrong, own)) and not any(map(differ, right, own))
 
 

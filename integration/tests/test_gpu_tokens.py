@@ -11,7 +11,7 @@ import pytest
 
 from integration.gpu import goals
 from integration.gpu.results import Log
-from integration.gpu.tokens import MODES, Questions, compare
+from integration.gpu.tokens import ASYNC, LAYERWISE, Questions, compare
 from integration.harness.checkpoint import TINY
 from integration.harness.host import EngineHost
 from integration.tests.corpus import ENGINE_BLOCK, FLEXKV_BLOCK
@@ -22,16 +22,25 @@ def no_other_engine(host: EngineHost) -> None:
     host.close()
 
 
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "without asynchronous scheduling": ((ASYNC, LAYERWISE), {"async_scheduling": False}),
+    "vLLM's defaults": ((ASYNC,), {"extra_args": {"enforce_eager": False}}),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
 def test_loaded_blocks_give_the_same_answers_and_a_wrong_byte_does_not(
-    tmp_path: Path, flexkv: Callable[..., dict[str, Any]]
+    name: str, tmp_path: Path, flexkv: Callable[..., dict[str, Any]]
 ) -> None:
     settings = {name: value for name, value in flexkv().items() if name != "block_tokens"}
-    engine = {"block_size": ENGINE_BLOCK, "forked": True, "kv_cache_bytes": 64 << 20}
-    asked = Questions(TINY, FLEXKV_BLOCK, (1, 2, 7), settings, engine)
+    modes, own = CASES[name]
+    engine = {"block_size": ENGINE_BLOCK, "forked": True, "kv_cache_bytes": 64 << 20, **own}
+    asked = Questions(name, TINY, FLEXKV_BLOCK, (1, 2, 7), modes, settings, engine)
     rows = list(compare(asked, tmp_path, Log()))
-    assert [row.value for row in rows if row.goal == goals.SAME_TOKENS] == [0] * len(MODES)
+    assert [row.value for row in rows if row.goal == goals.SAME_TOKENS] == [0] * len(modes)
     # float32 rounds too little to change a token.
-    assert [row.value for row in rows if row.goal is None] == [0] * len(MODES)
+    assert [row.value for row in rows if row.goal is None] == [0] * len(modes)
     (unseen,) = [row for row in rows if row.what.startswith("wrong bytes")]
     assert (unseen.value, unseen.passed) == (0, True)
     assert unseen.detail == "of 4, one after the other"
+    assert len({row.what for row in rows}) == len(rows)
