@@ -11,8 +11,8 @@ from integration.gpu import contenders, goals
 from integration.gpu.contenders import Enqueue
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
-from integration.gpu.rig import AnyMover, Copy, finish
-from integration.gpu.shapes import SHAPES, Order
+from integration.gpu.rig import AnyMover, Copy, finish, start
+from integration.gpu.shapes import LAYOUTS, SHAPES, Order
 from integration.gpu.timing import interleaved, rates, ratio_of_rates
 
 LARGE = "two large copies"
@@ -20,20 +20,14 @@ LARGE = "two large copies"
 
 def both_ways_rows(lab: Lab, log: Log) -> Iterator[Row]:
     """A row for each shape: GB/s of both directions together."""
-    order = lab.rig.order
-    half = len(order) // 2
-    parts = {Direction.LOAD: order.part(0, half), Direction.STORE: order.part(half, 2 * half)}
-    size = parts[Direction.LOAD].bytes
-    large = at_once(
-        lab,
-        [
-            contenders.large(lab, Direction.LOAD, 0, size),
-            contenders.large(lab, Direction.STORE, size, size),
-        ],
-    )
-    for shape in log.units(SHAPES, lambda shape: shape.name):
+    for shape in log.units((*SHAPES, *LAYOUTS), lambda shape: shape.name):
+        order = lab.rig.order(shape)
+        half = len(order) // 2
+        parts = {Direction.LOAD: order.part(0, half), Direction.STORE: order.part(half, 2 * half)}
+        size = parts[Direction.LOAD].bytes
+        large = [contenders.large(lab, d, i * size, size) for i, d in enumerate(parts)]
         with lab.mover(shape) as mover:
-            copies = {LARGE: large, "FlexKV": by_mover(mover, parts)}
+            copies = {LARGE: at_once(lab, large), "FlexKV": by_mover(mover, parts)}
             seconds = interleaved(copies, lab.sizes.repeats)
         speed = {name: rates(taken, 2 * size) for name, taken in seconds.items()}
         yield ratio_of_rates(
@@ -48,9 +42,9 @@ def by_mover(mover: AnyMover, parts: dict[Direction, Order]) -> Copy:
     """One transfer each way, ended with the later one."""
 
     def copy() -> None:
-        tickets = [mover.submit(d, order.blocks, order.offsets) for d, order in parts.items()]
-        for ticket in tickets:
-            finish(mover, ticket)
+        tickets = [start(mover, d, order) for d, order in parts.items()]
+        for of_direction in tickets:
+            finish(mover, of_direction)
 
     return copy
 

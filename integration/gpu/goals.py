@@ -13,6 +13,7 @@ from integration.bench.rows import Goal, Row
 
 ONE_WAY_LONG = Goal(">=", 0.97, "one way ÷ one large copy, runs of 16 KiB and more")
 ONE_WAY_SHORT = Goal(">=", 0.90, "one way ÷ one large copy, runs of 256 bytes")
+ONE_WAY_LAYOUTS = Goal(">=", 0.97, "one way ÷ one large copy, layouts of models")
 BOTH_WAYS = Goal(">=", 0.97, "both ways at once ÷ two large copies at once")
 MATMUL = Goal("<=", 1.02, "bf16 matrix product beside copies both ways ÷ alone")
 MULTIPROCESSORS = Goal("<=", 4, "multiprocessors that copies both ways occupy")
@@ -28,6 +29,7 @@ GOALS = (
     NO_WRONG_BYTES,
     ONE_WAY_LONG,
     ONE_WAY_SHORT,
+    ONE_WAY_LAYOUTS,
     BOTH_WAYS,
     MATMUL,
     MULTIPROCESSORS,

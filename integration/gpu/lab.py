@@ -48,7 +48,7 @@ class Lab:
 
     def calibration(self, shape: Shape) -> Calibration:
         """What FlexKV has calibrated on this device for such pages."""
-        planes = shape.planes(self.rig.base, self.rig.blocks)
+        planes = self.rig.planes(shape)
         return calibrated(DEVICE, planes, range(len(planes)), driver=self.gpu.driver)
 
     @contextmanager
@@ -99,8 +99,8 @@ def describe_arena(arena: Arena, seconds: float) -> str:
 
 def _mover(rig: Rig, shape: Shape, options: CudaOptions) -> CudaMover:
     return CudaMover(
-        shape.planes(rig.base, rig.blocks),
-        rig.blocks,
+        rig.planes(shape),
+        rig.blocks(shape),
         rig.arena.address,
         rig.arena.spec.total_bytes,
         DEVICE,

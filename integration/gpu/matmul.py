@@ -19,7 +19,7 @@ from integration.bench.rows import Goal, Row
 from integration.gpu import contenders, goals
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
-from integration.gpu.rig import AnyMover, finish
+from integration.gpu.rig import AnyMover, finish, start
 from integration.gpu.shapes import KIB, Order, Shape
 
 IN_FLIGHT = 4
@@ -45,7 +45,7 @@ def matmul_rows(lab: Lab, log: Log) -> Iterator[Row]:
         what = f"multiprocessors that copies of {shape.name} both ways occupy"
         yield Row(what, used, "SMs", goals.MULTIPROCESSORS, "thread blocks, as calibrated")
         with lab.mover(shape) as mover:
-            groups = groups_of(lab.rig.order)
+            groups = groups_of(lab.rig.order(shape))
             what = f"matrix product with copies of {shape.name} ÷ alone"
             copy = partial(pump, mover, groups)
             yield _measure(lab, what, goals.MATMUL, product, copy)
@@ -105,14 +105,14 @@ def pump(mover: AnyMover, groups: dict[Direction, list[Order]], state: Pump) -> 
         for pair in zip(*groups.values(), strict=True)
         for d, order in zip(groups, pair, strict=True)
     ]
-    tickets = [mover.submit(d, order.blocks, order.offsets) for d, order in work]
+    tickets = [start(mover, d, order) for d, order in work]
     while not state.stop.is_set():
         for i, (direction, order) in enumerate(work):
             finish(mover, tickets[i])
             state.copied += order.bytes
-            tickets[i] = mover.submit(direction, order.blocks, order.offsets)
-    for ticket in tickets:
-        finish(mover, ticket)
+            tickets[i] = start(mover, direction, order)
+    for started in tickets:
+        finish(mover, started)
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def _measure(
 
 def _against_triton(lab: Lab, product: Product) -> Row:
     shape = Shape(16 * KIB)
-    groups = groups_of(lab.rig.order)
+    groups = groups_of(lab.rig.order(shape))
     work = {
         direction: [(contenders.by_triton(lab, shape, direction, o)[1], o) for o in orders]
         for direction, orders in groups.items()

@@ -14,7 +14,7 @@ from integration.gpu import contenders, goals
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
 from integration.gpu.rig import Copy, mover_copies
-from integration.gpu.shapes import KIB, SHAPES, Order, Shape
+from integration.gpu.shapes import KIB, LAYOUTS, MIB, SHAPES, Order, Shape
 from integration.gpu.smoke import check_row, modes_for
 from integration.gpu.timing import interleaved, rates, ratio_of_rates
 
@@ -22,12 +22,14 @@ CONTENDER_RUNS = {contenders.TRITON: 1 << 20, contenders.PAGEWISE: 1 << 17}
 """Runs of an order that each contender copies at most: of those of 256 bytes, at some 1 us each,
 all would take minutes."""
 
-CHECKED_BLOCKS = 16
+CHECKED_BYTES = 32 * MIB
 OURS = "FlexKV"
 
 
 def goal_of(shape: Shape) -> Goal | None:
     """What part of one large copy's speed is aimed at."""
+    if shape in LAYOUTS:
+        return goals.ONE_WAY_LAYOUTS
     if shape.run_bytes >= 16 * KIB:
         return goals.ONE_WAY_LONG
     return goals.ONE_WAY_SHORT if shape.run_bytes <= 256 else None
@@ -35,13 +37,14 @@ def goal_of(shape: Shape) -> Goal | None:
 
 def one_way_rows(lab: Lab, log: Log) -> Iterator[Row]:
     """Rows of both directions and all shapes; before them, one for each mover that is wrong."""
-    for shape in log.units(SHAPES, lambda shape: shape.name):
+    for shape in log.units((*SHAPES, *LAYOUTS), lambda shape: shape.name):
+        order = lab.rig.order(shape)
         with ExitStack() as stack:
             ours: dict[str, dict[Direction, Copy]] = {}
             for mode in modes_for(lab, shape):
                 mover = stack.enter_context(lab.mover(shape, mode))
-                copies = mover_copies(mover, lab.rig.order)
-                wrong = check_row(lab.rig, shape, _name(mode), lab.rig.order, copies)
+                copies = mover_copies(mover, order)
+                wrong = check_row(lab.rig, shape, _name(mode), order, copies)
                 if wrong is None:
                     ours[_name(mode)] = copies
                 else:
@@ -67,7 +70,7 @@ def _measure(
     ours: dict[str, Copy],
     log: Log,
 ) -> Iterator[Row]:
-    order = lab.rig.order
+    order = lab.rig.order(shape)
     large = contenders.finished(lab, contenders.large(lab, direction, 0, order.bytes))
     others = _contenders(lab, shape, direction, log)
     seconds = interleaved({contenders.LARGE: large, **ours, **others}, lab.sizes.repeats)
@@ -86,7 +89,8 @@ def _measure(
 
 def _contenders(lab: Lab, shape: Shape, direction: Direction, log: Log) -> dict[str, Copy]:
     """Those that work here. Each is checked with a few blocks, so that none is fast but wrong."""
-    few = lab.rig.order.part(0, CHECKED_BLOCKS)
+    order = lab.rig.order(shape)
+    few = order.first(CHECKED_BYTES)
     makers: dict[str, Callable[[Direction, Order], Copy]] = {
         contenders.TRITON: lambda d, o: _best_triton(lab, shape, d, o),
         contenders.PAGEWISE: lambda d, o: contenders.finished(
@@ -97,7 +101,7 @@ def _contenders(lab: Lab, shape: Shape, direction: Direction, log: Log) -> dict[
     for name, make in makers.items():
         try:
             lab.rig.check(shape, few, {d: make(d, few) for d in Direction})
-            working[name] = make(direction, contender_order(name, shape, lab.rig.order))
+            working[name] = make(direction, contender_order(name, shape, order))
         except Exception as error:  # noqa: BLE001 - a contender's failure must not hide our figures
             log.note(f"no {name}, {shape.name}: {type(error).__name__}: {error}")
     return working

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.types.mover import Direction, Status
-from integration.gpu.shapes import BLOCK_BYTES, Order, Shape, random_order
+from integration.gpu.shapes import BLOCK_BYTES, Order, Plane, Shape, random_order
 
 WAIT_SECONDS = 60.0
 POISON = 0xA5
@@ -32,13 +33,22 @@ class WrongBytesError(Exception):
 class AnyMover(Protocol):
     """What is measured: a mover for GPU pages, or in tests one for CPU pages."""
 
-    def submit(self, direction: Direction, blocks: Any, offsets: Any, after: int = 0) -> int: ...
+    def submit(
+        self,
+        direction: Direction,
+        blocks: Any,
+        offsets: Any,
+        after: int = 0,
+        *,
+        planes: range | None = None,
+    ) -> int: ...
 
     def wait(self, ticket: int, timeout: float) -> Status: ...
 
 
 class Rig:
-    """Pages and an arena of `blocks` blocks each, filled with random bytes.
+    """Pages and an arena of `blocks` blocks of 2 MiB each, filled with random bytes. Shapes with
+    larger or smaller blocks divide the same memory.
 
     Owns both; `close` gives the arena back. Movers over it must be closed before.
     """
@@ -46,28 +56,39 @@ class Rig:
     def __init__(
         self, blocks: int, device: str, numa_nodes: frozenset[int] = frozenset(), seed: int = 0
     ) -> None:
-        self.blocks = blocks
         self.pages = torch.empty(blocks * BLOCK_BYTES, dtype=torch.uint8, device=device)
         torch.manual_seed(seed)
         # As words: torch draws bytes one by one.
         self.pages.view(torch.int64).random_(-(1 << 62), 1 << 62)
         spec = ArenaSpec(BlockFormat(1, (BLOCK_BYTES,)), blocks)
         self.arena = Arena.create(spec, numa_nodes=numa_nodes)
-        self.order = random_order(blocks, spec.slots_offset, seed)
+        self._seed = seed
         memory = (ctypes.c_uint8 * (blocks * BLOCK_BYTES)).from_address(
             self.arena.address + spec.slots_offset
         )
-        self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(blocks, BLOCK_BYTES)
-        self.slots.copy_(self.pages.view(blocks, BLOCK_BYTES))
+        self.slots = torch.frombuffer(memory, dtype=torch.uint8)
+        self.slots.copy_(self.pages)
 
     @property
     def base(self) -> int:
         """Address of the pages."""
         return int(self.pages.data_ptr())
 
+    def blocks(self, shape: Shape) -> int:
+        """Blocks of a shape that there is memory for."""
+        return shape.blocks_in(self.pages.numel())
+
+    def planes(self, shape: Shape) -> list[Plane]:
+        """The pages as a mover takes them."""
+        return shape.planes(self.base, self.blocks(shape))
+
+    def order(self, shape: Shape) -> Order:
+        """All blocks of a shape, in random order."""
+        return _random_order(shape, self.blocks(shape), self.arena.spec.slots_offset, self._seed)
+
     def addresses(self, shape: Shape, order: Order) -> tuple[Any, Any]:
         """Of every run of an order, among the pages and in the arena."""
-        return shape.addresses(self.base, self.blocks, order, self.arena.address)
+        return shape.addresses(self.base, self.blocks(shape), order, self.arena.address)
 
     def check(self, shape: Shape, order: Order, copies: dict[Direction, Copy]) -> None:
         """Store and load an order once, over poisoned memory, and compare every byte of it.
@@ -75,21 +96,21 @@ class Rig:
         Raises:
             WrongBytesError: a byte is not what it should be, in the copy or beside it.
         """
-        pages = self.pages
-        first = self.arena.spec.slots_offset
-        rows = torch.tensor([(offset - first) // BLOCK_BYTES for offset in order.offsets])
+        pages = self.pages[: self.blocks(shape) * shape.block_bytes]
+        offsets = torch.tensor(order.offsets.tolist()) - self.arena.spec.slots_offset
         self.slots.fill_(POISON)
         self._synchronize()
         copies[Direction.STORE]()
         expected = torch.full_like(self.slots, POISON, device=pages.device)
-        expected[rows.to(pages.device)] = shape.slots_of(pages, order.blocks)
-        self._compare(shape, "store", expected.view(-1), self.slots.to(pages.device).view(-1))
-        saved = pages.clone()
-        view = pages.view(shape.layers, self.blocks, -1)
+        content = shape.slots_of(pages, order.blocks)
+        shape.put_in_slots(expected, content, offsets.to(pages.device))
+        self._compare(shape, "store", expected, self.slots.to(pages.device))
+        saved = self.pages.clone()
+        view = pages.view(shape.layers, self.blocks(shape), -1)
         view[:, torch.tensor(order.blocks.tolist(), device=pages.device)] ^= 0xFF
         self._synchronize()
         copies[Direction.LOAD]()
-        self._compare(shape, "load", saved, pages)
+        self._compare(shape, "load", saved, self.pages)
 
     def _compare(self, shape: Shape, what: str, expected: Any, found: Any) -> None:
         if not torch.equal(expected, found):
@@ -110,12 +131,23 @@ def mover_copies(mover: AnyMover, order: Order) -> dict[Direction, Copy]:
     return {direction: _copy_by(mover, direction, order) for direction in Direction}
 
 
-def finish(mover: AnyMover, ticket: int) -> None:
-    """Wait for a transfer; RuntimeError unless it is done."""
-    status = mover.wait(ticket, WAIT_SECONDS)
-    if status is not Status.DONE:
-        raise RuntimeError(f"a transfer is {status.name} after at most {WAIT_SECONDS:.0f} s")
+def start(mover: AnyMover, direction: Direction, order: Order) -> list[int]:
+    """Order the copies; returns the ticket of each part."""
+    return [
+        mover.submit(direction, order.blocks, order.offsets, planes=part) for part in order.parts
+    ]
+
+
+def finish(mover: AnyMover, tickets: Sequence[int]) -> None:
+    """Wait for transfers; RuntimeError unless all are done."""
+    for ticket in tickets:
+        status = mover.wait(ticket, WAIT_SECONDS)
+        if status is not Status.DONE:
+            raise RuntimeError(f"a transfer is {status.name} after at most {WAIT_SECONDS:.0f} s")
 
 
 def _copy_by(mover: AnyMover, direction: Direction, order: Order) -> Copy:
-    return lambda: finish(mover, mover.submit(direction, order.blocks, order.offsets))
+    return lambda: finish(mover, start(mover, direction, order))
+
+
+_random_order = cache(random_order)

@@ -38,5 +38,5 @@ FULL = Sizes(
 60 ms on an H200, during which several GB are copied. A copy of the sweep takes some 5 ms."""
 
 QUICK = Sizes(
-    blocks=128, repeats=3, swept_blocks=32, swept_repeats=1, matrix=8192, products=40, submits=51
+    blocks=160, repeats=3, swept_blocks=32, swept_repeats=1, matrix=8192, products=40, submits=51
 )

@@ -12,16 +12,16 @@ from integration.gpu import goals
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
 from integration.gpu.rig import Copy, Rig, WrongBytesError, mover_copies
-from integration.gpu.shapes import KIB, SHAPES, Order, Shape
+from integration.gpu.shapes import KIB, LAYOUTS, MIB, SHAPES, Order, Shape
 
-CHECKED_BLOCKS = 32
-"""Of each way: 64 MiB each way, more than one launch of every kernel."""
+CHECKED_BYTES = 64 * MIB
+"""Of each way: more than one launch of every kernel."""
 
 
 def smoke_rows(lab: Lab, log: Log) -> Iterator[Row]:
     """A row for each shape: bytes that any way of copying has brought to a wrong place, or not."""
-    order = lab.rig.order.part(0, CHECKED_BLOCKS)
-    for shape in log.units(SHAPES, lambda shape: shape.name):
+    for shape in log.units((*SHAPES, *LAYOUTS), lambda shape: shape.name):
+        order = lab.rig.order(shape).first(CHECKED_BYTES)
         calibration = lab.calibration(shape)
         wrong, modes = [], modes_for(lab, shape)
         for mode in modes:

@@ -13,7 +13,7 @@ from integration.gpu import contenders, goals
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
 from integration.gpu.rig import AnyMover, finish
-from integration.gpu.shapes import BLOCK_BYTES, KIB, Order, Shape
+from integration.gpu.shapes import KIB, Order, Shape
 from integration.gpu.timing import median_row
 
 PAGES = 4096
@@ -23,8 +23,8 @@ SHAPES = (Shape(64 * KIB), Shape(16 * KIB), Shape(256, tokens=16, heads=8))
 def submit_rows(lab: Lab, log: Log) -> Iterator[Row]:
     """Rows of both directions; the same pages, page by page, for comparison."""
     for shape in log.units(SHAPES, lambda shape: shape.name):
-        pages = len(shape.planes(0, lab.rig.blocks))
-        order = lab.rig.order.part(0, max(1, PAGES // pages))
+        pages = shape.layers * shape.heads
+        order = lab.rig.order(shape).part(0, max(1, PAGES // pages))
         with lab.mover(shape) as mover:
             for direction in Direction:
                 what = f"submit of {PAGES:,} pages, {direction.name.lower()}, {shape.name}"
@@ -49,7 +49,7 @@ def times(
         worked, start = time.process_time(), time.perf_counter()
         ticket = mover.submit(direction, blocks, offsets)
         taken = time.perf_counter() - start
-        finish(mover, ticket)
+        finish(mover, [ticket])
         if repeat > 0:  # the first one warms up
             calls.append(taken * 1e6)
             works.append((time.process_time() - worked) * 1e6)
@@ -58,7 +58,7 @@ def times(
 
 def _page_by_page(lab: Lab) -> Row:
     shape = SHAPES[0]
-    order = lab.rig.order.part(0, PAGES * shape.run_bytes // BLOCK_BYTES)
+    order = lab.rig.order(shape).first(PAGES * shape.run_bytes)
     enqueue = contenders.page_by_page(lab, shape, Direction.LOAD, order)
     stream = lab.gpu.stream()
     calls = []

@@ -17,7 +17,7 @@ from integration.gpu import contenders
 from integration.gpu.lab import Lab
 from integration.gpu.results import Log
 from integration.gpu.rig import mover_copies
-from integration.gpu.shapes import KIB, MIB, SHAPES, Shape
+from integration.gpu.shapes import BLOCK_BYTES, KIB, LAYOUTS, MIB, SHAPES, Shape
 from integration.gpu.timing import interleaved, median_row, rates
 
 BLOCKS = {
@@ -27,6 +27,9 @@ BLOCKS = {
     CudaMode.TMA: (2, 4, 8, 16),
 }
 """Thread blocks of each way's kernel: around those that the calibration chooses from."""
+
+LAYOUT_BLOCKS = {CudaMode.STAGED: (1, 2, 4), CudaMode.KERNEL: (8,), CudaMode.TMA: (4,)}
+"""The same for layouts of models, in which little but the ring's use differs from the shapes."""
 
 RINGS = (8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
 """Of a direction; each is tried for one shape."""
@@ -53,12 +56,12 @@ class Point:
 
 def sweep_rows(lab: Lab, log: Log) -> Iterator[Row]:
     """A row for each point and direction, and the same for one large copy."""
-    order = lab.rig.order.part(0, lab.sizes.swept_blocks)
+    swept = lab.sizes.swept_blocks * BLOCK_BYTES
     repeats = lab.sizes.swept_repeats
     for direction in log.units(Direction, lambda direction: f"large, {direction.name.lower()}"):
-        enqueue = contenders.large(lab, direction, 0, order.bytes)
+        enqueue = contenders.large(lab, direction, 0, swept)
         copies = {"": contenders.finished(lab, enqueue)}
-        speed = rates(interleaved(copies, max(repeats, 3))[""], order.bytes)
+        speed = rates(interleaved(copies, max(repeats, 3))[""], swept)
         what = f"sweep, {direction.name.lower()}, {contenders.LARGE}"
         yield median_row(what, None, speed, "GB/s", "the link itself")
     for point in log.units(points(lab), lambda point: point.name):
@@ -68,6 +71,7 @@ def sweep_rows(lab: Lab, log: Log) -> Iterator[Row]:
             ring_bytes=point.ring_bytes,
             driver=lab.gpu.driver,
         )
+        order = lab.rig.order(point.shape).first(swept)
         with closing(lab.mover_by(point.shape, options)) as mover:
             for direction, copy in mover_copies(mover, order).items():
                 speed = rates(interleaved({"": copy}, repeats)[""], order.bytes)
@@ -79,8 +83,9 @@ def points(lab: Lab) -> list[Point]:
     """All combinations that make sense on this device, the shortest runs first."""
     found = [
         Point(shape, mode, thread_blocks)
-        for shape in SHAPES
-        for mode, numbers in BLOCKS.items()
+        for shapes, ways in ((SHAPES, BLOCKS), (LAYOUTS, LAYOUT_BLOCKS))
+        for shape in shapes
+        for mode, numbers in ways.items()
         for thread_blocks in numbers
         if (mode is not CudaMode.DMA or shape.run_bytes >= SHORTEST_DMA)
         and (mode is not CudaMode.TMA or lab.has_bulk_copies)

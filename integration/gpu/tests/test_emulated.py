@@ -16,10 +16,12 @@ from integration.gpu import contenders, goals, journal, matmul, one_way, smoke
 from integration.gpu.journal import Journal
 from integration.gpu.results import Log
 from integration.gpu.section import ON_DEVICE, SECTIONS, copy_rows, log_for, write_rows
-from integration.gpu.shapes import SHAPES
+from integration.gpu.shapes import LAYOUTS, SHAPES, Shape
 from integration.gpu.tests.emulated import TINY, EmulatedGpu
 from kernels.tests.conftest import MakeFake, make_fake  # noqa: F401  (a fixture)
 from kernels.tests.fake_cuda.fake_driver import FakeCuda
+
+ALL = (*SHAPES, *LAYOUTS)
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def test_the_sweep_has_a_row_for_each_way_and_direction(gpu: EmulatedGpu) -> Non
     assert "sweep, store, 256 B rows, STAGED on 1" in found
     assert "sweep, load, 64 KiB pages, DMA" in found
     assert "sweep, load, one large copy" in found
+    assert "sweep, load, Llama 8B, slots of 64 tokens, STAGED on 2" in found
     assert not any("256 B rows, DMA" in what for what in found)
     assert {row.unit for row in rows} == {"GB/s"}
     assert all(row.value > 0 for row in rows)
@@ -61,6 +64,7 @@ def test_every_byte_is_right_by_every_way(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smoke, "SHAPES", SHAPES[::3])
+    monkeypatch.setattr(smoke, "LAYOUTS", ())
     log = Log()
     rows = measured("smoke", gpu, log)
     assert [row.value for row in rows] == [0, 0, 0]
@@ -69,10 +73,22 @@ def test_every_byte_is_right_by_every_way(
     assert sum("calibrated to load" in note for note in log.notes) == 3
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_byte_of_layouts_is_right(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch, layout: Shape
+) -> None:
+    monkeypatch.setattr(smoke, "SHAPES", ())
+    monkeypatch.setattr(smoke, "LAYOUTS", (layout,))
+    (row,) = measured("smoke", gpu)
+    assert (row.value, row.goal) == (0, goals.NO_WRONG_BYTES)
+    assert row.what == f"{layout.name}: wrong bytes of all ways"
+
+
 def test_a_kernel_that_copies_nothing_is_a_missed_goal(
     gpu: EmulatedGpu, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smoke, "SHAPES", SHAPES[:1])
+    monkeypatch.setattr(smoke, "LAYOUTS", ())
     fake.idle_kernel("fkv_copy_bulk")
     rows = measured("smoke", gpu)
     missed = [row.what for row in rows if not row.passed]
@@ -84,10 +100,12 @@ def test_one_way_compares_with_a_large_copy_and_a_loop(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_way, "CONTENDER_RUNS", dict.fromkeys(one_way.CONTENDER_RUNS, 1))
-    monkeypatch.setattr(one_way, "CHECKED_BLOCKS", 1)
+    monkeypatch.setattr(one_way, "CHECKED_BYTES", 1)
     monkeypatch.setattr(one_way, "SHAPES", (SHAPES[0], SHAPES[1], SHAPES[-1]))
+    monkeypatch.setattr(one_way, "LAYOUTS", LAYOUTS[1:3])
     log = Log()
     rows = measured("one-way", gpu, log)
+    assert with_goal(rows, goals.ONE_WAY_LAYOUTS) == 4
     assert with_goal(rows, goals.ONE_WAY_LONG) == with_goal(rows, goals.ONE_WAY_SHORT) == 2
     what = {row.what for row in rows}
     assert f"load, 4 KiB pages: FlexKV ÷ {contenders.PAGEWISE}" in what
@@ -98,7 +116,7 @@ def test_one_way_compares_with_a_large_copy_and_a_loop(
 
 
 def test_both_ways_have_a_row_for_each_shape(gpu: EmulatedGpu) -> None:
-    assert with_goal(measured("both-ways", gpu), goals.BOTH_WAYS) == len(SHAPES)
+    assert with_goal(measured("both-ways", gpu), goals.BOTH_WAYS) == len(ALL)
 
 
 def test_submits_have_their_rows(gpu: EmulatedGpu) -> None:
@@ -136,12 +154,12 @@ def test_a_section_goes_on_behind_the_units_that_are_finished(
             for _, row in zip(range(rows_before_the_end), rows, strict=False):
                 file.row("both-ways", row)
             rows.close()  # as a process that is killed: the third unit is not finished
-    assert len(found) == len(SHAPES) - 2
+    assert len(found) == len(ALL) - 2
     known = journal.read([path], SECTIONS).sections["both-ways"]
     assert [row.what for row in known.outcome.rows] == [
-        f"both ways at once, {shape.name}: FlexKV ÷ two large copies" for shape in SHAPES
+        f"both ways at once, {shape.name}: FlexKV ÷ two large copies" for shape in ALL
     ]
-    assert known.units == {shape.name for shape in SHAPES}
+    assert known.units == {shape.name for shape in ALL}
 
 
 def test_all_sections_on_the_device_are_tried_here() -> None:
