@@ -21,7 +21,7 @@ from integration.gpu.results import Log
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "kernels/tests/gpu"
 
-SECONDS = 150
+SECONDS = 210
 """After which a run is ended: less than its section may take."""
 
 SANITIZER_SECONDS = 200
@@ -64,7 +64,8 @@ class SanitizerPart:
 
 
 _WHOLE, _PLANES = "byte_exact", ("each_layer", "layers_at_once", "thread_blocks")
-_SHORT_RUNS = ("NHD", "odd", "MLA")
+_MODELS = "layouts_of_models"
+_SHORT_RUNS = ("NHD", "odd")
 PARTS = (
     SanitizerPart("memcheck", "short runs", (_WHOLE,), _SHORT_RUNS),
     SanitizerPart("memcheck", "long runs", (_WHOLE,), without=_SHORT_RUNS),
@@ -73,7 +74,8 @@ PARTS = (
     SanitizerPart("racecheck", "gather and scatter", (_WHOLE, "STAGED", "HND")),
     SanitizerPart("synccheck", "gather and scatter", (_WHOLE, "STAGED", "HND")),
     SanitizerPart("memcheck", "single layers", any_of=_PLANES),
-    SanitizerPart("memcheck", "order with the engine", without=(_WHOLE, *_PLANES)),
+    SanitizerPart("memcheck", "layouts of models", (_MODELS,)),
+    SanitizerPart("memcheck", "order with the engine", without=(_WHOLE, _MODELS, *_PLANES)),
 )
 """The parts of memcheck have every test once. The other tools look at what the threads of a block
 share, for which few blocks are enough."""

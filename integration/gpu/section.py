@@ -46,8 +46,8 @@ SECONDS = {
     "both-ways": 150,
     "matmul": 90,
     "submit": 60,
-    "tests": 180,
-    "sanitizer": 1800,
+    "tests": 240,
+    "sanitizer": 2000,
     "tokens": 900,
     "serving": 1500,
 }

@@ -20,7 +20,7 @@ from flexkv_kernels import (  # noqa: E402
     calibrated,
     cuda_device,
 )
-from kernels.tests.gpu.gpu_world import DEVICE, GpuWorld, gpu_world  # noqa: E402
+from kernels.tests.gpu.gpu_world import DEVICE, LAYOUTS, GpuWorld, gpu_world  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ["NHD", "HND", "opaque", "odd", "large"]
@@ -55,6 +55,22 @@ def test_copies_are_byte_exact_and_touch_nothing_else(kind: str, mode: CudaMode)
             blocks, slots = some(count, 24), some(count, 20)
             expected = world.after(direction, blocks, slots)
             done(mover, mover.submit(direction, blocks, world.offsets(slots)))
+            assert world.same(expected)
+    mover.close()
+
+
+@pytest.mark.parametrize("kind", list(LAYOUTS))
+def test_layouts_of_models_are_copied_whole_and_by_layers(kind: str, mode: CudaMode) -> None:
+    world = gpu_world(kind, num_blocks=40, slots=32)
+    mover = world.mover(mode)
+    blocks, places = some(32, 40), some(32, 32)
+    offsets = world.offsets(places)
+    for direction in Direction:
+        for parts in ([None], world.eighths()):
+            world.fill()
+            expected = world.after(direction, blocks, places)
+            for ticket in [mover.submit(direction, blocks, offsets, planes=p) for p in parts]:
+                done(mover, ticket)
             assert world.same(expected)
     mover.close()
 
