@@ -40,6 +40,7 @@ class Row:
 
     ``goal`` None means that the row is there for comparison only. ``detail`` says in words what
     the value was made from, ``samples`` holds the single measurements in ``unit_of_samples``.
+    ``void`` says why the value does not count, so that the goal is not met whatever it is.
     """
 
     what: str
@@ -49,11 +50,17 @@ class Row:
     detail: str
     samples: dict[str, list[float]] = field(default_factory=dict)
     unit_of_samples: str = "s"
+    void: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether the goal is met; a row without one always passes."""
-        return self.goal is None or self.goal.met_by(self.value)
+        return self.goal is None or (not self.void and self.goal.met_by(self.value))
+
+    @property
+    def remark(self) -> str:
+        """The detail, and why the value does not count."""
+        return f"{self.detail}; does not count: {self.void}" if self.void else self.detail
 
     def as_json(self) -> dict[str, Any]:
         """For the JSON file."""
@@ -96,7 +103,7 @@ def table(rows: Sequence[Row]) -> str:
         unit = "" if row.unit == "ratio" else f" {row.unit}"
         value = f"{row.value:.3f}" if row.value < 10 else f"{row.value:.1f}"
         goal = "" if row.goal is None else str(row.goal)
-        cells.append((verdict, row.what, f"{value}{unit}", goal, row.detail))
+        cells.append((verdict, row.what, f"{value}{unit}", goal, row.remark))
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     return "\n".join(
         "  ".join(

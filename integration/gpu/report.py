@@ -101,7 +101,7 @@ def _row(row: Row) -> str:
     value = _value(row)
     goal = "" if row.goal is None else str(row.goal)
     verdict = "" if row.goal is None else "ok" if row.passed else "**missed**"
-    cells = (row.what, value, goal, verdict, row.detail)
+    cells = (row.what, value, goal, verdict, row.remark)
     return "| " + " | ".join(map(_cell, cells)) + " |"
 
 

@@ -30,7 +30,7 @@ SECTIONS = {
     "smoke": "Every byte",
     "one-way": "One way",
     "both-ways": "Both ways at once",
-    "matmul": "Beside a matrix product",
+    "beside": "Beside a computing engine",
     "submit": "What a transfer costs the engine's thread",
     "tests": "Tests",
     "sanitizer": "Tests under compute-sanitizer",
@@ -44,7 +44,7 @@ SECONDS = {
     "smoke": 150,
     "one-way": 540,
     "both-ways": 150,
-    "matmul": 90,
+    "beside": 300,
     "submit": 60,
     "tests": 240,
     "sanitizer": 2000,
@@ -54,7 +54,7 @@ SECONDS = {
 """After which a section is ended, so that one that hangs leaves time for the others. Not tuned: no
 device has run them yet."""
 
-ON_DEVICE = ("sweep", "smoke", "one-way", "both-ways", "matmul", "submit")
+ON_DEVICE = ("sweep", "smoke", "one-way", "both-ways", "beside", "submit")
 """Those that copy between memory of their own and measure that."""
 
 
@@ -80,9 +80,9 @@ def measure(name: str, quick: bool, log: Log) -> Iterator[Row]:
 
 def copy_rows(name: str, gpu: Gpu, sizes: Sizes, log: Log) -> Generator[Row, None, None]:
     """The rows of a section that measures copies."""
+    from integration.gpu.beside import beside_rows
     from integration.gpu.both_ways import both_ways_rows
     from integration.gpu.lab import open_lab
-    from integration.gpu.matmul import matmul_rows
     from integration.gpu.one_way import one_way_rows
     from integration.gpu.smoke import smoke_rows
     from integration.gpu.submit import submit_rows
@@ -93,7 +93,7 @@ def copy_rows(name: str, gpu: Gpu, sizes: Sizes, log: Log) -> Generator[Row, Non
         "smoke": smoke_rows,
         "one-way": one_way_rows,
         "both-ways": both_ways_rows,
-        "matmul": matmul_rows,
+        "beside": beside_rows,
         "submit": submit_rows,
     }
     with open_lab(gpu, sizes) as lab:

@@ -17,7 +17,8 @@ class Sizes:
         swept_blocks: blocks of each copy of the sweep.
         swept_repeats: measurements of each of its rows.
         matrix: rows and columns of the matrices.
-        products: matrix products in one measurement.
+        attention_tokens: of the prompt whose attention is computed.
+        products: matrix products, or computations of attention, in one measurement.
         submits: calls of submit that are timed.
     """
 
@@ -26,17 +27,33 @@ class Sizes:
     swept_blocks: int
     swept_repeats: int
     matrix: int
+    attention_tokens: int
     products: int
     submits: int
 
 
 FULL = Sizes(
-    blocks=480, repeats=9, swept_blocks=128, swept_repeats=3, matrix=8192, products=40, submits=51
+    blocks=480,
+    repeats=9,
+    swept_blocks=128,
+    swept_repeats=3,
+    matrix=8192,
+    attention_tokens=8192,
+    products=40,
+    submits=51,
 )
 """960 MiB is far more than any cache holds, so that no copy is served from one, and takes some
 20 ms, against which what it takes to start and to notice the end is nothing. 40 products take some
-60 ms on an H200, during which several GB are copied. A copy of the sweep takes some 5 ms."""
+60 ms on an H200, during which several GB are copied; so does attention. A copy of the sweep takes
+some 5 ms."""
 
 QUICK = Sizes(
-    blocks=160, repeats=3, swept_blocks=32, swept_repeats=1, matrix=8192, products=40, submits=51
+    blocks=160,
+    repeats=3,
+    swept_blocks=32,
+    swept_repeats=1,
+    matrix=8192,
+    attention_tokens=8192,
+    products=40,
+    submits=51,
 )

@@ -14,7 +14,16 @@ from integration.gpu.device import Stream, driver_function
 from integration.gpu.sizes import Sizes
 from kernels.tests.fake_cuda.fake_driver import FakeCuda, FakeStream
 
-TINY = Sizes(blocks=8, repeats=1, swept_blocks=1, swept_repeats=1, matrix=32, products=2, submits=3)
+TINY = Sizes(
+    blocks=8,
+    repeats=1,
+    swept_blocks=1,
+    swept_repeats=1,
+    matrix=32,
+    attention_tokens=16,
+    products=2,
+    submits=3,
+)
 
 
 class EmulatedStream:

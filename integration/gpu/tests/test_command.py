@@ -122,19 +122,19 @@ def test_a_partial_run_does_not_replace_a_full_one(
 
 def test_a_resumed_run_does_only_what_is_left(sections: Sections, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "report.md")]
-    sections.failing = {"matmul"}
-    assert command.main([*out, "--only", "sweep", "matmul"]) == 1
+    sections.failing = {"beside"}
+    assert command.main([*out, "--only", "sweep", "beside"]) == 1
     sections.run.clear()
     sections.failing.clear()
     # A section that failed has ended; it runs again if it is named.
     assert command.main([*out, "--resume"]) == 1
-    assert sections.run == [name for name in SECTIONS if name not in {"sweep", "matmul"}]
+    assert sections.run == [name for name in SECTIONS if name not in {"sweep", "beside"}]
     sections.run.clear()
-    assert command.main([*out, "--resume", "--only", "sweep", "matmul"]) == 0
-    assert sections.run == ["matmul"]
+    assert command.main([*out, "--resume", "--only", "sweep", "beside"]) == 0
+    assert sections.run == ["beside"]
     assert document(tmp_path / "report.md")["partial"] is False
     assert command.main([*out, "--resume"]) == 0
-    assert sections.run == ["matmul"]
+    assert sections.run == ["beside"]
 
 
 def test_a_new_run_keeps_the_rows_of_the_last_one(sections: Sections, tmp_path: Path) -> None:
@@ -209,18 +209,18 @@ def outcome(path: Path, name: str) -> journal.Progress:
 def test_a_section_that_hangs_fails_and_keeps_the_rows_before(
     sections: Sections, rows: Path
 ) -> None:
-    sections.endless = {"matmul"}
-    assert run_section(Run(rows, quick=False), "matmul")
-    found = outcome(rows, "matmul")
-    assert [row.what for row in found.outcome.rows] == ["matmul"]
-    assert found.outcome.failure == f"did not end within {SECONDS['matmul']} s:\nso far"
+    sections.endless = {"beside"}
+    assert run_section(Run(rows, quick=False), "beside")
+    found = outcome(rows, "beside")
+    assert [row.what for row in found.outcome.rows] == ["beside"]
+    assert found.outcome.failure == f"did not end within {SECONDS['beside']} s:\nso far"
     assert found.ended
 
 
 def test_a_section_that_was_stopped_for_all_has_not_ended(sections: Sections, rows: Path) -> None:
-    sections.endless = {"matmul"}
-    assert not run_section(Run(rows, False, time.monotonic() + 30), "matmul")
-    found = outcome(rows, "matmul")
+    sections.endless = {"beside"}
+    assert not run_section(Run(rows, False, time.monotonic() + 30), "beside")
+    found = outcome(rows, "beside")
     assert (found.ended, found.outcome.failure) == (False, None)
     assert len(found.outcome.rows) == 1
 

@@ -12,7 +12,7 @@ import pytest
 from flexkv.types.mover import Direction
 from flexkv_kernels import Calibration, CudaChoice, CudaMode, cuda_calibration
 from integration.bench.rows import Goal, Row
-from integration.gpu import contenders, goals, journal, matmul, one_way, smoke
+from integration.gpu import beside, contenders, goals, journal, one_way, smoke, works
 from integration.gpu.journal import Journal
 from integration.gpu.results import Log
 from integration.gpu.section import ON_DEVICE, SECTIONS, copy_rows, log_for, write_rows
@@ -125,10 +125,21 @@ def test_submits_have_their_rows(gpu: EmulatedGpu) -> None:
     assert "4,096 pages" in rows[0].what
 
 
-def test_a_product_runs_beside_copies(gpu: EmulatedGpu) -> None:
-    rows = measured("matmul", gpu)
-    assert with_goal(rows, goals.MATMUL) == with_goal(rows, goals.MULTIPROCESSORS) == 4
-    assert all(row.value > 0 for row in rows if row.goal == goals.MATMUL)
+def test_computations_run_beside_copies(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "BESIDE", beside.BESIDE[2:4])
+    log = Log()
+    rows = measured("beside", gpu, log)
+    counted = 2 * len(works.WORKS) * len(beside.WAYS)
+    assert with_goal(rows, goals.COPIES_BESIDE) == with_goal(rows, goals.COMPUTE_BESIDE) == counted
+    assert with_goal(rows, goals.MULTIPROCESSORS) == 2
+    assert all(row.value > 0 for row in rows if row.goal == goals.COMPUTE_BESIDE)
+    assert len({row.what for row in rows}) == len(rows)
+    # The row says which kernel it was; here there is only torch's.
+    (first, *_) = [row for row in rows if row.what.startswith("attention beside")]
+    assert first.detail.startswith(f"{works.TORCH}, causal, bf16, 16 tokens, 32 heads; ")
+    missing = [note.partition(":")[0] for note in log.notes]
+    assert {"no FlashAttention 3 of vLLM", "no FlashAttention 3"} <= set(missing)
+    assert any(note.startswith(f"no {contenders.TRITON}") for note in log.notes)
 
 
 def test_multiprocessors_are_counted_for_both_directions() -> None:
@@ -136,8 +147,8 @@ def test_multiprocessors_are_counted_for_both_directions() -> None:
         return CudaChoice(direction, 256, 4096, CudaMode.STAGED, blocks)
 
     both = (choice(Direction.LOAD, 1), choice(Direction.LOAD, 4), choice(Direction.STORE, 2))
-    assert matmul.multiprocessors(Calibration(choices=both)) == 6
-    assert matmul.multiprocessors(Calibration(CudaMode.DMA)) == 0
+    assert beside.multiprocessors(Calibration(choices=both)) == 6
+    assert beside.multiprocessors(Calibration(CudaMode.DMA)) == 0
 
 
 def test_a_section_goes_on_behind_the_units_that_are_finished(
@@ -163,4 +174,4 @@ def test_a_section_goes_on_behind_the_units_that_are_finished(
 
 
 def test_all_sections_on_the_device_are_tried_here() -> None:
-    assert set(ON_DEVICE) == {"sweep", "smoke", "one-way", "both-ways", "matmul", "submit"}
+    assert set(ON_DEVICE) == {"sweep", "smoke", "one-way", "both-ways", "beside", "submit"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.bench.rows import Goal, Row
+from integration.bench.rows import Goal, Row, table
 from integration.gpu import goals, machine
 from integration.gpu.report import markdown, write_report
 from integration.gpu.results import Outcome
@@ -69,15 +69,18 @@ def test_the_goals_are_listed_with_the_row_furthest_from_them() -> None:
     rows = [
         Row("load, 16 KiB", 0.99, "ratio", goals.ONE_WAY_LONG, ""),
         Row("store, 64 KiB", 0.96, "ratio", goals.ONE_WAY_LONG, ""),
-        Row("product, 4 KiB", 1.01, "ratio", goals.MATMUL, ""),
-        Row("product, 16 KiB", 1.015, "ratio", goals.MATMUL, ""),
+        Row("product, 4 KiB", 1.01, "ratio", goals.COMPUTE_BESIDE, ""),
+        Row("product, 16 KiB", 1.015, "ratio", goals.COMPUTE_BESIDE, ""),
         Row("order, load", math.nan, "us", goals.SUBMIT, ""),
         Row("order, store", 40.0, "us", goals.SUBMIT, ""),
     ]
     found = {verdict.goal: verdict for verdict in goals.verdicts(rows)}
     assert tuple(found) == goals.GOALS
-    assert [found[goal].text for goal in (goals.ONE_WAY_LONG, goals.MATMUL)] == ["missed", "met"]
-    worst = found[goals.ONE_WAY_LONG].worst, found[goals.MATMUL].worst
+    assert [found[goal].text for goal in (goals.ONE_WAY_LONG, goals.COMPUTE_BESIDE)] == [
+        "missed",
+        "met",
+    ]
+    worst = found[goals.ONE_WAY_LONG].worst, found[goals.COMPUTE_BESIDE].worst
     assert [row.what for row in worst if row] == ["store, 64 KiB", "product, 16 KiB"]
     assert found[goals.SUBMIT].text == "missed"
     assert found[goals.BOTH_WAYS].text == "not measured"
@@ -85,6 +88,18 @@ def test_the_goals_are_listed_with_the_row_furthest_from_them() -> None:
     name = goals.ONE_WAY_LONG.name
     assert f"| {name} | >= 0.97 | 0.960 | **missed** | store, 64 KiB |" in text
     assert f"| {goals.BOTH_WAYS.name} | >= 0.97 |  | not measured |  |" in text
+
+
+def test_a_value_that_does_not_count_reaches_no_goal() -> None:
+    crawling = Row("b", 1.0, "ratio", goals.COMPUTE_BESIDE, "3 GB/s", void="copies crawl")
+    slow = Row("a", 1.5, "ratio", goals.COMPUTE_BESIDE, "")
+    assert not crawling.passed
+    found = {verdict.goal: verdict for verdict in goals.verdicts([slow, crawling])}
+    assert found[goals.COMPUTE_BESIDE].worst == crawling
+    assert found[goals.COMPUTE_BESIDE].text == "missed"
+    text = markdown(MACHINE, [Outcome("Beside", [crawling])], partial=False, json_name="x.json")
+    assert "| b | 1.000 | &lt;= 1.02 | **missed** | 3 GB/s; does not count: copies crawl |" in text
+    assert "3 GB/s; does not count: copies crawl" in table([crawling])
 
 
 def test_every_goal_has_a_name_of_its_own() -> None:

@@ -14,7 +14,7 @@ import torch
 from flexkv.layout import KVLayout, TensorView
 from flexkv.types.mover import LAYER_PARTS, Direction
 from flexkv_kernels import CpuMover
-from integration.gpu import both_ways, contenders, goals, matmul, one_way, smoke, submit
+from integration.gpu import both_ways, contenders, goals, one_way, smoke, submit
 from integration.gpu.lab import describe_arena
 from integration.gpu.rig import Copy, Rig, WrongBytesError, mover_copies
 from integration.gpu.shapes import (
@@ -190,32 +190,6 @@ def test_the_layouts_that_copies_find_hard_are_there() -> None:
         for sizes in (FULL, QUICK):
             moved = shape.blocks_in(sizes.blocks * BLOCK_BYTES) * shape.block_bytes
             assert 256 * MIB <= moved <= 1 << 30
-
-
-def test_groups_of_the_pump_share_nothing() -> None:
-    order = random_order(PAGES_64, 64, 0, seed=1)
-    groups = matmul.groups_of(order)
-    blocks = [block for parts in groups.values() for part in parts for block in part.blocks]
-    assert sorted(blocks) == list(range(64))
-    assert {len(parts) for parts in groups.values()} == {matmul.IN_FLIGHT}
-
-
-def test_the_pump_copies_until_it_is_stopped(rig: Rig) -> None:
-    mover = cpu_mover(rig, PAGES_64)
-    groups = matmul.groups_of(rig.order(PAGES_64))
-    with matmul.running(lambda state: matmul.pump(mover, groups, state)) as state:
-        while state.copied < 20 * BLOCK_BYTES:
-            assert state.error is None
-    mover.close()
-
-
-def test_an_error_of_the_pump_is_told() -> None:
-    def fail(state: matmul.Pump) -> None:
-        state.stop.wait(10)
-        raise RuntimeError("no copies")
-
-    with pytest.raises(RuntimeError, match="no copies"), matmul.running(fail):
-        pass
 
 
 def test_both_directions_at_once(rig: Rig) -> None:
