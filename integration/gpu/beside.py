@@ -34,6 +34,8 @@ WAYS: dict[str, tuple[Direction, ...]] = {
     "both ways": (Direction.LOAD, Direction.STORE),
 }
 
+_STAGED_SHARE = 16 / 228
+"""Of the KiB of shared memory that a multiprocessor of an H100 or H200 has."""
 _UNDER_WAY_SECONDS = 0.02
 """From when copies begin until they are measured."""
 _IDLE_SECONDS = 0.05
@@ -65,7 +67,7 @@ def beside_rows(lab: Lab, log: Log) -> Iterator[Row]:
     for shape in log.units(BESIDE, lambda shape: f"multiprocessors, {shape.name}"):
         used = multiprocessors(lab.calibration(shape))
         what = f"multiprocessors that copies of {shape.name} both ways occupy"
-        yield Row(what, used, "SMs", goals.MULTIPROCESSORS, "thread blocks, as calibrated")
+        yield Row(what, used, "SMs", goals.MULTIPROCESSORS, "as calibrated")
     works: dict[str, Work] = {}
     pairs = [(name, shape) for name in WORKS for shape in BESIDE]
     for name, shape in log.units(pairs, lambda pair: f"{pair[0]}, {pair[1].name}"):
@@ -84,14 +86,20 @@ def beside_rows(lab: Lab, log: Log) -> Iterator[Row]:
             log.note(f"no {contenders.TRITON}: {type(error).__name__}: {error}")
 
 
-def multiprocessors(calibration: Calibration) -> int:
-    """The most that kernels of a load and a store at once can be on: one for each thread block."""
+def multiprocessors(calibration: Calibration) -> float:
+    """The most that kernels of a load and a store at once occupy. A block of the staged way has one
+    warp and so much of a multiprocessor's shared memory; a block of the others has one for itself.
+    """
     if calibration.mode is CudaMode.DMA:
-        return 0
+        return 0.0
     return sum(
         max(
-            (choice.thread_blocks for choice in calibration.choices if choice.direction is d),
-            default=0,
+            (
+                choice.thread_blocks * (_STAGED_SHARE if choice.mode is CudaMode.STAGED else 1)
+                for choice in calibration.choices
+                if choice.direction is d
+            ),
+            default=0.0,
         )
         for d in Direction
     )

@@ -22,13 +22,14 @@ from integration.gpu.timing import interleaved, median_row, rates
 
 BLOCKS = {
     CudaMode.DMA: (0,),
-    CudaMode.STAGED: (1, 2, 4),
+    CudaMode.STAGED: (4, 8, 16, 32),
     CudaMode.KERNEL: (2, 4, 8, 16),
     CudaMode.TMA: (2, 4, 8, 16),
 }
-"""Thread blocks of each way's kernel: around those that the calibration chooses from."""
+"""Thread blocks of each way's kernel: around those that the calibration chooses from. Those of the
+staged way are of one warp."""
 
-LAYOUT_BLOCKS = {CudaMode.STAGED: (1, 2, 4), CudaMode.KERNEL: (8,), CudaMode.TMA: (4,)}
+LAYOUT_BLOCKS = {CudaMode.STAGED: (8, 16, 32), CudaMode.KERNEL: (8,), CudaMode.TMA: (4,)}
 """The same for layouts of models, in which little but the ring's use differs from the shapes."""
 
 RINGS = (8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
@@ -90,4 +91,4 @@ def points(lab: Lab) -> list[Point]:
         if (mode is not CudaMode.DMA or shape.run_bytes >= SHORTEST_DMA)
         and (mode is not CudaMode.TMA or lab.has_bulk_copies)
     ]
-    return found + [Point(SHAPES[0], CudaMode.STAGED, 2, ring) for ring in RINGS]
+    return found + [Point(SHAPES[0], CudaMode.STAGED, 16, ring) for ring in RINGS]

@@ -51,10 +51,10 @@ def test_the_sweep_has_a_row_for_each_way_and_direction(gpu: EmulatedGpu) -> Non
     rows = measured("sweep", gpu)
     found = [row.what for row in rows]
     assert len(set(found)) == len(found)
-    assert "sweep, store, 256 B rows, STAGED on 1" in found
+    assert "sweep, store, 256 B rows, STAGED on 8" in found
     assert "sweep, load, 64 KiB pages, DMA" in found
     assert "sweep, load, one large copy" in found
-    assert "sweep, load, Llama 8B, slots of 64 tokens, STAGED on 2" in found
+    assert "sweep, load, Llama 8B, slots of 64 tokens, STAGED on 16" in found
     assert not any("256 B rows, DMA" in what for what in found)
     assert {row.unit for row in rows} == {"GB/s"}
     assert all(row.value > 0 for row in rows)
@@ -143,11 +143,17 @@ def test_computations_run_beside_copies(gpu: EmulatedGpu, monkeypatch: pytest.Mo
 
 
 def test_multiprocessors_are_counted_for_both_directions() -> None:
-    def choice(direction: Direction, blocks: int) -> CudaChoice:
-        return CudaChoice(direction, 256, 4096, CudaMode.STAGED, blocks)
+    def choice(direction: Direction, mode: CudaMode, blocks: int) -> CudaChoice:
+        return CudaChoice(direction, 256, 4096, mode, blocks)
 
-    both = (choice(Direction.LOAD, 1), choice(Direction.LOAD, 4), choice(Direction.STORE, 2))
-    assert beside.multiprocessors(Calibration(choices=both)) == 6
+    load, store = Direction.LOAD, Direction.STORE
+    both = (
+        choice(load, CudaMode.KERNEL, 1),
+        choice(load, CudaMode.TMA, 4),
+        choice(load, CudaMode.STAGED, 16),
+        choice(store, CudaMode.STAGED, 57),
+    )
+    assert beside.multiprocessors(Calibration(choices=both)) == pytest.approx(4 + 57 * 16 / 228)
     assert beside.multiprocessors(Calibration(CudaMode.DMA)) == 0
 
 
