@@ -19,6 +19,7 @@ from flexkv_kernels import (
     calibrated,
     cuda_device,
 )
+from flexkv_kernels.cuda_scratch import HostKind
 from integration.gpu.device import DEVICE, Gpu
 from integration.gpu.rig import Rig
 from integration.gpu.shapes import BLOCK_BYTES, Shape
@@ -49,7 +50,9 @@ class Lab:
     def calibration(self, shape: Shape) -> Calibration:
         """What FlexKV has calibrated on this device for such pages."""
         planes = self.rig.planes(shape)
-        return calibrated(DEVICE, planes, range(len(planes)), driver=self.gpu.driver)
+        kind = HostKind.of(self.rig.arena)
+        stored = range(len(planes))
+        return calibrated(DEVICE, planes, stored, kind=kind, driver=self.gpu.driver)
 
     @contextmanager
     def mover(self, shape: Shape, mode: CudaMode = CudaMode.AUTO) -> Iterator[CudaMover]:

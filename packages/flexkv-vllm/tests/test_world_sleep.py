@@ -5,42 +5,20 @@ them again."""
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import HYBRID, MakeOffloadingWorld
-from vllm.v1.worker.gpu_worker import Worker
+from sleeping_worker import begun, forget_pages_at_sleep, step_to_answer, worker
 
 from flexkv.types.mover import Direction
-from packages.late_mover import LateMover
 
 HIT = 6 * BLOCK_TOKENS
 
 
-worker: Any = Worker
-"""vLLM's class, which FlexKV makes call it. A world stands for the worker that a method is called
-on."""
-
-
 @pytest.fixture(autouse=True)
 def _forget_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose pages hold other bytes after a sleep. FlexKV replaces its methods when a world
-    starts."""
-
-    def sleep(self: World, level: int = 1) -> None:
-        for rank in self.ranks:
-            for tensor in rank.pages.values():
-                tensor.fill_(0)
-
-    def discard(self: World, tags: tuple[str, ...]) -> None:
-        if "kv_cache" in tags:
-            sleep(self)
-
-    monkeypatch.setattr(Worker, "sleep", sleep)
-    monkeypatch.setattr(Worker, "wake_up", lambda self, tags=None: None)
-    monkeypatch.setattr(Worker, "discard", discard, raising=False)
+    forget_pages_at_sleep(monkeypatch)
 
 
 def hits(world: World, prompt: list[int]) -> int:
@@ -52,29 +30,6 @@ def hits(world: World, prompt: list[int]) -> int:
 @pytest.fixture
 def prompt() -> list[int]:
     return random_prompt(random.Random(1), HIT + 5)
-
-
-def step_to_answer(world: World, prompt: list[int]) -> None:
-    """Compute a request to its last token, and leave its stores under way."""
-    world.slow_down(random.Random(4), polls=(50, 50))
-    request_id = world.add(prompt)
-    while not world.requests[request_id].is_finished():
-        world.step()
-
-
-def begun(late: list[LateMover], monkeypatch: pytest.MonkeyPatch) -> list[Direction]:
-    """The directions of the copies that begin from now on."""
-    directions: list[Direction] = []
-    for mover in late:
-        submit = mover.submit
-
-        def record(direction: Direction, *args: Any, submit: Any = submit, **kwargs: Any) -> int:
-            directions.append(direction)
-            ticket: int = submit(direction, *args, **kwargs)
-            return ticket
-
-        monkeypatch.setattr(mover, "submit", record)
-    return directions
 
 
 @pytest.mark.parametrize("act", ["sleep", "discard"])
@@ -123,26 +78,3 @@ def test_memory_that_holds_no_pages_is_given_back_at_any_time(
     worker.discard(world, ("weights",))
     world.generate(prompt)
     assert hits(world, prompt) == HIT
-
-
-@HYBRID
-def test_a_sleep_under_offloading_connector(
-    make_offloading_world: MakeOffloadingWorld,
-    prompt: list[int],
-    windows: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = make_offloading_world(windows=windows)
-    step_to_answer(world, prompt)
-    world.step()  # vLLM submits stores of a step with the next one
-    assert world.cache.under_way
-    worker.sleep(world, 1)
-    directions = begun(world.late_movers, monkeypatch)
-    world.run()
-    other = random_prompt(random.Random(2), HIT + 5)
-    world.generate(other)
-    assert directions == []
-    worker.wake_up(world)
-    assert hits(world, prompt) == HIT
-    assert hits(world, other) == 0
-    world.check_outputs()

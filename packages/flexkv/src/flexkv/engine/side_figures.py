@@ -129,9 +129,9 @@ class CopyFigures:
         self._warned = True
         logger.warning(
             "a copy of %d bytes could not go the way that was measured to be fastest: GPU memory "
-            "for the copy ring was short, or the ring is too small for such blocks. A slower "
-            "kernel copies them; fallback_bytes in the metrics counts them. Leave the GPU 128 MiB "
-            "more, by a lower gpu_memory_utilization or mem_fraction_static.",
+            "for the copy ring was short, or the addresses of pages are no multiples of 16. A "
+            "slower kernel copies such blocks; fallback_bytes in the metrics counts them. Leave "
+            "the GPU 128 MiB more, by a lower gpu_memory_utilization or mem_fraction_static.",
             size,
         )
 
