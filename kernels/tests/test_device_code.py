@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,4 +37,4 @@ def test_cuobjdump_lists_the_kernels_of_each_target() -> None:
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for target in (80, 90, 100, 120):
         assert f".sm_{target}.cubin" in listed
-    assert ".sm_80.ptx" in listed
+    assert re.search(r"\.sm_\d+\.ptx", listed)
