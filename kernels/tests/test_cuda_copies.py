@@ -64,6 +64,7 @@ def scaled(world: World, unit: int) -> World:
     driver=st.sampled_from(sorted(DRIVERS)),
     mode=st.sampled_from(FORCED),
     thread_blocks=st.integers(1, 3),
+    ring_bytes=st.sampled_from([0, 64 * KIB]),  # with segments of 8 KiB
 )
 def test_transfers_move_exactly_the_named_bytes(  # noqa: PLR0917
     data: st.DataObject,
@@ -73,10 +74,12 @@ def test_transfers_move_exactly_the_named_bytes(  # noqa: PLR0917
     driver: str,
     mode: CudaMode,
     thread_blocks: int,
+    ring_bytes: int,
 ) -> None:
     small, slots = world_slots
     world = scaled(small, unit)
-    mover = world.cuda_mover(fakes[driver].options(mode=mode, thread_blocks=thread_blocks))
+    options = {"mode": mode, "thread_blocks": thread_blocks, "ring_bytes": ring_bytes}
+    mover = world.cuda_mover(fakes[driver].options(**options))
     assert mover.block_bytes == world.block_bytes
     shift = data.draw(st.sampled_from([0, 0, 1]))  # of the slots, which has to narrow the accesses
     for direction in data.draw(st.lists(st.sampled_from(Direction), min_size=1, max_size=3)):
