@@ -15,10 +15,15 @@ SMALLER_RING = 0.995
 """A ring is chosen if each class reaches this share of its speed with the best ring: device memory
 belongs to the engine. Not tuned."""
 
+BY_COPY_ENGINES = 0.985
+"""With the chosen ring, a way whose link is driven by copy engines is chosen if it reaches this share
+of the fastest one's speed. Speeds are measured on an idle device; beside an engine that computes,
+copy engines keep theirs, and kernels wait for multiprocessors. Not tuned."""
+
 FEWER_BLOCKS = 0.99
-"""With the chosen ring, a way that reaches this share of the fastest one's speed is chosen if it
-needs fewer multiprocessors: those belong to the engine, too. Not tuned. Together with
-`SMALLER_RING` the choice reaches 0.985 of what was measured, and the goal is 0.97 of the link."""
+"""Of such ways, or of all where there is none, one that reaches this share of the fastest one's speed
+is chosen if it needs fewer multiprocessors: those belong to the engine, too. Not tuned. The product
+of the three shares is 0.97: the goal for copies, if the fastest way has the speed of the link."""
 
 STAGED_SHARE = 1 / 16
 """The part of a multiprocessor that a thread block of the staged way counts as. It has one warp and
@@ -29,6 +34,8 @@ LONG_RUN = 64 << 10
 
 _LONGEST = 1 << 20
 """The longest class of runs, as in cuda_tuning.cpp."""
+
+_COPY_ENGINES = frozenset({CudaMode.DMA, CudaMode.STAGED})
 
 _Key = tuple[Direction, int, int]
 
@@ -49,8 +56,9 @@ def choose(samples: Sequence[Sample]) -> tuple[list[CudaChoice], int]:
     """Choose the ring for all classes, and for each class the way.
 
     The ring is the smallest with which every class is about as fast as with its best ring. Then
-    each class takes the way that is about as fast as the fastest with that ring and needs the
-    fewest multiprocessors. See `SMALLER_RING` and `FEWER_BLOCKS`.
+    each class takes the way that is about as fast as the fastest with that ring, by copy engines if
+    one is, and needs the fewest multiprocessors. See `SMALLER_RING`, `BY_COPY_ENGINES` and
+    `FEWER_BLOCKS`.
 
     Args:
         samples: of all ways. Those without a ring count for every ring.
@@ -69,7 +77,10 @@ def choose(samples: Sequence[Sample]) -> tuple[list[CudaChoice], int]:
     choices = []
     for key, found in by_class.items():
         usable = _usable(found, ring_bytes) or found
-        best = max(sample.speed for sample in usable)
+        engines = [sample for sample in usable if sample.mode in _COPY_ENGINES]
+        if _speed(engines) >= BY_COPY_ENGINES * _speed(usable):
+            usable = engines
+        best = _speed(usable)
         fast = [sample for sample in usable if sample.speed >= FEWER_BLOCKS * best]
         way = min(fast, key=lambda sample: (_multiprocessors(sample), -sample.speed))
         choices.append(CudaChoice(*key, way.mode, way.thread_blocks))
