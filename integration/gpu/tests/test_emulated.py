@@ -33,6 +33,9 @@ def fake(make_fake: MakeFake) -> FakeCuda:  # noqa: F811
 def gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmulatedGpu]:
     monkeypatch.setattr(cuda_calibration, "TRANSFER_BYTES", 2 << 20)
     monkeypatch.setattr("flexkv_kernels.cuda_measure.REPEATS", 1)
+    ways = {way.mode: way for way in cuda_calibration.CANDIDATES}
+    monkeypatch.setattr(cuda_calibration, "CANDIDATES", tuple(ways.values()))
+    monkeypatch.setattr(cuda_calibration, "RINGS", cuda_calibration.RINGS[-1:])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     device = EmulatedGpu(fake)
     yield device
