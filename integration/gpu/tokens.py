@@ -81,6 +81,9 @@ class Questions:
         engine: further fields of ``EngineConfig``.
         family: of the checkpoint, in place of the model's; see `families`.
         may_fail: whether an engine that does not start is a note, not a failure of the section.
+        at_once: whether all are also asked at once, so that loads run beside steps of others. What
+            a step computes then depends on the time that loads take, so only tokens are compared,
+            of a model in float32, which rounds too little to change one.
     """
 
     name: str
@@ -92,6 +95,7 @@ class Questions:
     engine: dict[str, Any] = field(default_factory=dict)
     family: str = ""
     may_fail: bool = False
+    at_once: bool = False
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -137,6 +141,16 @@ ON_GPU = (
         (ASYNC, LAYERWISE),
         _GIGABYTE,
         _IN_STEP,
+    ),
+    Questions(
+        "vLLM's defaults, float32",
+        replace(SMALL, name="tokens-float32", dtype="float32"),
+        256,
+        (1, 2, 3, 5, 7, 12, 16, 40),
+        settings=_GIGABYTE,
+        engine={"extra_args": {"enforce_eager": False, "attention_backend": "TRITON_ATTN"}},
+        may_fail=True,  # FlashAttention has no float32
+        at_once=True,
     ),
     Questions(
         "vLLM's defaults, latent attention, pages of 64 tokens",
@@ -193,6 +207,9 @@ def compare(asked: Questions, folder: Path, log: Log) -> Iterator[Row]:
         for mode in asked.modes:
             log.say(f"loads, {mode}")
             yield from _against_own(asked, mode, _loaded(engine, asked, mode), own, computed)
+        if asked.at_once:
+            log.say("loads, all at once")
+            yield _at_once(engine, asked, computed)
         log.say("wrong bytes")
         places = _places(before, _arena_of(engine).read_bytes(), asked.model)
         unseen = [place for place in places if not _noticed(engine, asked, place, own)]
@@ -223,6 +240,27 @@ def _against_own(
     yield Row(f"{what}computed ones, {asked.name}", rounded, "answers", None, detail)
 
 
+def _at_once(engine: Engine, asked: Questions, computed: Sequence[Completion]) -> Row:
+    """Tokens over loaded blocks where all prompts are asked at once, against computed ones. If
+    those over the engine's own cache differ, too, then rounding counts, and the row has no goal."""
+    different = []
+    for _ in ("own", "loaded"):
+        found = engine.generate_many(asked.prompts, max_tokens=NEW_TOKENS)
+        for prompt, answer in zip(asked.prompts, found, strict=True):
+            _check_cached(answer, prompt, len(prompt) // asked.block_tokens * asked.block_tokens)
+        different.append(sum(a.tokens != b.tokens for a, b in zip(found, computed, strict=True)))
+        engine.forget()
+    own, loaded = different
+    what = "answers over blocks that FlexKV loaded, requests at once, that differ from computed"
+    return Row(
+        f"{what} ones, {asked.name}",
+        loaded,
+        "answers",
+        None if own else goals.SAME_TOKENS,
+        f"of {len(computed)}, {NEW_TOKENS} tokens each; over the engine's own: {own}",
+    )
+
+
 def differ(one: Completion, other: Completion) -> bool:
     """Whether two answers are not the same, to the last bit of their log probabilities."""
     return one.tokens != other.tokens or one.logprobs != other.logprobs
@@ -247,11 +285,15 @@ def _ask(
         prompt, max_tokens=NEW_TOKENS, logprobs=True, transfer_params=transfer_params
     )
     wanted = len(prompt) // asked.block_tokens * asked.block_tokens if cached is None else cached
+    _check_cached(answer, prompt, wanted)
+    return answer
+
+
+def _check_cached(answer: Completion, prompt: Sequence[int], wanted: int) -> None:
     if answer.cached_tokens != wanted:
         raise RuntimeError(
             f"{answer.cached_tokens} of {len(prompt)} tokens came from a cache, not {wanted}"
         )
-    return answer
 
 
 def _noticed(engine: Engine, asked: Questions, place: int, own: Sequence[Completion]) -> bool:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from integration.bench.rows import Row
 from integration.gpu import tokens
 from integration.gpu.results import Log
 from integration.gpu.tokens import ASYNC, LAYERWISE, ON_GPU, TAIL, Questions, token_rows
-from integration.harness.answers import EngineStartError
+from integration.harness.answers import Completion, EngineStartError
 
 SMALLEST_ENGINE_BLOCK = 16
 """Tokens, with vLLM's default on GPUs."""
@@ -42,6 +43,11 @@ def test_layers_are_awaited_only_where_vllm_allows_it(asked: Questions) -> None:
 def test_host_memory_holds_all_blocks(asked: Questions) -> None:
     size = sum(asked.blocks) * asked.block_tokens * asked.model.kv_bytes_per_token
     assert size < asked.settings["cpu_cache_gb"] * (1 << 30)
+
+
+@by_name
+def test_requests_at_once_are_compared_where_rounding_changes_no_token(asked: Questions) -> None:
+    assert asked.at_once == (asked.model.dtype == "float32")
 
 
 def test_users_engines_and_large_slots_are_asked() -> None:
@@ -90,3 +96,35 @@ def test_an_engine_that_may_fail_is_a_note(
     else:
         with pytest.raises(EngineStartError):
             list(token_rows(log))
+
+
+class TwoPasses:
+    """An engine whose answers to all prompts at once are given: over its own cache, then loaded."""
+
+    def __init__(self, *passes: list[Completion]) -> None:
+        self._passes = list(passes)
+
+    def generate_many(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
+        return self._passes.pop(0)
+
+    def forget(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("own", "loaded", "value", "passed"),
+    [(7, 7, 0, True), (7, 8, 2, False), (8, 8, 2, True)],
+    ids=["equal", "only loaded ones differ", "rounding counts"],
+)
+def test_answers_at_once_have_a_goal_where_those_over_the_engines_own_cache_are_equal(
+    own: int, loaded: int, value: int, passed: bool
+) -> None:
+    asked = Questions("x", ON_GPU[0].model, 64, (1, 2), at_once=True)
+
+    def answers(token: int) -> list[Completion]:
+        return [Completion([token], "length", 64 * blocks) for blocks in asked.blocks]
+
+    engine: Any = TwoPasses(answers(own), answers(loaded))
+    row = tokens._at_once(engine, asked, answers(7))
+    assert (row.value, row.passed) == (value, passed)
+    assert (row.goal is None) == (own != 7)
