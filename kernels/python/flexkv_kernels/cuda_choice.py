@@ -16,14 +16,15 @@ SMALLER_RING = 0.995
 belongs to the engine. Not tuned."""
 
 BY_COPY_ENGINES = 0.985
-"""With the chosen ring, a way whose link is driven by copy engines is chosen if it reaches this share
-of the fastest one's speed. Speeds are measured on an idle device; beside an engine that computes,
-copy engines keep theirs, and kernels wait for multiprocessors. Not tuned."""
+"""With the chosen ring, a way whose link is driven by copy engines is chosen if it reaches this
+share of the fastest one's speed. Speeds are measured on an idle device; beside an engine that
+computes, copy engines keep theirs, and kernels wait for multiprocessors. Not tuned."""
 
 FEWER_BLOCKS = 0.99
-"""Of such ways, or of all where there is none, one that reaches this share of the fastest one's speed
-is chosen if it needs fewer multiprocessors: those belong to the engine, too. Not tuned. The product
-of the three shares is 0.97: the goal for copies, if the fastest way has the speed of the link."""
+"""Of such ways, or of all where there is none, one that reaches this share of the fastest one's
+speed is chosen if it needs fewer multiprocessors: those belong to the engine, too. Not tuned. The
+product of the three shares is 0.97: the goal for copies, if the fastest way has the speed of the
+link."""
 
 STAGED_SHARE = 1 / 16
 """The part of a multiprocessor that a thread block of the staged way counts as. It has one warp and
