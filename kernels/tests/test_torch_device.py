@@ -64,12 +64,13 @@ import torch
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat, PlacedPlane
 from flexkv.types.mover import Direction, Status
-from flexkv_kernels import CudaMover, cuda_calibration
+from flexkv_kernels import CudaMover, cuda_calibration, cuda_scratch
 from flexkv_kernels.torch_device import CudaMemory
 
 cuda_calibration.TRANSFER_BYTES = 1 << 17  # the fake device is slow
 cuda_calibration.CANDIDATES = cuda_calibration.CANDIDATES[1:2]
 cuda_calibration.RINGS = cuda_calibration.RINGS[:1]
+cuda_scratch.bytes_by_node = lambda address: {7: 1} if address == arena.address else {}
 
 pages = torch.arange(8 * 4096, dtype=torch.int32).view(torch.uint8)  # a GPU's memory is the host's
 arena = Arena.create(ArenaSpec(BlockFormat(1, (2 * 4096,)), 16))
@@ -101,4 +102,5 @@ def test_a_mover_for_a_gpu_is_calibrated_and_copies(fake: FakeCuda, tmp_path: Pa
         check=False,
     )
     assert run.stdout == "copied\n", run.stdout + run.stderr
-    assert len(list((tmp_path / "cache" / "flexkv").glob("*.json"))) == 1
+    (path,) = (tmp_path / "cache" / "flexkv").glob("*.json")
+    assert "nodes=(7,)" in path.read_text()  # measured for memory like the arena's
