@@ -73,6 +73,8 @@ def test_after_an_error_all_is_as_without_flexkv(
             delay_reads(world, rng)
         if "operator" in guarded.place:
             let_operators_call(world)
+        if "sleep" in guarded.place:
+            let_workers_sleep(world)
         return world
 
     hit_all(
@@ -94,6 +96,19 @@ def let_operators_call(world: World) -> None:
         step(*arguments)
 
     world.step = with_call  # type: ignore[method-assign]
+
+
+def let_workers_sleep(world: World) -> None:
+    """Unmap vLLM's pages, and map them again with the same bytes, before each step."""
+    step = world.step
+
+    def with_sleep(*arguments: Any) -> None:
+        for rank in world.ranks:
+            rank.adapter.suspend()  # type: ignore[attr-defined]
+            rank.adapter.resume()  # type: ignore[attr-defined]
+        step(*arguments)
+
+    world.step = with_sleep  # type: ignore[method-assign]
 
 
 def raising(*_: object) -> None:
