@@ -24,7 +24,7 @@ _DEFAULTS = CudaOptions()
 class CudaMover(NativeMover):
     """Copies engine blocks between pages on a CUDA device and an arena in host memory.
 
-    It works in the device's primary context, as engines do, with two streams and a thread of its
+    It works in the device's primary context, as engines do, with streams and a thread of its
     own. The arena is page-locked while a mover over it is open. No other code of the process may
     have registered a part of it.
 
