@@ -263,7 +263,8 @@ FKV_API int64_t fkv_mover_copy_ns(fkv_mover* mover, int64_t ticket);
 //
 // A stream can only follow copies that the device has been given, which this waits for: microseconds,
 // unless more is pending than the device is given at a time (some 1000 copies, 32 transfers, or the bytes
-// of a ring). Then it waits until enough of that has been copied, which for a load takes no later work of the caller.
+// of a ring). Then it waits until enough of that has been copied, which for a load takes no later work of
+// the caller.
 FKV_API int fkv_mover_hold(fkv_mover* mover, int64_t ticket, uint64_t stream, int64_t timeout_us,
                            char* err, size_t err_len);
 

@@ -207,7 +207,8 @@ class NativeMover:
         place, or when the transfer has failed. This thread does not wait for the bytes.
 
         It waits until the device has been given all copies: microseconds, unless more is pending
-        than the device is given at a time (about 1,000 copies, or 32 transfers).
+        than the device is given at a time (about 1,000 copies, 32 transfers, or the bytes of
+        a ring).
 
         Args:
             ticket: ticket of the transfer.
