@@ -42,6 +42,8 @@ def copy(
         offsets = world.offsets(places)
         for ticket in [mover.submit(direction, blocks, offsets, planes=part) for part in parts]:
             assert mover.wait(ticket, 60) is Status.DONE, mover.error()
+        if mode is CudaMode.STAGED:
+            assert {way for way, size in mover.bytes_by_mode().items() if size} == {mode}
     return expected
 
 

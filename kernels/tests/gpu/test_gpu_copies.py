@@ -72,6 +72,8 @@ def test_layouts_of_models_are_copied_whole_and_by_layers(kind: str, mode: CudaM
             for ticket in [mover.submit(direction, blocks, offsets, planes=p) for p in parts]:
                 done(mover, ticket)
             assert world.same(expected)
+    if mode is CudaMode.STAGED:
+        assert {way for way, size in mover.bytes_by_mode().items() if size} == {mode}
     mover.close()
 
 
