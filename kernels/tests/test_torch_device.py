@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from flexkv.host.arena import Arena, ArenaSpec  # noqa: E402
+from flexkv.layout import BlockFormat, PlacedPlane  # noqa: E402
 from flexkv.types.errors import LayoutError  # noqa: E402
 from flexkv_kernels import torch_device  # noqa: E402
 from flexkv_kernels.torch_device import CudaMemory, device_of  # noqa: E402
@@ -57,6 +59,28 @@ def test_a_gpu_without_a_cuda_mover_is_refused_with_what_to_install(
         device_of(caches)
     monkeypatch.setattr(torch_device, "cuda_unavailable", lambda: None)
     assert isinstance(device_of(caches), CudaMemory)
+
+
+@pytest.mark.parametrize(("memory", "ring"), [(1 << 30, None), (20 << 20, 8192), (100 << 10, 0)])
+def test_a_device_without_memory_for_the_measured_ring_is_an_error(
+    fake: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    memory: int,
+    ring: int | None,
+) -> None:
+    """The engine has taken memory since copies were measured."""
+    measured = SimpleNamespace(options=lambda: fake.options(ring_bytes=32 << 20))
+    monkeypatch.setattr(torch_device, "calibrated", lambda *_, **__: measured)
+    pages = torch.zeros(8 * 4096, dtype=torch.uint8)
+    arena = Arena.create(ArenaSpec(BlockFormat(1, (4096,)), 16))
+    fake.memory(memory)
+    planes = [PlacedPlane(pages.data_ptr(), 4096, 1, 4096, 4096, 0)]
+    CudaMemory(GPU).make_mover(planes, range(1), 8, arena, 1).close()
+    arena.close()
+    said = f"memory for a copy ring of {ring} KiB each way, and not for the 32768 KiB"
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [said in error for error in errors] == ([] if ring is None else [True])
 
 
 USE = """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from flexkv_kernels.cuda_device import cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
 from flexkv_kernels.cuda_scratch import HostKind
 from flexkv_kernels.host_memory import HostMemory
+
+logger = logging.getLogger("flexkv.cuda")
 
 _LEGACY_STREAM = 1
 """CU_STREAM_LEGACY of cuda.h: CUDA's default stream. Its own handle is 0, which a mover takes as no
@@ -57,13 +60,28 @@ class CudaMemory:
         size = arena.spec.total_bytes
         found = calibrated(self._number, planes, stored, kind=HostKind.of(arena))
         options = found.options()
-        return CudaMover(
+        mover = CudaMover(
             planes, num_blocks, arena.address, size, self._number, options, store=stored
         )
+        if mover.ring_bytes < options.ring_bytes:
+            _report_short_memory(self._number, mover.ring_bytes, options.ring_bytes)
+        return mover
 
     def work_so_far(self) -> int:
         """The handle of this thread's current stream, for the work in it."""
         return torch.cuda.current_stream(self._device).cuda_stream or _LEGACY_STREAM
+
+
+def _report_short_memory(device: int, ring_bytes: int, wanted: int) -> None:
+    logger.error(
+        "CUDA device %d has memory for a copy ring of %d KiB each way, and not for the %d KiB that "
+        "copies were measured with: copies are slower. Leave the GPU %d MiB more, by a lower "
+        "gpu_memory_utilization or mem_fraction_static.",
+        device,
+        ring_bytes >> 10,
+        wanted >> 10,
+        2 * wanted >> 20,
+    )
 
 
 def device_of(kv_caches: Mapping[str, torch.Tensor]) -> HostMemory | CudaMemory:
