@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -265,17 +266,53 @@ def test_the_last_segments_of_a_load_are_short(fake: FakeCuda) -> None:
         assert sizes_of(mover, fake, world, Direction.LOAD) == 4
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_launches_that_the_engine_keeps_waiting_become_few(
-    fake: FakeCuda, direction: Direction
-) -> None:
+@pytest.fixture
+def busy(fake: FakeCuda) -> Iterator[FakeCuda]:
+    """A device on which the engine leaves room for no kernel until a test allows one."""
+    yield fake
+    fake.allow_kernels()
+
+
+def launches(fake: FakeCuda, before: int) -> int:
+    return fake.calls("cuLaunchKernel") - before
+
+
+def test_scatters_that_wait_for_the_engine_become_few(busy: FakeCuda) -> None:
     """Each waits for the engine's next kernel to end: few of them carry all that is ready."""
     world = simple_world(num_blocks=64, page_bytes=64 * KIB, n_planes=16, slots=64)
-    ring = 16 * MIB  # segments of 2 MiB
-    with closing(world.cuda_mover(fake.options(mode=CudaMode.STAGED, ring_bytes=ring))) as mover:
-        fake.delay_kernels(20_000)
-        assert sizes_of(mover, fake, world, direction) < 64 // 2 - 5
-        fake.delay_kernels(0)
+    options = busy.options(mode=CudaMode.STAGED, ring_bytes=16 * MIB)  # segments of 2 MiB
+    with closing(world.cuda_mover(options)) as mover:
+        before, ran = busy.calls("cuLaunchKernel"), busy.calls("copies ran")
+        busy.allow_kernels(0)
+        ticket = mover.submit(Direction.LOAD, range(64), range(0, 64 * MIB, MIB))
+        # The ring is full; one copy has taken the tiles to the device.
+        until(lambda: busy.calls("copies ran") >= ran + 9)
+        assert launches(busy, before) == 8
+        busy.allow_kernels(2)
+        until(lambda: launches(busy, before) == 9)  # 4 MiB: 33 launches become 32 or fewer
+        busy.allow_kernels()
+        assert mover.wait(ticket, 60) is Status.DONE
+        assert launches(busy, before) < 33
+        assert world.pages[:] == world.after(Direction.LOAD, range(64), range(0, 64 * MIB, MIB))[0]
+
+
+def test_gathers_that_wait_for_the_engine_become_few(busy: FakeCuda) -> None:
+    """The first has 1 MiB, and each is twice as large as the one before, up to half the ring."""
+    world = simple_world(num_blocks=64, page_bytes=64 * KIB, n_planes=16, slots=64)
+    options = busy.options(mode=CudaMode.STAGED, ring_bytes=16 * MIB)
+    with closing(world.cuda_mover(options)) as mover:
+        before = busy.calls("cuLaunchKernel")
+        busy.allow_kernels(0)
+        ticket = mover.submit(Direction.STORE, range(64), range(0, 64 * MIB, MIB))
+        until(lambda: launches(busy, before) == 2)
+        busy.allow_kernels(1)
+        until(lambda: launches(busy, before) == 3)
+        busy.allow_kernels(1)
+        until(lambda: launches(busy, before) == 4)  # 15 MiB: 32 launches become 29 or fewer
+        busy.allow_kernels()
+        assert mover.wait(ticket, 60) is Status.DONE
+        assert launches(busy, before) < 30
+        assert world.arena[:] == world.after(Direction.STORE, range(64), range(0, 64 * MIB, MIB))[1]
 
 
 def test_gathers_do_not_queue_behind_one_that_waits(fake: FakeCuda) -> None:

@@ -65,6 +65,8 @@ inline CUresult enqueue_copies(CUstream handle, std::vector<Copy> copies, std::s
       std::memcpy(reinterpret_cast<void*>(copy.destination),
                   reinterpret_cast<const void*>(copy.source), copy.bytes);
     });
+    const std::lock_guard lock(mutex);
+    state.calls["copies ran"] += 1;
     return CUDA_SUCCESS;
   });
   return CUDA_SUCCESS;
@@ -120,6 +122,13 @@ inline bool can_launch(const Launch& launch, unsigned int y, unsigned int z) {
          launch.shared_bytes <= shared;
 }
 
+// Waits while a test has the engine's kernels take the whole device.
+inline void await_engine() {
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [] { return state.kernels_allowed > 0 || sticky; });
+  state.kernels_allowed -= 1;
+}
+
 inline CUresult launch_kernel(CUfunction function, unsigned int blocks, unsigned int blocks_y,
                               unsigned int blocks_z, unsigned int threads, unsigned int threads_y,
                               unsigned int threads_z, unsigned int shared_bytes, CUstream handle,
@@ -139,9 +148,8 @@ inline CUresult launch_kernel(CUfunction function, unsigned int blocks, unsigned
   const bool idle = state.idle_kernels.contains(name);
   const bool reached = reaches(launch.batch);
   const std::uint32_t number = state.launches++;
-  const std::chrono::microseconds delay{state.kernel_delay_us};
-  stream->enqueue([launch, idle, reached, number, delay] {
-    std::this_thread::sleep_for(delay);
+  stream->enqueue([launch, idle, reached, number] {
+    await_engine();
     const CUresult result = run_fails();
     if (idle || result != CUDA_SUCCESS) return result;
     return reached ? run_kernel(launch, number) : CUDA_ERROR_ILLEGAL_ADDRESS;

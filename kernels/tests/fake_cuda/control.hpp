@@ -42,10 +42,11 @@ void fake_idle_kernel(const char* name) {
   state.idle_kernels.insert(name);
 }
 
-// Kernels wait so long for those of the engine from now on.
-void fake_delay_kernels(std::uint32_t us) {
+// Only so many more kernels run, until this is called again.
+void fake_allow_kernels(std::int64_t count) {
   const std::lock_guard lock(mutex);
-  state.kernel_delay_us = us;
+  state.kernels_allowed = count;
+  fake::changed.notify_all();
 }
 
 // Device memory of so many bytes in all.

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import pytest
@@ -133,7 +133,7 @@ class FakeCuda:
         self._lib = ctypes.CDLL(self.path)
         self._lib.fake_configure.argtypes = (c_int, c_int, c_int, c_int, c_uint64)
         self._lib.fake_delay.argtypes = (c_uint32,)
-        self._lib.fake_delay_kernels.argtypes = (c_uint32,)
+        self._lib.fake_allow_kernels.argtypes = (c_int64,)
         self._lib.fake_fail.argtypes = (c_char_p, c_int, c_int, c_int)
         self._lib.fake_idle_kernel.argtypes = (c_char_p,)
         self._lib.fake_memory.argtypes = (c_uint64,)
@@ -159,9 +159,9 @@ class FakeCuda:
         """Work in streams is delayed by random times of up to this."""
         self._lib.fake_delay(max_us)
 
-    def delay_kernels(self, us: int) -> None:
-        """Makes each kernel wait so long for those of an engine."""
-        self._lib.fake_delay_kernels(us)
+    def allow_kernels(self, count: int = 1 << 62) -> None:
+        """Lets so many more kernels run; those after them wait, as for an engine's."""
+        self._lib.fake_allow_kernels(count)
 
     def fail(self, name: str, code: int, *, skip: int = 0, sticky: bool = False) -> None:
         """Makes the call of the driver's function after the next ``skip`` ones fail.

@@ -44,7 +44,7 @@ struct State {
   std::uint64_t memory_limit = ~std::uint64_t{0};     // of all that is allocated
   std::set<void*> captured;                           // streams whose work goes to a graph
   int compiled_for = 0;                               // of kernels; 0: this device
-  std::uint32_t kernel_delay_us = 0;                  // before each kernel runs
+  std::int64_t kernels_allowed = INT64_MAX;           // so many more may run
   std::uint32_t launches = 0;
   bool capturing = false;  // a thread of the engine captures a graph
   int contexts = 0;
