@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from flexkv.host.arena import Arena, ArenaSpec  # noqa: E402
 from flexkv.layout import BlockFormat, PlacedPlane  # noqa: E402
 from flexkv.types.errors import LayoutError  # noqa: E402
-from flexkv_kernels import torch_device  # noqa: E402
+from flexkv_kernels import CudaChoice, CudaMode, Direction, torch_device  # noqa: E402
 from flexkv_kernels.torch_device import CudaMemory, device_of  # noqa: E402
 from kernels.tests.fake_cuda.fake_driver import FakeCuda  # noqa: E402
 
@@ -61,16 +61,27 @@ def test_a_gpu_without_a_cuda_mover_is_refused_with_what_to_install(
     assert isinstance(device_of(caches), CudaMemory)
 
 
-@pytest.mark.parametrize(("memory", "ring"), [(1 << 30, None), (20 << 20, 8192), (100 << 10, 0)])
-def test_a_device_without_memory_for_the_measured_ring_is_an_error(
+@pytest.mark.parametrize(
+    ("way", "memory", "ring"),
+    [
+        (CudaMode.STAGED, 1 << 30, None),
+        (CudaMode.STAGED, 20 << 20, 8192),
+        (CudaMode.STAGED, 100 << 10, 0),
+        (CudaMode.DMA, 20 << 20, None),  # no copy uses the ring
+    ],
+)
+def test_a_device_without_memory_for_the_measured_ring_is_an_error(  # noqa: PLR0917
     fake: FakeCuda,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    way: CudaMode,
     memory: int,
     ring: int | None,
 ) -> None:
     """The engine has taken memory since copies were measured."""
-    measured = SimpleNamespace(options=lambda: fake.options(ring_bytes=32 << 20))
+    choices = (CudaChoice(Direction.LOAD, 4096, 4096, way),)
+    options = fake.options(choices=choices, ring_bytes=32 << 20)
+    measured = SimpleNamespace(options=lambda: options)
     monkeypatch.setattr(torch_device, "calibrated", lambda *_, **__: measured)
     pages = torch.zeros(8 * 4096, dtype=torch.uint8)
     arena = Arena.create(ArenaSpec(BlockFormat(1, (4096,)), 16))

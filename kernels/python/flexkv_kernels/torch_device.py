@@ -16,6 +16,7 @@ from flexkv.types.mover import Mover
 from flexkv_kernels.cuda_calibration import calibrated
 from flexkv_kernels.cuda_device import cuda_device, cuda_unavailable
 from flexkv_kernels.cuda_mover import CudaMover
+from flexkv_kernels.cuda_options import CudaMode
 from flexkv_kernels.cuda_scratch import HostKind
 from flexkv_kernels.host_memory import HostMemory
 
@@ -63,7 +64,8 @@ class CudaMemory:
         mover = CudaMover(
             planes, num_blocks, arena.address, size, self._number, options, store=stored
         )
-        if mover.ring_bytes < options.ring_bytes:
+        uses_ring = any(choice.mode is CudaMode.STAGED for choice in options.choices)
+        if uses_ring and mover.ring_bytes < options.ring_bytes:
             _report_short_memory(self._number, mover.ring_bytes, options.ring_bytes)
         return mover
 
