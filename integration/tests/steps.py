@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import pytest
 
+from integration.harness import processes
 from integration.harness.answers import Completion, EngineStartError
-from integration.harness.engine import Engine
-from integration.tests import corpus
+from integration.harness.config import EngineConfig
+from integration.harness.engine import START_TIMEOUT, Engine
+from integration.harness.vllm_forks import fork_server
+from integration.tests import corpus, refused_start
 from integration.tests.corpus import Tokens
 
 _FLEXKV_ERROR = re.compile(r"^.*flexkv\.types\.errors\.\w+: (.*)$", re.MULTILINE)
@@ -72,9 +77,30 @@ def refusal(start: Callable[[], Engine]) -> str:
     """What FlexKV says when this start fails: one line, however often vLLM repeats it."""
     with pytest.raises(EngineStartError) as caught:
         start()
-    said = set(_FLEXKV_ERROR.findall(caught.value.log))
-    assert len(said) == 1, said or caught.value.log
     assert caught.value.killed == [], "a half-started engine was left"
+    return _error_in(caught.value.log)
+
+
+def forked_refusal(config: EngineConfig, log_path: Path) -> str:
+    """As `refusal`, of vLLM's engine core in one process, which is forked; see `refused_start`."""
+    with log_path.open("wb") as log:
+        process = fork_server().run(
+            refused_start.__name__,
+            config.environment(),
+            log.fileno(),
+            [json.dumps(config.engine_args())],
+        )
+    left = processes.wait_until_gone(process.pid, START_TIMEOUT)
+    processes.kill_group(process.pid)
+    assert left == [], "a half-started engine was left"
+    said = log_path.read_text(errors="replace")
+    assert refused_start.STARTED not in said
+    return _error_in(said)
+
+
+def _error_in(log: str) -> str:
+    said = set(_FLEXKV_ERROR.findall(log))
+    assert len(said) == 1, said or log
     return str(said.pop())
 
 

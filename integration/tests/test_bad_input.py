@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input stops the engine at start, with one clear line and nothing left behind."""
+"""Bad input stops the engine at start, with one clear line and nothing left behind.
+
+Most of these starts are those of vLLM's engine core in one process. A whole engine shows that the
+line reaches the user from its worker.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +27,16 @@ from integration.harness.vllm_forks import fork_server
 from integration.tests import disks, launched_rank
 from integration.tests.corpus import WARM
 from integration.tests.reference import Reference
-from integration.tests.steps import ask_each, refusal
+from integration.tests.steps import ask_each, forked_refusal, refusal
 
 
 @pytest.fixture
 def refuse(
-    host: EngineHost, engine_config: Callable[..., EngineConfig]
+    engine_config: Callable[..., EngineConfig], tmp_path: Path
 ) -> Callable[[Connector], str]:
-    """Start an engine that must not start; what FlexKV says."""
-    return lambda chosen: refusal(lambda: host.start(engine_config(chosen)))
+    """Start an engine core that must not start; what FlexKV says."""
+    config = functools.partial(engine_config, probe=False)
+    return lambda chosen: forked_refusal(config(chosen), tmp_path / "refused.log")
 
 
 @pytest.mark.parametrize(
@@ -127,22 +134,22 @@ def test_more_than_the_disk_has(
 
 
 def test_the_same_engine_id_twice(
-    host: EngineHost,
+    engine: Engine,
     reference: Reference,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
     work_dir: Path,
 ) -> None:
     """The second engine stops; the first one goes on."""
-    config = engine_config(connector.plugin(engine_id="twice", **flexkv()))
-    first = host.start(config)
+    (name,) = set(re.findall(r"and engine_id: (\S+)", engine.log()))
+    config = engine_config(connector.plugin(engine_id=name, **flexkv()))
     said = refusal(lambda: Engine(config, work_dir / "logs" / "second.log"))
-    assert "'twice'" in said
+    assert repr(name) in said
     assert "engine_id of its own" in said.partition("allowed:")[2]
 
-    reference.check_all(WARM, ask_each(first, WARM), what="the first engine")
-    first.forget()
-    warm = ask_each(first, WARM)
+    reference.check_all(WARM, ask_each(engine, WARM), what="the first engine")
+    engine.forget()
+    warm = ask_each(engine, WARM)
     reference.check_all(WARM, warm, what="the first engine, warm")
     assert all(answer.cached_tokens for answer in warm)
 
