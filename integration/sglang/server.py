@@ -9,6 +9,7 @@ import json
 import os
 import time
 import urllib.error
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,23 +91,24 @@ class Answer:
     meta: dict[str, Any]
 
 
-class SglangServer(HttpServer):
-    """A server; a context manager that ends it. Methods may be called from several threads.
+class SglangClient(ABC):
+    """Requests to a server, or to what stands for one; `ask` sends them.
 
-    Args:
-        config: what it is started with; its metrics need the flag `enable_metrics`.
-        log_path: receives all that its processes print.
-
-    Raises:
-        EngineError: it did not start; nothing of it is left then.
-        EnvironmentMissingError: there is no Python with SGLang.
+    Attributes:
+        config: of the server.
     """
 
-    def __init__(self, config: ServerConfig, log_path: Path) -> None:
-        self.config = config
-        command = [str(environment.python()), "-m", "sglang.launch_server"]
-        start = forks.start if config.forked else spawned(command)
-        super().__init__("SGLang", start, config.arguments(), config.environment(), log_path)
+    config: ServerConfig
+
+    @abstractmethod
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> str:
+        """The answer to an HTTP request; see `HttpServer`."""
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 8, **request: Any) -> Answer:
         """The greedy answer to a prompt.
@@ -137,30 +139,6 @@ class SglangServer(HttpServer):
         """Answer a prompt with parameters for FlexKV."""
         sampling = {"max_new_tokens": max_tokens, "custom_params": parameters}
         self.ask("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
-
-    def stream(
-        self, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True
-    ) -> tuple[Completion, dict[str, Any]]:
-        """The greedy answer with the time of each token, and SGLang's last word on it."""
-        sampling = {"max_new_tokens": max_tokens, "temperature": 0.0, "ignore_eos": ignore_eos}
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-        tokens: list[int] = []
-        times: list[float] = []
-        meta: dict[str, Any] = {}
-        begin = time.monotonic()
-        with self.open("/generate", body) as answer:
-            for line in answer:
-                part = line.decode().removeprefix("data: ").strip()
-                if not part.startswith("{"):
-                    continue
-                found = json.loads(part)
-                meta = found["meta_info"]
-                # Each part has all tokens so far, or those that are new.
-                new = found["output_ids"]
-                tokens = new if len(new) == meta["completion_tokens"] else tokens + new
-                times += [time.monotonic() - begin] * (len(tokens) - len(times))
-        finish = (meta["finish_reason"] or {}).get("type")
-        return Completion(tokens, finish, meta["cached_tokens"], times), meta
 
     def abort(self, rid: str) -> None:
         """Abort a request by its `rid`."""
@@ -202,6 +180,49 @@ class SglangServer(HttpServer):
             self.generate(random_tokens(f"{seed}/{part}", size, self.config.spec.vocab), 1)
             after_each()
         self.flush()
+
+
+class SglangServer(HttpServer, SglangClient):
+    """A server; a context manager that ends it. Methods may be called from several threads.
+
+    Args:
+        config: what it is started with; its metrics need the flag `enable_metrics`.
+        log_path: receives all that its processes print.
+
+    Raises:
+        EngineError: it did not start; nothing of it is left then.
+        EnvironmentMissingError: there is no Python with SGLang.
+    """
+
+    def __init__(self, config: ServerConfig, log_path: Path) -> None:
+        self.config = config
+        command = [str(environment.python()), "-m", "sglang.launch_server"]
+        start = forks.start if config.forked else spawned(command)
+        super().__init__("SGLang", start, config.arguments(), config.environment(), log_path)
+
+    def stream(
+        self, prompt: Sequence[int], max_tokens: int, ignore_eos: bool = True
+    ) -> tuple[Completion, dict[str, Any]]:
+        """The greedy answer with the time of each token, and SGLang's last word on it."""
+        sampling = {"max_new_tokens": max_tokens, "temperature": 0.0, "ignore_eos": ignore_eos}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        tokens: list[int] = []
+        times: list[float] = []
+        meta: dict[str, Any] = {}
+        begin = time.monotonic()
+        with self.open("/generate", body) as answer:
+            for line in answer:
+                part = line.decode().removeprefix("data: ").strip()
+                if not part.startswith("{"):
+                    continue
+                found = json.loads(part)
+                meta = found["meta_info"]
+                # Each part has all tokens so far, or those that are new.
+                new = found["output_ids"]
+                tokens = new if len(new) == meta["completion_tokens"] else tokens + new
+                times += [time.monotonic() - begin] * (len(tokens) - len(times))
+        finish = (meta["finish_reason"] or {}).get("type")
+        return Completion(tokens, finish, meta["cached_tokens"], times), meta
 
 
 def _each(request: Mapping[str, Any]) -> dict[str, list[Any]]:

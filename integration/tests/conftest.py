@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from integration.harness import connector
+from integration.harness import connector, golden_pytest
 from integration.harness.checkpoint import TINY, write_checkpoint
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.engine import Engine
+from integration.harness.golden import process_ledger
 from integration.harness.host import EngineHost
+from integration.harness.plain_engine import PlainEngine
 from integration.sglang import environment
 from integration.tests import corpus, disks, sharing
 from integration.tests.node_service import NodeService
@@ -28,6 +30,12 @@ from integration.tests.reference import Reference, plain_config
 # Bytes of KV cache and of arena that hold all that one test stores, and little more.
 KV_CACHE_BYTES = 64 << 20
 ARENA_GB = 0.125
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", golden_pytest.MARKER)
+    plugin = golden_pytest.GoldenPlugin(process_ledger(), Path(__file__).parent)
+    config.pluginmanager.register(plugin, "golden")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook, too
@@ -79,20 +87,9 @@ def host(work_dir: Path) -> Iterator[EngineHost]:
 
 
 @pytest.fixture(scope="session")
-def reference(
-    pytestconfig: pytest.Config,
-    tmp_path_factory: pytest.TempPathFactory,
-    host: EngineHost,
-    model: Path,
-) -> Reference:
-    """Plain vLLM's answers to the whole corpus. One worker of pytest-xdist asks for all."""
-
-    def ask() -> Reference:
-        return Reference.asked(host.start(plain_config(model)))
-
-    if not hasattr(pytestconfig, "workerinput"):
-        return ask()
-    return Reference.shared(tmp_path_factory.getbasetemp().parent, ask)
+def reference(host: EngineHost, model: Path) -> Reference:
+    """Plain vLLM's answers to the whole corpus."""
+    return Reference.asked(PlainEngine(host.start, plain_config(model)))
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from integration.harness.answers import Completion
 from integration.harness.checkpoint import TINY
 from integration.harness.config import EngineConfig
-from integration.harness.engine import Engine
+from integration.harness.plain_engine import Generates
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
 
@@ -42,7 +40,7 @@ class Reference:
         self.turns = list(_turns(self.of))
 
     @classmethod
-    def asked(cls, engine: Engine) -> Reference:
+    def asked(cls, engine: Generates) -> Reference:
         """The answers of `engine`."""
         answers: dict[tuple[Tokens, int], Completion] = {}
 
@@ -59,24 +57,6 @@ class Reference:
         for _ in _turns(ask):
             pass
         return cls(answers)
-
-    @classmethod
-    def shared(cls, folder: Path, ask: Callable[[], Reference]) -> Reference:
-        """The answers of `ask`, which one of the processes calls that give this `folder`; the
-        others wait for it."""
-        path = folder / "reference.json"
-        with open(folder / "reference.lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                if path.exists():
-                    found = json.loads(path.read_text(encoding="utf-8"))
-                    return cls({(tuple(p), count): Completion(**each) for p, count, each in found})
-                reference = ask()
-                answers = [(*key, asdict(each)) for key, each in reference._answers.items()]
-                path.write_text(json.dumps(answers), encoding="utf-8")
-                return reference
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not suffice if a process was forked
 
     def of(self, prompt: Sequence[int], new_tokens: int = corpus.NEW_TOKENS) -> Completion:
         """The answer to a prompt of the corpus; KeyError for any other."""

@@ -12,8 +12,8 @@ from integration.harness.adapter import Adapter, write_adapter
 from integration.harness.checkpoint import TINY
 from integration.harness.config import EngineConfig
 from integration.harness.connector import NONE
-from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
+from integration.harness.plain_engine import Generates, PlainEngine
 from integration.tests.corpus import SALTED
 from integration.tests.steps import whole_blocks
 
@@ -21,7 +21,7 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 NEW_TOKENS = 12
 
 
-def ask(engine: Engine, adapter: Adapter | None) -> tuple[list[int], int]:
+def ask(engine: Generates, adapter: Adapter | None) -> tuple[list[int], int]:
     """The answer to the one prompt, and how much of that was cached."""
     answer = engine.generate(SALTED, max_tokens=NEW_TOKENS, adapter=adapter)
     return answer.tokens, answer.cached_tokens or 0
@@ -34,7 +34,7 @@ def test_two_adapters_and_none_share_nothing(
     tmp_path: Path,
 ) -> None:
     adapters = [None, *(write_adapter(TINY, tmp_path, f"adapter-{n}", n) for n in (1, 2))]
-    plain = host.start(engine_config(NONE, extra_args=LORA, prefix_caching=False))
+    plain = PlainEngine(host.start, engine_config(NONE, extra_args=LORA, prefix_caching=False))
     expected = [ask(plain, adapter)[0] for adapter in adapters]
     assert len(set(map(tuple, expected))) == len(adapters), "they do not differ: this shows nothing"
 

@@ -31,6 +31,7 @@ def test_warm_after_a_reset(
     assert external_hits(engine) - before == sum(restored)
 
 
+@pytest.mark.golden  # this test is why such a run asks for the reference
 def test_the_engines_own_hits_stay_equal(engine: Engine, reference: Reference) -> None:
     """What vLLM has in its own prefix cache is not loaded again.
 

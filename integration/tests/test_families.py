@@ -17,6 +17,7 @@ from integration.harness.config import EngineConfig
 from integration.harness.engine import Engine
 from integration.harness.families import VOCAB, write_family
 from integration.harness.host import EngineHost
+from integration.harness.plain_engine import PlainEngine
 from integration.harness.prompts import random_tokens
 from integration.tests import corpus
 from integration.tests.corpus import Tokens
@@ -86,9 +87,14 @@ def case(
 ) -> Case:
     family: Family = request.param
     changes = {"model": write_family(family.name, work_dir), **family.engine}
-    plain = host.start(engine_config(connector.NONE, **changes))
-    cold = {prompt: ask(plain, prompt) for prompt in (*PROMPTS, *PARTED)}
-    own_hit = {prompt: ask(plain, prompt) for prompt in (*PROMPTS, *PARTED)}
+    plain = PlainEngine(host.start, engine_config(connector.NONE, **changes))
+    cold, own_hit = (
+        {
+            prompt: plain.generate(prompt, max_tokens=corpus.NEW_TOKENS, logprobs=True)
+            for prompt in (*PROMPTS, *PARTED)
+        }
+        for _ in range(2)
+    )
     engine = host.start(engine_config(connector.plugin(**flexkv()), **changes))
     return Case(family, engine, cold, own_hit)
 

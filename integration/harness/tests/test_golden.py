@@ -1,0 +1,725 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored answers: their keys, what is asked of the real engine, and what pytest does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.harness import connector, plain_engine
+from integration.harness.answers import Completion
+from integration.harness.checkpoint import TINY
+from integration.harness.config import EngineConfig
+from integration.harness.golden import VARIABLE, Ledger, Mode, StandIn, digest_of_files, portable
+from integration.harness.plain_engine import PlainEngine
+from integration.sglang import plain_server
+from integration.sglang.plain_server import PlainServer
+from integration.sglang.server import ServerConfig
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[3]
+BOOK = "engine-1"
+
+
+class RealEngine:
+    """Answers with the prompt, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def answer(self, prompt: str) -> str:
+        self.asked.append(prompt)
+        return f"answer to {prompt}"
+
+
+class Asker(StandIn):
+    """A stand-in for a `RealEngine`."""
+
+    def __init__(self, ledger: Ledger, engine: dict[str, str] | None, **options: bool) -> None:
+        super().__init__(BOOK, engine, ledger=ledger, **options)
+        self.real = RealEngine()
+
+    def ask(self, prompt: str, lasting: bool = False) -> str:
+        answer: str = self.call(prompt, lambda: self.real.answer(prompt), lasting=lasting)
+        return answer
+
+    def flush(self) -> None:
+        self.forget(lambda: self.real.asked.append("flush"))
+
+
+ENGINE = {"model": "tiny"}
+
+
+def store(folder: Path, ask: Callable[[Asker], object], engine: dict[str, str] = ENGINE) -> None:
+    """Store what `ask` asks."""
+    ledger = Ledger(folder, Mode.WRITE)
+    ask(Asker(ledger, engine))
+    ledger.write(ledger.asked, complete=True)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """In which the answers to "a" and, after it, "b" are stored."""
+    store(tmp_path, lambda asker: [asker.ask("a"), asker.ask("b")])
+    return Ledger(tmp_path, Mode.STORED)
+
+
+# Calls --------------------------------------------------------------------------------------------
+
+
+def test_stored_answers_need_no_engine(ledger: Ledger) -> None:
+    asker = Asker(ledger, ENGINE)
+    assert [asker.ask("a"), asker.ask("b")] == ["answer to a", "answer to b"]
+    assert asker.real.asked == []
+    assert ledger.used
+
+
+def test_the_engine_repeats_earlier_calls_before_one_that_is_not_stored(ledger: Ledger) -> None:
+    asker = Asker(ledger, ENGINE)
+    assert [asker.ask(prompt) for prompt in "acb"] == [f"answer to {prompt}" for prompt in "acb"]
+    assert asker.real.asked == ["a", "c", "b"]
+    assert len(ledger.missing) == 2
+
+
+def test_an_answer_depends_on_the_calls_before(ledger: Ledger) -> None:
+    asker = Asker(ledger, ENGINE)
+    asker.ask("b")
+    assert asker.real.asked == ["b"]
+    assert not ledger.used
+
+
+def test_a_flush_ends_the_past_but_for_lasting_calls(tmp_path: Path) -> None:
+    def ask(asker: Asker) -> None:
+        asker.ask("load", lasting=True)
+        asker.flush()
+        asker.ask("a")
+
+    store(tmp_path, ask)
+    ledger = Ledger(tmp_path, Mode.STORED)
+    asker = Asker(ledger, ENGINE)
+    asker.ask("load", lasting=True)
+    asker.flush()
+    asker.ask("a")
+    asker.flush()
+    asker.ask("a")
+    assert asker.real.asked == []
+    asker.flush()
+    asker.ask("c")
+    assert asker.real.asked == ["load", "c"]
+    asker.flush()
+    asker.ask("a")
+    assert asker.real.asked == ["load", "c", "flush", "a"]
+
+    other = Asker(ledger, ENGINE)
+    other.ask("a")
+    assert other.real.asked == ["a"]
+
+
+def test_an_engine_that_remembers_nothing_may_be_asked_in_any_order(tmp_path: Path) -> None:
+    written = Ledger(tmp_path, Mode.WRITE)
+    first = Asker(written, ENGINE, remembers=False)
+    for prompt in "ab":
+        first.ask(prompt)
+    written.write(written.asked, complete=True)
+    asker = Asker(Ledger(tmp_path, Mode.STORED), ENGINE, remembers=False)
+    for prompt in "ba":
+        asker.ask(prompt)
+    assert asker.real.asked == []
+
+
+def test_another_engine_has_other_answers(ledger: Ledger) -> None:
+    asker = Asker(ledger, {"model": "large"})
+    asker.ask("a")
+    assert asker.real.asked == ["a"]
+
+
+# Modes --------------------------------------------------------------------------------------------
+
+
+def test_the_variable_chooses_the_mode() -> None:
+    assert Mode.chosen({}) is Mode.STORED
+    assert Mode.chosen({VARIABLE: "off"}) is Mode.OFF
+    with pytest.raises(ValueError, match=r"GOLDEN_ANSWERS=of .*stored, check, write, off"):
+        Mode.chosen({VARIABLE: "of"})
+
+
+@pytest.mark.parametrize("mode", [Mode.CHECK, Mode.WRITE, Mode.OFF])
+def test_other_modes_ask_the_engine(ledger: Ledger, mode: Mode) -> None:
+    ledger.mode = mode
+    asker = Asker(ledger, ENGINE)
+    asker.ask("a")
+    assert asker.real.asked == ["a"]
+    assert not ledger.used
+
+
+def test_nothing_is_compared_when_off(ledger: Ledger) -> None:
+    ledger.mode = Mode.OFF
+    Asker(ledger, ENGINE).ask("c")
+    assert not ledger.missing
+
+
+def test_a_check_finds_answers_that_differ_and_are_missing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, Mode.WRITE)
+    stored: dict[str, Any] = {"tokens": [1], "logprobs": [-0.5, None], "cached_tokens": 0}
+    for key in "abcde":
+        ledger.note(BOOK, key, stored)
+    ledger.write(ledger.asked, complete=True)
+    ledger = Ledger(tmp_path, Mode.CHECK)
+    ledger.note(BOOK, "a", stored | {"logprobs": [-0.50001, None]})
+    ledger.note(BOOK, "b", stored | {"logprobs": [-0.501, None]})
+    ledger.note(BOOK, "c", stored | {"tokens": [2]})
+    ledger.note(BOOK, "d", stored | {"cached_tokens": 16})
+    ledger.note(BOOK, "e", stored | {"logprobs": [float("nan"), None]})
+    ledger.note(BOOK, "f", stored)
+    assert ledger.differing == {f"{BOOK} {key}" for key in "bcde"}
+    assert ledger.missing == {f"{BOOK} f"}
+
+
+def test_an_engine_that_answers_twice_differently_is_found_when_written(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, Mode.WRITE)
+    ledger.note(BOOK, "a", "one")
+    ledger.note(BOOK, "a", "another")
+    assert ledger.differing == {f"{BOOK} a"}
+
+
+def test_a_file_has_a_sorted_line_for_each_answer(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, Mode.WRITE)
+    ledger.write({BOOK: {"b": [1, 2], "a": {"tokens": []}}}, complete=False)
+    assert (tmp_path / f"{BOOK}.json").read_text() == '{\n"a": {"tokens":[]},\n"b": [1,2]\n}\n'
+    assert Ledger(tmp_path, Mode.STORED).find(BOOK, "b") == [1, 2]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_only_a_complete_run_removes_answers(tmp_path: Path, complete: bool) -> None:
+    for book in (BOOK, "engine-0"):
+        Ledger(tmp_path, Mode.WRITE).write({book: {"old": 1, "again": 1}}, complete=False)
+    Ledger(tmp_path, Mode.WRITE).write({BOOK: {"again": 2, "new": 3}}, complete=complete)
+    found = json.loads((tmp_path / f"{BOOK}.json").read_text())
+    assert found == {"again": 2, "new": 3} | ({} if complete else {"old": 1})
+    assert (tmp_path / "engine-0.json").exists() is not complete
+
+
+def test_numbers_are_rounded_in_live_answers_too(tmp_path: Path) -> None:
+    asker = Asker(Ledger(tmp_path, Mode.OFF), ENGINE)
+    assert asker.call("a", lambda: {"logprobs": [-0.123456789]}) == {"logprobs": [-0.123457]}
+
+
+# Paths --------------------------------------------------------------------------------------------
+
+
+def test_contents_stand_for_paths(tmp_path: Path) -> None:
+    for name in ("one", "same", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("other" if name == "other" else "same")
+    one, same, other = (f"a={tmp_path / name}" for name in ("one", "same", "other"))
+    assert portable([one, 1, True]) == portable([same, 1, True])
+    assert portable({"path": one}) != portable({"path": other})
+    assert portable("/no/such/folder") == "/no/such/folder"
+    (tmp_path / "same" / "weights").rename(tmp_path / "same" / "renamed")
+    assert digest_of_files(tmp_path / "one") != digest_of_files(tmp_path / "same")
+
+
+# vLLM ---------------------------------------------------------------------------------------------
+
+
+class RealVllm:
+    """Takes the place of `Engine`."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def start(self, config: EngineConfig) -> Any:
+        self.starts += 1
+        return self
+
+    def generate(self, prompt: list[int], **options: Any) -> Completion:
+        return Completion(prompt[:2], "length", 0, [0.1], [-1.5, -2.5])
+
+
+def engine_config(folder: Path, weights: str = "weights", **changes: Any) -> EngineConfig:
+    model = folder / f"model {len(list(folder.iterdir()))}"
+    model.mkdir()
+    (model / "model.safetensors").write_text(weights)
+    return dataclasses.replace(EngineConfig(model, "float32", forked=True), **changes)
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Callable[..., tuple[Completion, int]]:
+    """Asks a plain engine for an answer; the answer, and how many engines that started.
+
+    The answer of the engine with unchanged options to the prompt [1, 2, 3] is stored.
+    """
+    golden, models = tmp_path / "golden", tmp_path / "models"
+    models.mkdir()
+
+    def ask(
+        ledger: Ledger, prompt: list[int] | None = None, **changes: Any
+    ) -> tuple[Completion, int]:
+        real = RealVllm()
+        engine = PlainEngine(real.start, engine_config(models, **changes), ledger)
+        return engine.generate(prompt or [1, 2, 3], logprobs=True), real.starts
+
+    ledger = Ledger(golden, Mode.WRITE)
+    ask(ledger)
+    ledger.write(ledger.asked, complete=True)
+    return lambda **changes: ask(Ledger(golden, Mode.STORED), **changes)
+
+
+def test_vllm_is_not_started_for_a_stored_answer(
+    vllm: Callable[..., tuple[Completion, int]],
+) -> None:
+    answer, starts = vllm()
+    assert answer == Completion([1, 2], "length", 0, [], [-1.5, -2.5])
+    assert starts == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": [1, 2, 4]},
+        {"weights": "other weights"},
+        {"block_size": 32},
+        {"env": {"VLLM_ATTENTION_BACKEND": "other"}},
+        {"dtype": "bfloat16"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_vllm_is_started_for_any_other_answer(
+    vllm: Callable[..., tuple[Completion, int]], changes: dict[str, Any]
+) -> None:
+    assert vllm(**changes)[1] == 1
+
+
+def test_another_version_of_vllm_has_a_file_of_its_own(
+    vllm: Callable[..., tuple[Completion, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_engine, "vllm_version", lambda: "0.0.1")
+    assert vllm()[1] == 1
+
+
+def test_an_engine_with_other_threads_has_other_answers(
+    vllm: Callable[..., tuple[Completion, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = EngineConfig.environment
+    monkeypatch.setattr(
+        EngineConfig, "environment", lambda self: environment(self) | {"OMP_NUM_THREADS": "7"}
+    )
+    assert vllm()[1] == 1
+
+
+def test_answers_in_bfloat16_are_not_stored(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "golden", Mode.WRITE)
+    engine = PlainEngine(RealVllm().start, engine_config(tmp_path, dtype="bfloat16"), ledger)
+    assert engine.generate([1, 2]).tokens == [1, 2]
+    assert ledger.asked == {}
+
+
+def test_an_engine_with_a_connector_is_not_plain(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, connector=connector.plugin())
+    with pytest.raises(ValueError, match="plugin"):
+        PlainEngine(RealVllm().start, config, Ledger(tmp_path, Mode.OFF))
+
+
+# SGLang -------------------------------------------------------------------------------------------
+
+
+class RealSglang:
+    """Takes the place of `SglangServer`."""
+
+    servers: list[RealSglang]
+
+    def __init__(self, config: ServerConfig, log_path: Path) -> None:
+        self.config = config
+        self.asked: list[str] = []
+        self.servers.append(self)
+
+    def ask(self, path: str, body: Any, *_: Any) -> str:
+        self.asked.append(path)
+        if path != "/generate":
+            return '{"success": true, "loaded": "adapters"}'
+        finish = {"type": "length", "length": 8}
+        meta = {"cached_tokens": 0, "finish_reason": finish, "e2e_latency": 0.1, "id": "random"}
+        return json.dumps(
+            [{"output_ids": ids[:2], "text": "", "meta_info": meta} for ids in body["input_ids"]]
+        )
+
+    def flush(self) -> None:
+        self.asked.append("flush")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainServer]:
+    """Makes plain servers."""
+    RealSglang.servers = []
+    monkeypatch.setattr(plain_server, "SglangServer", RealSglang)
+    monkeypatch.setattr(plain_server, "sglang_version", lambda: "0.0.1")
+    (tmp_path / "models").mkdir()
+
+    def made(mode: Mode, **changes: Any) -> PlainServer:
+        weights = changes.pop("weights", "weights")
+        model = engine_config(tmp_path / "models", weights).model
+        config = dataclasses.replace(ServerConfig(model, TINY), **changes)
+        return PlainServer(config, tmp_path / "log", Ledger(tmp_path / "golden", mode))
+
+    return made
+
+
+def converse(server: PlainServer, adapter: Path) -> list[object]:
+    server.ask("/load_lora_adapter", {"lora_name": "one", "lora_path": str(adapter)})
+    first = server.generate([1, 2, 3], lora_path="one")
+    server.flush()
+    return [first, *server.generate_all([[4, 5, 6], [7, 8, 9]])]
+
+
+def written(server: PlainServer) -> None:
+    ledger = server._ledger
+    ledger.write(ledger.asked, complete=True)
+
+
+def test_a_server_is_not_started_for_stored_answers(
+    sglang: Callable[..., PlainServer], tmp_path: Path
+) -> None:
+    adapters = [tmp_path / "adapter 1", tmp_path / "adapter 2"]
+    for each in adapters:
+        each.mkdir()
+        (each / "weights").touch()
+    with sglang(Mode.WRITE) as server:
+        live = converse(server, adapters[0])
+    written(server)
+    (real,) = RealSglang.servers
+    assert real.asked == ["/load_lora_adapter", "/generate", "flush", "/generate", "close"]
+    with sglang(Mode.STORED) as server:
+        assert converse(server, adapters[1]) == live
+        assert len(RealSglang.servers) == 1
+        server.generate([1, 2])
+    assert RealSglang.servers[1].asked == ["/load_lora_adapter", "/generate", "/generate", "close"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": "other weights"},
+        {"page_size": 1},
+        {"flags": {"enable_mixed_chunk": True}},
+        {"env": {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}},
+        {"spec": dataclasses.replace(TINY, dtype="bfloat16")},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_server_is_started_for_any_other_answer(
+    sglang: Callable[..., PlainServer], changes: dict[str, Any]
+) -> None:
+    server = sglang(Mode.WRITE)
+    server.generate([1, 2])
+    written(server)
+    sglang(Mode.STORED).generate([1, 2])
+    assert len(RealSglang.servers) == 1
+    sglang(Mode.STORED, **changes).generate([1, 2])
+    assert len(RealSglang.servers) == 2
+
+
+def test_a_server_has_no_answer_to_other_requests(sglang: Callable[..., PlainServer]) -> None:
+    with pytest.raises(ValueError, match="/server_info"):
+        sglang(Mode.STORED).await_steps()
+
+
+def test_a_server_with_flexkv_is_not_plain(sglang: Callable[..., PlainServer]) -> None:
+    with pytest.raises(ValueError, match="enable_flexkv"):
+        sglang(Mode.STORED, flags={"enable_flexkv": True})
+
+
+# pytest -------------------------------------------------------------------------------------------
+
+CONFTEST = """
+import os
+from pathlib import Path
+
+import pytest
+
+from integration.harness.golden import Ledger, Mode, StandIn
+from integration.harness.golden_pytest import MARKER, GoldenPlugin
+
+LEDGER = Ledger(Path("golden").resolve(), Mode(os.environ.get("MODE", "stored")))
+REAL = os.environ.get("REAL", "right")
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", MARKER)
+    config.addinivalue_line("markers", "engine")
+    config.pluginmanager.register(GoldenPlugin(LEDGER, Path(__file__).parent), "golden")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker("engine")
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item, settings):
+    note("timers", "x")
+
+def note(name, text):
+    with open(name, "a") as file:
+        file.write(text)
+
+class Plain(StandIn):
+    def __init__(self):
+        super().__init__("engine-1", {}, remembers=False, ledger=LEDGER)
+
+    def ask(self, prompt):
+        def answer():
+            note("asked", prompt)
+            return f"{REAL} {prompt}"
+        return self.call(prompt, answer)
+
+@pytest.fixture(scope="session")
+def reference():
+    return Plain().ask("a")
+
+@pytest.fixture(scope="module")
+def flexkv():
+    return f"{REAL} a"
+"""
+IMPORT = "from conftest import Plain, note\n"
+EQUAL = IMPORT + "def test_equal(reference, flexkv): assert flexkv == reference\n"
+EQUAL_AGAIN = "def test_equal_again(reference, flexkv): assert flexkv == reference\n"
+BROKEN = IMPORT + "def test_broken(reference): assert reference == 'wrong a'\n"
+UNSTABLE = (
+    IMPORT
+    + """
+from pathlib import Path
+
+def test_unstable(reference):
+    first = not Path("ran").exists()
+    Path("ran").touch()
+    assert not first
+"""
+)
+IN_SETUP = (
+    IMPORT
+    + """
+import pytest
+
+@pytest.fixture(scope="module")
+def equal(reference, flexkv): assert flexkv == reference
+
+def test_equal(equal): pass
+"""
+)
+WORKERS = ("-n", "2", "-p", "xdist")
+
+
+@pytest.fixture
+def run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., pytest.RunResult]:
+    """Runs tests beside stored answers, which are "right a" and "right b"."""
+    pytester.makeconftest(CONFTEST)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{pytester.path}")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    first = Ledger(pytester.path / "golden", Mode.WRITE)
+    asker = Asker(first, {}, remembers=False)
+    for prompt, answer in {"a": "right a", "b": "right b"}.items():
+        asker.call(prompt, answer.__str__)
+    first.write(first.asked, complete=True)
+
+    def made(text: str, *options: str, real: str = "right", mode: str = "") -> pytest.RunResult:
+        monkeypatch.setenv("REAL", real)
+        monkeypatch.setenv("MODE", mode or "stored")
+        pytester.makepyfile(test_it=text)
+        return pytester.runpytest("-p", "no:cacheprovider", *options)
+
+    return made
+
+
+def asked(pytester: pytest.Pytester) -> str:
+    """The prompts that real engines answered."""
+    path = pytester.path / "asked"
+    return path.read_text() if path.exists() else ""
+
+
+both = pytest.mark.parametrize("options", [(), WORKERS], ids=["one process", "two workers"])
+
+
+def test_tests_that_pass_start_no_engine(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+) -> None:
+    result = run(EQUAL + EQUAL_AGAIN)
+    result.assert_outcomes(passed=2)
+    assert asked(pytester) == ""
+    result.stdout.no_fnmatch_line("*golden answers*")
+
+
+@both
+def test_another_processor_passes_and_is_reported(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    options: tuple[str, ...],
+) -> None:
+    result = run(EQUAL, *options, real="other")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*= golden answers =*", "*test_equal*passed*engine-1 *"])
+    assert asked(pytester) == "a"
+
+
+def test_a_fixture_that_fails_on_another_processor_runs_again(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+) -> None:
+    run(IN_SETUP, real="other").assert_outcomes(passed=1)
+
+
+def test_a_failure_on_another_processor_is_a_failure(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+) -> None:
+    result = run(BROKEN, real="other")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*assert 'other a' == 'wrong a'*", "*ran again and failed*"])
+
+
+def test_a_failure_beside_right_answers_is_a_failure(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+) -> None:
+    result = run(BROKEN)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_broken*ran again and failed*no stored answer differs"])
+
+
+@both
+def test_an_unstable_test_fails_though_it_passes_the_second_time(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    options: tuple[str, ...],
+) -> None:
+    result = run(UNSTABLE, *options)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_unstable*passed*no stored answer differs"])
+    assert asked(pytester) == "a"
+
+
+@pytest.mark.parametrize(("real", "outcomes"), [("right", {"passed": 1}), ("other", {"failed": 1})])
+def test_a_check_fails_where_an_answer_differs(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    real: str,
+    outcomes: dict[str, int],
+) -> None:
+    result = run(EQUAL, real=real, mode="check")
+    result.assert_outcomes(**outcomes)
+    assert asked(pytester) == "a"
+
+
+@both
+def test_a_check_fails_where_an_answer_is_missing(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    options: tuple[str, ...],
+) -> None:
+    text = IMPORT + "def test_new(): assert Plain().ask('c') == 'right c'\n"
+    result = run(text, *options, mode="check")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_new not stored: engine-1 *"])
+
+
+@both
+def test_a_complete_run_writes_what_it_asked(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    options: tuple[str, ...],
+) -> None:
+    text = EQUAL + "def test_new(): assert Plain().ask('c') == 'right c'\n"
+    run(text, *options, mode="write").assert_outcomes(passed=2)
+    found = json.loads((pytester.path / "golden" / f"{BOOK}.json").read_text())
+    assert sorted(found.values()) == ["right a", "right c"]
+
+
+@pytest.mark.parametrize("reason", ["deselected", "another path", "failed"])
+def test_a_partial_run_keeps_other_answers(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    reason: str,
+) -> None:
+    more = {
+        "deselected": ("-k", "new"),
+        "another path": ("test_it.py",),
+        "failed": (),
+    }[reason]
+    text = EQUAL + "def test_new(): assert Plain().ask('c') == 'right c'\n"
+    text += "def test_broken(): assert False\n" if reason == "failed" else ""
+    run(text, *more, mode="write")
+    found = json.loads((pytester.path / "golden" / f"{BOOK}.json").read_text())
+    assert sorted(found.values()) == ["right a", "right b", "right c"]
+
+
+def test_later_tests_use_stored_answers_after_an_unstable_one(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    run(UNSTABLE + EQUAL_AGAIN).assert_outcomes(failed=1, passed=1)
+    assert asked(pytester) == "a"
+
+
+def test_later_tests_use_no_stored_answer_on_another_processor(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    run(EQUAL + EQUAL_AGAIN, real="other").assert_outcomes(passed=2)
+    assert asked(pytester) == "aa"
+
+
+def test_a_test_fails_once_where_no_stored_answer_was_used(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    text = IMPORT + "def test_broken(): note('ran', 'x'); assert False\n"
+    run(text).assert_outcomes(failed=1)
+    assert (pytester.path / "ran").read_text() == "x"
+
+
+def test_answers_that_are_not_stored_are_reported(run: Callable[..., pytest.RunResult]) -> None:
+    result = run(IMPORT + "def test_new(): assert Plain().ask('c') == 'right c'\n")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*test_new not stored, asked of a plain engine: engine-1 *"])
+
+
+def test_an_error_between_both_runs_is_reported(run: Callable[..., pytest.RunResult]) -> None:
+    text = """
+import pytest
+
+@pytest.fixture(scope="session")
+def engine(reference):
+    yield
+    if reference == "right a": raise RuntimeError("does not end")
+
+"""
+    result = run(
+        IMPORT + text + "def test_equal(engine, reference): assert reference == 'other a'"
+        "\ndef test_more(engine): pass\n",
+        real="other",
+    )
+    result.assert_outcomes(passed=2, errors=1)
+
+
+def test_a_second_run_has_as_much_time_as_the_first(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    run(BROKEN, "--timeout", "600").assert_outcomes(failed=1)
+    assert (pytester.path / "timers").read_text() == "xx"
+    (pytester.path / "timers").unlink()
+    run(EQUAL, "--timeout", "600").assert_outcomes(passed=1)
+    assert (pytester.path / "timers").read_text() == "x"
+
+
+def test_tests_that_ask_a_plain_engine_can_be_selected(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(test_other="def test_other(reference): pass\n")
+    run(EQUAL, "-m", "golden").assert_outcomes(passed=1, deselected=1)
