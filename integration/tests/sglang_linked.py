@@ -22,7 +22,7 @@ from integration.campaign.faults import OrderBook
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
 from integration.sglang.linker import PAGE_TOKENS, linker_config, orders_in
-from integration.sglang.server import Answer, ServerConfig, SglangServer
+from integration.sglang.server import Answer, ServerConfig, SglangClient, SglangServer
 
 ARENA_PAGES = 200
 PAGE_BYTES = TINY.kv_bytes_per_token * PAGE_TOKENS
@@ -82,7 +82,7 @@ class Plain:
         return self.long[tuple(prompt)]
 
 
-def ask_plainly(server: SglangServer) -> Plain:
+def ask_plainly(server: SglangClient) -> Plain:
     turn = [*TURN]
     singles = [WRONG, *WARM, *PARTIAL, *BATCH, FAILED, ABORTED, *MANY, *LATE, *CROWD, OWNED, TURN]
     short = {}

@@ -12,6 +12,7 @@ import pytest
 from flexkv.service.ask import state_of
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import linker_config
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, SglangServer
 from integration.tests.corpus import WARM
 from integration.tests.disks import restorable, restored
@@ -29,7 +30,7 @@ LATE = tokens("served late", 500)
 @pytest.fixture
 def plain(tmp_path: Path, model: Path, sglang: Path) -> dict[tuple[int, ...], list[int]]:
     """SGLang's answers without FlexKV."""
-    with SglangServer(plain_config(model), tmp_path / "plain.log") as server:
+    with PlainServer(plain_config(model), tmp_path / "plain.log") as server:
         return {
             tuple(prompt): server.generate(prompt, ANSWER).tokens for prompt in [*PROMPTS, LATE]
         }

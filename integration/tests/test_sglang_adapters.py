@@ -12,7 +12,8 @@ import pytest
 
 from integration.harness.adapter import write_adapter
 from integration.harness.checkpoint import TINY
-from integration.sglang.server import ServerConfig, SglangServer
+from integration.sglang.plain_server import PlainServer
+from integration.sglang.server import ServerConfig, SglangClient
 from integration.tests.sglang_linked import ANSWER, Linked, pages_of, tokens
 
 FIRST, SECOND, RETRAINED = "first", "second", "retrained"
@@ -41,7 +42,7 @@ class Adapters:
         }
         config = ServerConfig(model, TINY, flags=self.flags, forked=True)
         self.plain: dict[str | None, list[int]] = {}
-        with SglangServer(config, folder / "plain.log") as server:
+        with PlainServer(config, folder / "plain.log") as server:
             change(server, "load", RETRAINED, self.folder / RETRAINED)
             for chosen in (*SERVED, RETRAINED):
                 server.flush()
@@ -58,13 +59,13 @@ class Adapters:
         return {**{name: self.plain[name] for name in SERVED}, FIRST: self.plain[first]}
 
 
-def change(server: SglangServer, verb: str, name: str, path: Path | None = None) -> None:
+def change(server: SglangClient, verb: str, name: str, path: Path | None = None) -> None:
     """Load or unload an adapter of a running server."""
     body = {"lora_name": name} | ({} if path is None else {"lora_path": str(path)})
     assert json.loads(server.ask(f"/{verb}_lora_adapter", body))["success"]
 
 
-def ask(server: SglangServer, adapter: str | None) -> tuple[list[int], int]:
+def ask(server: SglangClient, adapter: str | None) -> tuple[list[int], int]:
     """The answer to the one prompt, and how much of that was cached."""
     chosen = {} if adapter is None else {"lora_path": adapter}
     answer = server.generate(PROMPT, ANSWER, **chosen)

@@ -26,6 +26,7 @@ from integration.harness.checkpoint import TINY, ModelSpec
 from integration.harness.families import write_family
 from integration.harness.ports import hold_port
 from integration.sglang.linker import PAGE_TOKENS, linker_config, orders_in
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, SglangServer
 from integration.tests.sglang_linked import PATIENCE, plain_config, tokens
 
@@ -73,7 +74,7 @@ class Pair:
     decode: SglangServer
     port: int
     orders: OrderBook
-    plain: SglangServer
+    plain: PlainServer
     _rooms: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def ask(self, prompt: list[int]) -> tuple[Answer, Answer]:
@@ -184,7 +185,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, served: Model) -> Iterator[Pa
         servers[role] = SglangServer(config, folder / f"{role}.log")
 
     config = dataclasses.replace(plain_config(served.path), flags=served.flags)
-    with SglangServer(config, folder / "plain.log") as plain:
+    with PlainServer(config, folder / "plain.log") as plain:
         try:
             for role in ROLES:
                 start(role)

@@ -16,6 +16,7 @@ from integration.harness.checkpoint import TINY
 from integration.harness.families import write_family
 from integration.harness.ports import hold_port
 from integration.sglang.linker import linker_config
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, ServerConfig, SglangServer
 from integration.tests.node_service import NodeService
 from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, tokens
@@ -120,7 +121,7 @@ def divided(work_dir: Path) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, divided: Path, sglang: Path) -> list[list[int]]:
     log = tmp_path_factory.mktemp("plain") / "plain.log"
-    with SglangServer(ServerConfig(divided, TINY, forked=True), log) as server:
+    with PlainServer(ServerConfig(divided, TINY, forked=True), log) as server:
         return [server.generate(prompt, ANSWER).tokens for prompt in PROMPTS]
 
 

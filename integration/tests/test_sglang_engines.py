@@ -14,6 +14,7 @@ import pytest
 from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import linker_config
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, SglangServer
 from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, plain_config, tokens
 
@@ -91,7 +92,7 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path
 ) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("engines")
-    with SglangServer(plain_config(model), folder / "plain.log") as server:
+    with PlainServer(plain_config(model), folder / "plain.log") as server:
         plain = [server.generate(prompt, ANSWER).tokens for prompt in PROMPTS]
     made = Engines(folder, model, start(folder, model, "one"), plain)
     try:

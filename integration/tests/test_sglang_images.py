@@ -14,7 +14,8 @@ import pytest
 
 from integration.harness.checkpoint import TINY
 from integration.harness.image_model import FIRST_WORD, IMAGE, random_image, write_image_model
-from integration.sglang.server import ServerConfig, SglangServer
+from integration.sglang.plain_server import PlainServer
+from integration.sglang.server import ServerConfig, SglangClient
 from integration.tests.sglang_linked import ANSWER, Linked
 
 FLAGS = {"skip_tokenizer_init": False}
@@ -71,7 +72,7 @@ class Given(NamedTuple):
     length: int
 
 
-def ask(server: SglangServer, asked: Asked) -> Given:
+def ask(server: SglangClient, asked: Asked) -> Given:
     sampling = {"max_new_tokens": ANSWER, "temperature": 0.0, "ignore_eos": True}
     body = {"text": asked.text, "image_data": [*asked.images], "sampling_params": sampling}
     answer = json.loads(server.ask("/generate", body))
@@ -125,7 +126,7 @@ def plain(
 ) -> dict[Asked, list[int]]:
     config = ServerConfig(image_model, TINY, chunked_prefill=CHUNK, flags=FLAGS, forked=True)
     answers = {}
-    with SglangServer(config, tmp_path_factory.mktemp("images") / "plain.log") as server:
+    with PlainServer(config, tmp_path_factory.mktemp("images") / "plain.log") as server:
         for asked in (*PROMPTS, OTHER_WORDS):
             server.flush()
             answers[asked] = ask(server, asked).tokens

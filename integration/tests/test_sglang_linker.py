@@ -22,7 +22,7 @@ from flexkv.figures.definitions import METRICS, Kind
 from integration.campaign.counts import Counts
 from integration.campaign.faults import Kind as Fault
 from integration.sglang.linker import PAGE_TOKENS
-from integration.sglang.server import SglangServer
+from integration.sglang.plain_server import PlainServer
 from integration.tests.sglang_linked import (
     ABORTED,
     ANSWER,
@@ -61,7 +61,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) 
     folder = tmp_path_factory.mktemp("linker")
 
     def ask() -> Plain:
-        with SglangServer(plain_config(model), folder / "plain.log") as server:
+        with PlainServer(plain_config(model), folder / "plain.log") as server:
             return ask_plainly(server)
 
     with ThreadPoolExecutor(1) as pool:

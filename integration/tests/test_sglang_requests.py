@@ -14,7 +14,8 @@ import pytest
 from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import PAGE_TOKENS, linker_config
-from integration.sglang.server import ServerConfig, SglangServer
+from integration.sglang.plain_server import PlainServer
+from integration.sglang.server import ServerConfig, SglangClient, SglangServer
 from integration.tests.sglang_linked import PATIENCE, pages_of, tokens
 
 ANSWER = 16
@@ -28,11 +29,11 @@ Result = tuple[Any, int]
 """What a request got, and how many tokens of its prompt were not computed."""
 
 
-def generate(server: SglangServer, **body: Any) -> Any:
+def generate(server: SglangClient, **body: Any) -> Any:
     return json.loads(server.ask("/generate", {"sampling_params": SAMPLING, **body}))
 
 
-def scored(server: SglangServer) -> Result:
+def scored(server: SglangClient) -> Result:
     """Log probabilities of the prompt's tokens."""
     fields = {"return_logprob": True, "logprob_start_len": UNSCORED}
     answer = generate(server, input_ids=PROMPT, **fields)
@@ -44,7 +45,7 @@ def scored(server: SglangServer) -> Result:
     return (answer["output_ids"], named, rounded), meta["cached_tokens"]
 
 
-def several(server: SglangServer) -> Result:
+def several(server: SglangClient) -> Result:
     """Three answers (`n`)."""
     answers = generate(server, input_ids=PROMPT, sampling_params=SAMPLING | {"n": 3})
     assert len(answers) == 3
@@ -52,21 +53,23 @@ def several(server: SglangServer) -> Result:
     return [each["output_ids"] for each in answers], cached
 
 
-def in_a_session(server: SglangServer) -> Result:
+def in_a_session(server: SglangClient) -> Result:
     """Two turns of a session, of which the second names the first one."""
-    name = json.loads(server.ask("/open_session", {"capacity_of_str_len": 4096}))
+    name = "kinds of requests"
+    server.ask("/open_session", {"capacity_of_str_len": 4096, "session_id": name})
     given, cached = [], 0
     turn: dict[str, Any] = {"id": name}
-    for said in (PROMPT, SAID):
-        answer = generate(server, input_ids=said, session_params=turn)
+    for number, said in enumerate((PROMPT, SAID)):
+        rid = f"turn {number}"
+        answer = generate(server, input_ids=said, session_params=turn, rid=rid)
         given.append(answer["output_ids"])
-        turn = {"id": name, "rid": answer["meta_info"]["id"]}
+        turn = {"id": name, "rid": rid}
         cached += answer["meta_info"]["cached_tokens"]
     server.ask("/close_session", {"session_id": name})
     return given, cached
 
 
-KINDS: dict[str, tuple[Callable[[SglangServer], Result], int]] = {
+KINDS: dict[str, tuple[Callable[[SglangClient], Result], int]] = {
     "log probabilities of inputs": (scored, UNSCORED // PAGE_TOKENS * PAGE_TOKENS),
     "several answers": (several, pages_of(len(PROMPT))),
     "sessions": (in_a_session, 2 * pages_of(len(PROMPT))),
@@ -79,7 +82,7 @@ def wanted(
     tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path
 ) -> dict[str, object]:
     log = tmp_path_factory.mktemp("kinds") / "plain.log"
-    with SglangServer(ServerConfig(model, TINY, forked=True), log) as server:
+    with PlainServer(ServerConfig(model, TINY, forked=True), log) as server:
         made = {}
         for name, (ask, _) in KINDS.items():
             server.flush()

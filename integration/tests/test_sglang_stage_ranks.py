@@ -12,6 +12,7 @@ import pytest
 from integration.campaign.faults import Kind as Fault
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import linker_config
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import SglangServer
 from integration.tests.node_service import NodeService
 from integration.tests.sglang_linked import (
@@ -37,7 +38,7 @@ KV_TOKENS = 2048
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -> Plain:
     log = tmp_path_factory.mktemp("stages") / "plain.log"
-    with SglangServer(plain_config(model), log) as server:
+    with PlainServer(plain_config(model), log) as server:
         return ask_plainly(server)
 
 

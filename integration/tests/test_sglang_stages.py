@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration.campaign.faults import Kind as Fault
-from integration.sglang.server import SglangServer
+from integration.sglang.plain_server import PlainServer
 from integration.tests.sglang_linked import (
     ANSWER,
     BATCH,
@@ -44,7 +44,7 @@ IN_CHUNKS, FAILED_IN_CHUNKS = (
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -> Iterator[Linked]:
     folder = tmp_path_factory.mktemp("stages")
-    with SglangServer(plain_config(model), folder / "plain.log") as server:
+    with PlainServer(plain_config(model), folder / "plain.log") as server:
         plain: Plain = ask_plainly(server)
         for prompt in (SHARED, IN_CHUNKS, FAILED_IN_CHUNKS):
             server.flush()

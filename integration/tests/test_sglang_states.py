@@ -16,6 +16,7 @@ from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.harness.families import write_family
 from integration.sglang.linker import linker_config
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, ServerConfig, SglangServer
 from integration.tests.sglang_linked import PATIENCE, tokens
 
@@ -56,7 +57,9 @@ KINDS = {
     "two ranks": Kind(ranks=2),
 }
 
+SPEC = dataclasses.replace(TINY, layers=4)
 Start = Callable[..., SglangServer]
+StartPlain = Callable[..., PlainServer]
 
 
 @pytest.fixture(scope="session")
@@ -65,30 +68,38 @@ def stateful(work_dir: Path, sglang: Path) -> Path:
     return write_family("qwen3_5", work_dir, sglang)
 
 
+def fields(kind: Kind) -> dict[str, Any]:
+    """Of the configurations of both servers."""
+    return {
+        "page_size": kind.page,
+        "tensor_parallel_size": kind.ranks,
+        "forked": not kind.env,  # SGLang reads it when it is imported
+        "flags": kind.flags,
+    }
+
+
 @pytest.fixture
 def start(tmp_path: Path, stateful: Path) -> Iterator[Start]:
     servers: list[SglangServer] = []
 
     def make(kind: Kind = Kind(), **settings: str) -> SglangServer:
-        common: dict[str, Any] = {
-            "page_size": kind.page,
-            "tensor_parallel_size": kind.ranks,
-            "forked": not kind.env,  # SGLang reads it when it is imported
-            "flags": kind.flags,
-        }
         own = {"FLEXKV_RUNTIME_DIR": str(tmp_path / "run"), "FLEXKV_ALWAYS_LOAD": "1"}
-        spec = dataclasses.replace(TINY, layers=4)
-        config = (
-            linker_config(stateful, spec, own | settings | kind.env, **common)
-            if settings
-            else ServerConfig(stateful, spec, env=kind.env, **common)
-        )
+        config = linker_config(stateful, SPEC, own | settings | kind.env, **fields(kind))
         servers.append(SglangServer(config, tmp_path / f"{len(servers)}.log"))
         return servers[-1]
 
     yield make
     for each in servers:
         each.close()
+
+
+@pytest.fixture
+def start_plain(tmp_path: Path, stateful: Path) -> StartPlain:
+    def make(kind: Kind = Kind()) -> PlainServer:
+        config = ServerConfig(stateful, SPEC, env=kind.env, **fields(kind))
+        return PlainServer(config, tmp_path / "plain.log")
+
+    return make
 
 
 def settle(server: SglangServer) -> None:
@@ -100,14 +111,15 @@ def settle(server: SglangServer) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_comes_back_with_its_state(start: Start, name: str) -> None:
+def test_a_prompt_comes_back_with_its_state(
+    start: Start, start_plain: StartPlain, name: str
+) -> None:
     """As many tokens come back as SGLang's own cache has states for."""
     kind = KINDS[name]
-    plain = start(kind)
-    wanted = [plain.generate(prompt, ANSWER).tokens for prompt in PROMPTS]
-    own = [plain.generate(prompt, ANSWER).cached_tokens for prompt in PROMPTS]
+    with start_plain(kind) as plain:
+        wanted = [plain.generate(prompt, ANSWER).tokens for prompt in PROMPTS]
+        own = [plain.generate(prompt, ANSWER).cached_tokens for prompt in PROMPTS]
     assert own[-1] > own[-2] > 0
-    plain.close()
     server = start(kind, FLEXKV_CPU_CACHE_GB="0.5")
     first = [server.generate(prompt, ANSWER) for prompt in PROMPTS]
     assert [each.tokens for each in first] == wanted
@@ -120,17 +132,16 @@ def test_a_prompt_comes_back_with_its_state(start: Start, name: str) -> None:
     assert [each.cached_tokens for each in again] == own
 
 
-def test_a_state_of_16_bits_comes_back(start: Start) -> None:
+def test_a_state_of_16_bits_comes_back(start: Start, start_plain: StartPlain) -> None:
     """With SGLang's own dtype of the inputs of a convolution, what a prompt gets depends on where
     SGLang begins to compute: FlexKV gives what SGLang's own cache gives."""
     flags = EXTRA_BUFFER | {"dtype": "bfloat16"}
     kind = Kind(flags=flags, env={"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"})
-    plain = start(kind)
-    for prompt in PROMPTS:
-        plain.generate(prompt, ANSWER)
-    wanted = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
+    with start_plain(kind) as plain:
+        for prompt in PROMPTS:
+            plain.generate(prompt, ANSWER)
+        wanted = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
     assert wanted[-1].cached_tokens > 0
-    plain.close()
     server = start(kind, FLEXKV_CPU_CACHE_GB="0.5")
     for prompt in PROMPTS:
         server.generate(prompt, ANSWER)
@@ -142,18 +153,19 @@ def test_a_state_of_16_bits_comes_back(start: Start) -> None:
     assert [each.cached_tokens for each in again] == [each.cached_tokens for each in wanted]
 
 
-def test_a_conversation_goes_on_from_the_disk(start: Start, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_from_the_disk(
+    start: Start, start_plain: StartPlain, tmp_path: Path
+) -> None:
     """Its second turn begins behind an answer, at whose end SGLang kept a state."""
     disk = {
         "FLEXKV_CPU_CACHE_GB": "0.5",
         "FLEXKV_SSD_CACHE_GB": "0.5",
         "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "disk"),
     }
-    plain = start()
-    answers = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
-    turns = [[*p, *a.tokens, *SAID] for p, a in zip(PROMPTS, answers, strict=True)]
-    own = [plain.generate(turn, ANSWER) for turn in turns]
-    plain.close()
+    with start_plain() as plain:
+        answers = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
+        turns = [[*p, *a.tokens, *SAID] for p, a in zip(PROMPTS, answers, strict=True)]
+        own = [plain.generate(turn, ANSWER) for turn in turns]
 
     server = start(**disk)
     assert [server.generate(p, ANSWER).tokens for p in PROMPTS] == [a.tokens for a in answers]
@@ -165,14 +177,13 @@ def test_a_conversation_goes_on_from_the_disk(start: Start, tmp_path: Path) -> N
     assert [each.cached_tokens for each in found] == [each.cached_tokens for each in own]
 
 
-def test_a_shared_prefix_gets_a_state_of_its_own(start: Start) -> None:
+def test_a_shared_prefix_gets_a_state_of_its_own(start: Start, start_plain: StartPlain) -> None:
     """SGLang makes a state where prompts part, once it has seen that they do. Its prefix is stored
     by then."""
     shared = tokens("shared by states", 700)
     prompts = [[*shared, *tokens(f"own {number}", 150)] for number in range(4)]
-    plain = start()
-    wanted = [plain.generate(prompt, ANSWER) for prompt in prompts]
-    plain.close()
+    with start_plain() as plain:
+        wanted = [plain.generate(prompt, ANSWER) for prompt in prompts]
     server = start(FLEXKV_CPU_CACHE_GB="0.5")
     for prompt in prompts[:-1]:
         server.generate(prompt, ANSWER)

@@ -13,7 +13,8 @@ import pytest
 
 from integration.harness.checkpoint import TINY, write_checkpoint
 from integration.harness.tokenizers import write_bytes
-from integration.sglang.server import ServerConfig, SglangServer
+from integration.sglang.plain_server import PlainServer
+from integration.sglang.server import ServerConfig, SglangClient
 from integration.tests.sglang_linked import Linked, pages_of, tokens
 
 FLAGS = {
@@ -44,7 +45,7 @@ GRAMMARS: dict[str, dict[str, str]] = {
 }
 
 
-def ask(server: SglangServer, grammar: str) -> tuple[str, int]:
+def ask(server: SglangClient, grammar: str) -> tuple[str, int]:
     """The text of the answer, and how much of the prompt was cached."""
     sampling = {"max_new_tokens": 96, "temperature": 0.0, **GRAMMARS[grammar]}
     body = {"input_ids": PROMPT, "sampling_params": sampling}
@@ -65,7 +66,7 @@ def plain(
 ) -> dict[str, str]:
     config = ServerConfig(spelling_model, TINY, flags=FLAGS, forked=True)
     given = {}
-    with SglangServer(config, tmp_path_factory.mktemp("structured") / "plain.log") as server:
+    with PlainServer(config, tmp_path_factory.mktemp("structured") / "plain.log") as server:
         for grammar in GRAMMARS:
             server.flush()
             given[grammar] = ask(server, grammar)[0]

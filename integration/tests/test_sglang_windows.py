@@ -16,6 +16,7 @@ from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.harness.families import write_family
 from integration.sglang.linker import linker_config
+from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, ServerConfig, SglangServer
 from integration.tests.sglang_linked import PATIENCE, tokens
 
@@ -50,7 +51,9 @@ KINDS = {
     "two ranks": Kind(ranks=2),
 }
 
+SPEC = dataclasses.replace(TINY, layers=9)
 Start = Callable[..., SglangServer]
+StartPlain = Callable[..., PlainServer]
 
 
 @pytest.fixture(scope="session")
@@ -59,30 +62,38 @@ def windowed(work_dir: Path, sglang: Path) -> Path:
     return write_family("mellum", work_dir, sglang)
 
 
+def fields(kind: Kind) -> dict[str, Any]:
+    """Of the configurations of both servers."""
+    return {
+        "page_size": kind.page,
+        "tensor_parallel_size": kind.ranks,
+        "forked": True,
+        "flags": POOLS | kind.flags,
+    }
+
+
 @pytest.fixture
 def start(tmp_path: Path, windowed: Path) -> Iterator[Start]:
     servers: list[SglangServer] = []
 
     def make(kind: Kind = Kind(), **settings: str) -> SglangServer:
-        common: dict[str, Any] = {
-            "page_size": kind.page,
-            "tensor_parallel_size": kind.ranks,
-            "forked": True,
-            "flags": POOLS | kind.flags,
-        }
         own = {"FLEXKV_RUNTIME_DIR": str(tmp_path / "run"), "FLEXKV_ALWAYS_LOAD": "1"}
-        spec = dataclasses.replace(TINY, layers=9)
-        config = (
-            linker_config(windowed, spec, own | settings, **common)
-            if settings
-            else ServerConfig(windowed, spec, **common)
-        )
+        config = linker_config(windowed, SPEC, own | settings, **fields(kind))
         servers.append(SglangServer(config, tmp_path / f"{len(servers)}.log"))
         return servers[-1]
 
     yield make
     for each in servers:
         each.close()
+
+
+@pytest.fixture
+def start_plain(tmp_path: Path, windowed: Path) -> StartPlain:
+    def make(kind: Kind = Kind()) -> PlainServer:
+        config = ServerConfig(windowed, SPEC, **fields(kind))
+        return PlainServer(config, tmp_path / "plain.log")
+
+    return make
 
 
 def settle(server: SglangServer) -> None:
@@ -99,11 +110,12 @@ def pages_of(prompt: list[int], page: int) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_comes_back_with_its_window(start: Start, name: str) -> None:
+def test_a_prompt_comes_back_with_its_window(
+    start: Start, start_plain: StartPlain, name: str
+) -> None:
     kind = KINDS[name]
-    plain = start(kind)
-    wanted = [each.tokens for each in plain.generate_all(PROMPTS, ANSWER)]
-    plain.close()
+    with start_plain(kind) as plain:
+        wanted = [each.tokens for each in plain.generate_all(PROMPTS, ANSWER)]
     server = start(kind, FLEXKV_CPU_CACHE_GB="0.1")
     first = server.generate_all(PROMPTS, ANSWER)
     assert [each.tokens for each in first] == wanted
@@ -116,19 +128,20 @@ def test_a_prompt_comes_back_with_its_window(start: Start, name: str) -> None:
     assert [each.cached_tokens for each in again] == [pages_of(p, kind.page) for p in PROMPTS]
 
 
-def test_a_conversation_goes_on_from_the_disk(start: Start, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_from_the_disk(
+    start: Start, start_plain: StartPlain, tmp_path: Path
+) -> None:
     """Its second turn begins behind an answer, whose window is the only one that SGLang kept."""
     disk = {
         "FLEXKV_CPU_CACHE_GB": "0.1",
         "FLEXKV_SSD_CACHE_GB": "0.1",
         "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "disk"),
     }
-    plain = start()
-    answers = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
-    turns = [[*p, *a.tokens, *SAID] for p, a in zip(PROMPTS, answers, strict=True)]
-    plain.flush()
-    wanted = [plain.generate(turn, ANSWER).tokens for turn in turns]
-    plain.close()
+    with start_plain() as plain:
+        answers = [plain.generate(prompt, ANSWER) for prompt in PROMPTS]
+        turns = [[*p, *a.tokens, *SAID] for p, a in zip(PROMPTS, answers, strict=True)]
+        plain.flush()
+        wanted = [plain.generate(turn, ANSWER).tokens for turn in turns]
 
     server = start(**disk)
     assert [server.generate(p, ANSWER).tokens for p in PROMPTS] == [a.tokens for a in answers]
