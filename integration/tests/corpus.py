@@ -51,21 +51,13 @@ def _sharing(name: str, shared: int, length: int) -> Partial:
 
 PARTIAL = (
     _sharing("nothing", 0, 300),
-    _sharing("less than an engine block", 20, 300),
-    _sharing("less than a block", 40, 300),
     _sharing("one block less one token", FLEXKV_BLOCK - 1, 300),
-    _sharing("exactly one block", FLEXKV_BLOCK, 300),
-    _sharing("exactly five blocks", 5 * FLEXKV_BLOCK, 5 * FLEXKV_BLOCK + 130),
-    _sharing("five blocks and 17 tokens", 5 * FLEXKV_BLOCK + 17, 500),
-    _sharing("five and a half blocks", 5 * FLEXKV_BLOCK + ENGINE_BLOCK, 500),
-    _sharing("all, and one token more", len(PREFIX), len(PREFIX) + 1),
-    _sharing("all, and much more", len(PREFIX), len(PREFIX) + 900),
     _sharing("all of it", len(PREFIX), len(PREFIX)),
-    _sharing("a prompt shorter than a block", 50, 50),
-    _sharing("a prompt of one block", FLEXKV_BLOCK, FLEXKV_BLOCK),
     _sharing("a prompt of one block and one token", FLEXKV_BLOCK + 1, FLEXKV_BLOCK + 1),
-    _sharing("a prompt that ends inside the prefix", 333, 333),
+    _sharing("five blocks and 17 tokens", 5 * FLEXKV_BLOCK + 17, 5 * FLEXKV_BLOCK + 17 + 900),
 )
+"""One of each class: nothing, less than a block, a hit that leaves no token, a hit that leaves one,
+and a hit whose rest takes several steps. `test_world` of the adapter has further lengths."""
 
 WARM = tuple(tokens(f"warm {n}", n) for n in (65, 200, 449, 512))
 LONG = tuple(tokens(f"long {n}", n) for n in (BATCHED_TOKENS + 1, 1500, 4000))

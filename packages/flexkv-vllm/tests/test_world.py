@@ -59,6 +59,31 @@ def test_partial_hits_of_every_length_class(make_world: MakeWorld, length: int) 
     assert world.external_tokens[mixed] == length // 48 * 48
 
 
+@pytest.mark.parametrize("length", [15, 47, 48, 49, 95, 96, 97, 288, 300])
+def test_the_beginning_of_a_stored_prompt_is_a_hit(make_world: MakeWorld, length: int) -> None:
+    """A hit of all tokens leaves none to compute; vLLM then computes the last one again."""
+    world = make_world(block_tokens=48)
+    prompt = random_prompt(random.Random(length), 300)
+    world.generate(prompt)
+    world.forget()
+    assert world.external_tokens[world.generate(prompt[:length])] == length // 48 * 48
+    world.check_outputs()
+
+
+@pytest.mark.parametrize("length", [1, 47, 48, 49, 300])
+def test_the_rest_behind_a_hit_is_stored(make_world: MakeWorld, length: int) -> None:
+    world = make_world(block_tokens=48)
+    rng = random.Random(length)
+    prompt = random_prompt(rng, 300)
+    world.generate(prompt)
+    world.forget()
+    mixed = prompt[:length] + random_prompt(rng, 100)
+    world.generate(mixed)
+    world.forget()
+    assert world.external_tokens[world.generate(mixed)] == len(mixed) // 48 * 48
+    world.check_outputs()
+
+
 def test_a_load_may_begin_inside_a_block(make_world: MakeWorld) -> None:
     """vLLM has the first engine block of a FlexKV block itself, the rest must be loaded."""
     world = make_world(block_tokens=64)
