@@ -15,7 +15,7 @@ from integration.harness.answers import Completion, EngineStartError
 from integration.harness.config import EngineConfig
 from integration.harness.engine import START_TIMEOUT, Engine
 from integration.harness.vllm_forks import fork_server
-from integration.tests import corpus, refused_start
+from integration.tests import corpus, started_core
 from integration.tests.corpus import Tokens
 
 _FLEXKV_ERROR = re.compile(r"^.*flexkv\.types\.errors\.\w+: (.*)$", re.MULTILINE)
@@ -82,10 +82,18 @@ def refusal(start: Callable[[], Engine]) -> str:
 
 
 def forked_refusal(config: EngineConfig, log_path: Path) -> str:
-    """As `refusal`, of vLLM's engine core in one process, which is forked; see `refused_start`."""
+    """As `refusal`, of vLLM's engine core in one process, which is forked."""
+    said = core_log(config, log_path)
+    assert started_core.STARTED not in said
+    return _error_in(said)
+
+
+def core_log(config: EngineConfig, log_path: Path) -> str:
+    """What vLLM's engine core says at its start, in one process, which is forked and ends; see
+    `started_core`."""
     with log_path.open("wb") as log:
         process = fork_server().run(
-            refused_start.__name__,
+            started_core.__name__,
             config.environment(),
             log.fileno(),
             [json.dumps(config.engine_args())],
@@ -93,9 +101,7 @@ def forked_refusal(config: EngineConfig, log_path: Path) -> str:
     left = processes.wait_until_gone(process.pid, START_TIMEOUT)
     processes.kill_group(process.pid)
     assert left == [], "a half-started engine was left"
-    said = log_path.read_text(errors="replace")
-    assert refused_start.STARTED not in said
-    return _error_in(said)
+    return log_path.read_text(errors="replace")
 
 
 def _error_in(log: str) -> str:
