@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["integration.lanes.choose", "integration.lanes.measure"]
+
 _LOCK = pytest.StashKey[str]()
 
 _under_way: dict[str, None] = {}

@@ -150,25 +150,29 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["engine-cpu", "engine-sglang", "clients"])
 def tests(session: nox.Session) -> None:
     """Run all tests, two at a time, those with a real engine first. `-- ARGS` go to pytest."""
-    # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
-    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-    limit = ["--timeout", str(TEST_SECONDS), "--timeout-method", "signal"]
-    pytest = ["-m", "pytest", *workers, *limit, "--durations", "20", *session.posargs]
-    env = {
-        "OMP_NUM_THREADS": "1",
-        # Hundreds of tests start a Python, which would compile all that it imports each time.
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
-    # If it is interrupted, pytest ends its engines and reports what has failed so far.
-    _run(session, "engine-cpu", *pytest, env=env, interrupt_timeout=INTERRUPT_SECONDS)
+    _tests(session)
 
 
-@nox.session(default=False, requires=["engine-cpu"])
+@nox.session(
+    venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang", "clients"]
+)
+def landing(session: nox.Session) -> None:
+    """Run the tests that concern the change since the last run of all. `-- ARGS` go to pytest."""
+    _tests(session, "--lane", "landing")
+
+
+@nox.session(name="test-times", venv_backend="none", default=False)
+def test_times(session: nox.Session) -> None:
+    """Print what the tests of the last run took; `-- --write` takes it into the record."""
+    session.run(sys.executable, "-m", "integration.lanes", "times", *session.posargs, external=True)
+
+
+@nox.session(default=False)
 def quick(session: nox.Session) -> None:
-    """Check a change within a minute: ruff, mypy, and the tests that concern the changed files."""
+    """Check a change within a minute: ruff, mypy, and the tests nearest to the changed files."""
     _install_linters(session)
     _lint_python(session)
-    _run(session, "engine-cpu", "-m", "integration.quick", *session.posargs)
+    _run(session, "engine-cpu", "-m", "integration.lanes.quick", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=BENCH_ENGINES)
@@ -334,6 +338,22 @@ def wheels(session: nox.Session) -> None:
     for file in made:
         shutil.copy(file, folder)
     session.log("made in %s: %s", folder, ", ".join(file.name for file in made))
+
+
+def _tests(session: nox.Session, *lane: str) -> None:
+    """Run pytest with one worker for each engine of two, and write what the tests took."""
+    # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
+    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    limit = ["--timeout", str(TEST_SECONDS), "--timeout-method", "signal"]
+    pytest = ["-m", "pytest", *workers, *limit, "--times", "test-times.json", *lane]
+    env = {
+        "OMP_NUM_THREADS": "1",
+        # Hundreds of tests start a Python, which would compile all that it imports each time.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    # If it is interrupted, pytest ends its engines and reports what has failed so far.
+    options: dict[str, Any] = {"env": env, "interrupt_timeout": INTERRUPT_SECONDS}
+    _run(session, "engine-cpu", *pytest, *session.posargs, **options)
 
 
 def _install_linters(session: nox.Session) -> None:

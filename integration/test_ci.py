@@ -13,12 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOX = """#!/usr/bin/env bash
-[ "$2" = tests ] || exit "${LINT:-0}"
+[ "$2" = landing ] || exit "${LINT:-0}"
 shift 2
 [ "${1:-}" = -- ] && shift
 PYTHON -m pytest -n 1 --dist loadgroup "$@" tests
 code=$?
-echo "nox > Session tests was a run."
+echo "nox > Session landing was a run."
 [ "$code" -eq 0 ] && exit 0
 echo "nox > Command python -m pytest failed with exit code $code"
 exit 1

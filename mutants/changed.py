@@ -11,8 +11,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from integration.importers import SOURCES
-from integration.quick import ConcernedTests, base_of_change
+from integration.lanes.change import base_of_change
+from integration.lanes.importers import SOURCES
+from integration.lanes.quick import ConcernedTests
 from mutants.entries import ROOT, Mutant
 from mutants.verdicts import Result, Verdict
 

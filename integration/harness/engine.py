@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from integration.harness import processes
+from integration.harness import processes, starts
 from integration.harness.answers import (
     CALL_TIMEOUT,
     Completion,
@@ -74,6 +74,7 @@ class Engine:
         self._closed = False
         self.leftovers: set[Path] = set()
         began = time.monotonic()
+        starts.note("vLLM", with_flexkv=config.connector.transfer_config is not None)
         self._spawn()
         try:
             self._started.result(start_timeout)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from integration.harness import processes
+from integration.harness import processes, starts
 from integration.harness.answers import CALL_TIMEOUT, EngineError
 from integration.harness.engine import START_TIMEOUT, STOP_TIMEOUT
 from integration.harness.fork_server import KEEP_BYTECODE
@@ -89,6 +89,7 @@ class HttpServer:
         self._url = f"http://127.0.0.1:{port}"
         flags = _flags({**arguments, "host": "127.0.0.1", "port": port})
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        starts.note(name, with_flexkv="flexkv" in " ".join(flags).lower())
         with log_path.open("wb") as log:
             self._process = start({**env, **KEEP_BYTECODE}, log.fileno(), flags)
         try:

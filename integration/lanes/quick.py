@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m integration.quick`: the tests that concern a change, for `nox -s quick`.
+"""`python -m integration.lanes.quick`: the tests nearest to a change, for `nox -s quick`.
 
 They are the changed tests and, for a changed module, the tests whose names mirror it, the tests
 that its mutants name, and the tests nearest to it by imports. Native code without mutants has the
-tests that mutants of its folder name. `nox -s tests` alone runs tests that start an engine.
+tests that mutants of its folder name. The closest run first, as many as fit into the time by the
+record; the others are named. `nox -s landing` alone runs tests that start an engine.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 
-from integration.importers import Importers
+from integration.lanes.change import ROOT, changed_files
+from integration.lanes.importers import Importers, is_test
+from integration.lanes.record import FileTimes, Record
 from mutants import entries
-
-ROOT = Path(__file__).resolve().parents[1]
 
 ALWAYS = ("docs/tests/test_import_graph.py", "docs/tests/test_file_sizes.py", "mutants/tests")
 """Tests of the whole tree; they take some seconds."""
+
+TEST_SECONDS = 60.0
+"""Seconds of tests by the record, in two workers. Tuned on two cores, where ruff, mypy and the
+start of pytest take 20 s of the minute that `nox -s quick` may take."""
 
 _SOURCES = {
     "packages/flexkv/src/flexkv": "packages/flexkv/tests",
@@ -28,28 +34,6 @@ _SOURCES = {
     "kernels/python/flexkv_kernels": "kernels/tests",
 }
 """Folders of modules, and the folders of their tests."""
-
-_UPSTREAM = ("@{upstream}", "origin/main", "main")
-"""What a change is compared with: the first of these that exists."""
-
-
-def changed_files(root: Path = ROOT) -> list[str]:
-    """Files that differ from the branch that the work goes to, committed or not, as paths from
-    `root`. Removed files are left out.
-
-    Raises:
-        subprocess.CalledProcessError: `root` is no checkout of git.
-    """
-    base = base_of_change(root)
-    there = _git(root, "diff", "--name-only", "--diff-filter=d", base, check=True)
-    return sorted({*there, *_git(root, "ls-files", "--others", "--exclude-standard", check=True)})
-
-
-def base_of_change(root: Path = ROOT) -> str:
-    """The commit that the work in `root` began at: its merge base with the main branch."""
-    return next(
-        (b[0] for name in _UPSTREAM if (b := _git(root, "merge-base", "HEAD", name))), "HEAD"
-    )
 
 
 class ConcernedTests:
@@ -66,7 +50,7 @@ class ConcernedTests:
 
     def of(self, file: str) -> list[str]:
         """Tests of one file, those that are most likely to notice a fault first."""
-        if _is_test(Path(file)):
+        if is_test(file):
             return [file]
         found = list(self._named.get(file, ()))
         if not found and not file.endswith(".py"):
@@ -79,19 +63,36 @@ class ConcernedTests:
 
 
 def concerned_tests(changed: Iterable[str], root: Path = ROOT) -> list[str]:
-    """Paths of the tests that concern these files, as paths from `root`."""
+    """Paths of the tests that concern these files, as paths from `root`: those that concern each
+    file most come first."""
     tests = ConcernedTests(root)
-    return sorted({*ALWAYS, *(test for file in changed for test in tests.of(file))})
+    closest = chain.from_iterable(zip_longest(*map(tests.of, sorted(changed))))
+    return list(dict.fromkeys([*ALWAYS, *filter(None, closest)]))
+
+
+def fitting(tests: Sequence[str], files: Mapping[str, FileTimes]) -> tuple[list[str], list[str]]:
+    """The first of `tests` that take `TEST_SECONDS` together by the record, at least one beside
+    `ALWAYS`, and those that are left out. Tests that the record lacks take no time."""
+    chosen: list[str] = []
+    left_out: list[str] = []
+    used = 0.0
+    for test in tests:
+        used += files[test].seconds if test in files else 0.0
+        fits = used <= TEST_SECONDS or len(chosen) <= len(ALWAYS)
+        (chosen if fits and not left_out else left_out).append(test)
+    return chosen, left_out
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest on the tests; `arguments` go to it, too. Returns its exit status."""
-    changed = changed_files()
+    changed = sorted(changed_files())
     print(f"{len(changed)} changed files: {' '.join(changed)}", flush=True)
+    tests, left_out = fitting(concerned_tests(changed), Record.committed().files)
     options = ["-q", "-n", "2", "-m", "not engine", *arguments]
-    return subprocess.call(
-        [sys.executable, "-m", "pytest", *options, *concerned_tests(changed)], cwd=ROOT
-    )
+    status = subprocess.call([sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT)
+    if left_out:
+        print(f"left out, to stay within a minute: {' '.join(left_out)}")
+    return status
 
 
 def _mirrors(module: Path, tests: Path, root: Path) -> set[str]:
@@ -104,23 +105,6 @@ def _mirrors(module: Path, tests: Path, root: Path) -> set[str]:
         for path in tests.rglob("test_*.py")
         if path.stem.startswith(f"test_{stem}") or words.issuperset(path.stem.split("_")[1:])
     }
-
-
-def _is_test(path: Path) -> bool:
-    return path.name.startswith("test_") and path.suffix == ".py"
-
-
-def _git(root: Path, *command: str, check: bool = False) -> list[str]:
-    """Lines that git prints; none if it fails and `check` is not set."""
-    done = subprocess.run(
-        ["git", *command],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=None if check else subprocess.DEVNULL,
-        text=True,
-        check=check,
-    )
-    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.importers import Importers
-from integration.quick import ALWAYS, ROOT, changed_files, concerned_tests
+from integration.lanes.change import ROOT, changed_files
+from integration.lanes.importers import Importers
+from integration.lanes.quick import ALWAYS, concerned_tests
 
 
 def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_name() -> None:
@@ -78,13 +79,13 @@ def commit(checkout: Path) -> None:
 
 
 def test_a_change_is_what_differs_from_main_committed_or_not(checkout: Path) -> None:
-    assert changed_files(checkout) == []
+    assert changed_files(checkout) == set()
     subprocess.run(["git", "checkout", "-q", "-b", "work"], cwd=checkout, check=True)
     checkout.joinpath("changed.py").write_text("changed")
     checkout.joinpath("removed.py").unlink()
     commit(checkout)
     checkout.joinpath("new.py").touch()
-    assert changed_files(checkout) == ["changed.py", "new.py"]
+    assert changed_files(checkout) == {"changed.py", "new.py"}
 
 
 def test_outside_a_checkout_git_says_why(tmp_path: Path) -> None:
