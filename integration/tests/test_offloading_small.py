@@ -13,12 +13,10 @@ from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
-from integration.tests import disks
+from integration.tests import disks, test_equality_preempted
 from integration.tests.reference import Reference
 from integration.tests.test_disk_warm import (
-    test_a_disk_hit_while_others_compute,
     test_aborts_while_the_disk_reads,
-    test_sixteen_prefixes_at_once,
     test_sixteen_requests_share_a_prefix_on_disk,
     test_what_left_host_memory_comes_back,
 )
@@ -29,23 +27,18 @@ from integration.tests.test_equality_evicted import (
     test_eviction,
     test_eviction_under_concurrency,
 )
-from integration.tests.test_equality_preempted import (
-    BLOCKS,
-    test_preempted_requests,
-)
 
 __all__ = [
-    "test_a_disk_hit_while_others_compute",
     "test_a_prompt_larger_than_the_arena",
     "test_aborts_leave_no_slot_behind",
     "test_aborts_while_the_disk_reads",
     "test_eviction",
     "test_eviction_under_concurrency",
-    "test_preempted_requests",
-    "test_sixteen_prefixes_at_once",
     "test_sixteen_requests_share_a_prefix_on_disk",
     "test_what_left_host_memory_comes_back",
 ]
+
+FEW_BLOCKS = 100
 
 
 @pytest.fixture
@@ -55,27 +48,16 @@ def tiny_arena(
     offloading: Callable[..., Connector],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    """With `lru`, on which some of these tests count."""
+    """With `lru`, on which some of these tests count, and as few blocks as the longest prompt
+    needs: fewer than the requests of `test_preempted_requests`."""
     settings = offloading(cpu_cache_gb=ARENA_GB, eviction_policy="lru")
-    engine = host.get(engine_config(settings))
+    engine = host.get(engine_config(settings, num_blocks=FEW_BLOCKS, max_model_len=3072))
     engine.reset_prefix_cache(reset_connector=True)
     return engine
 
 
-@pytest.fixture
-def lru_arena(tiny_arena: Engine) -> Engine:
-    """See `tiny_arena`."""
-    return tiny_arena
-
-
-@pytest.fixture
-def small_engine(
-    host: EngineHost,
-    reference: Reference,
-    offloading: Callable[..., Connector],
-    engine_config: Callable[..., EngineConfig],
-) -> Engine:
-    return host.get(engine_config(offloading(), num_blocks=BLOCKS, max_model_len=1024))
+def test_preemptions(host: EngineHost, tiny_arena: Engine, reference: Reference) -> None:
+    test_equality_preempted.test_preempted_requests(host, tiny_arena, reference)
 
 
 @pytest.fixture
