@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,11 +24,12 @@ from integration.sglang.server import SglangServer
 from integration.tests import corpus
 from integration.tests.span_collector import HEADERS, TRACE, Collector
 
-if TYPE_CHECKING:
-    from integration.harness.connector import Connector
-
-PATIENCE_SECONDS = 120.0
-PROTOCOL = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+PATIENCE_SECONDS = 600.0
+"""For what hangs."""
+PROTOCOL = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",  # milliseconds, by default 5000
+}
 
 
 @pytest.fixture
@@ -38,41 +39,33 @@ def collector() -> Iterator[Collector]:
         made.shutdown()
 
 
-def offloaded(*, block_tokens: int, **settings: Any) -> Connector:
-    """FlexKV under vLLM's own connector, with the same blocks as `connector.plugin`."""
-    chunk = block_tokens // corpus.ENGINE_BLOCK
-    return connector.offloading(blocks_per_chunk=chunk, **settings)
-
-
-@pytest.mark.parametrize("entry", [connector.plugin, offloaded])
 def test_a_request_has_flexkvs_spans_in_its_trace(
     tmp_path: Path,
     host: EngineHost,
     collector: Collector,
-    *,
     engine_config: Callable[..., EngineConfig],
     flexkv: Callable[..., dict[str, Any]],
-    entry: Callable[..., Connector],
 ) -> None:
+    """`test_spans` of the adapter has OffloadingConnector."""
     host.close()
     config = engine_config(
-        entry(**flexkv(always_load=True)),
+        connector.plugin(**flexkv()),
         probe=False,
         env=PROTOCOL,
         extra_args={"otlp_traces_endpoint": collector.url},
     )
+    body = {
+        "token_ids": list(corpus.WARM[0]),
+        "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True},
+    }
     with Server(config, tmp_path / "server.log", None) as server:
-        server.generate(corpus.WARM[0], 4)
-        server.reset_prefix_cache(external=False)
-        body = {
-            "token_ids": list(corpus.WARM[0]),
-            "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True},
-        }
-        json.loads(server.ask("/inference/v1/generate", body, headers=HEADERS))
         late = time.monotonic() + PATIENCE_SECONDS
         while "flexkv.load" not in collector.names(TRACE):
+            # Again and again: a prompt whose store has not ended is no hit, an exporter drops what
+            # it cannot send in time, and an idle engine reports ends with its next step.
             assert time.monotonic() < late, collector.names()
-            server.generate(corpus.WARM[1], 1)  # an idle engine reports ends with its next step
+            server.reset_prefix_cache(external=False)
+            json.loads(server.ask("/inference/v1/generate", body, headers=HEADERS))
             time.sleep(0.5)
     assert {"flexkv.load", "flexkv.store"} <= collector.names()
 
