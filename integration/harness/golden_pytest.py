@@ -73,7 +73,7 @@ class GoldenPlugin:
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         if ledger.mode in _COMPARED:
             _fail_if(reports, _findings(ledger, known))
-        elif ledger.used and not ledger.live and any(report.failed for report in reports):
+        elif ledger.used and any(report.failed for report in reports):
             reports = self._again(item, reports)
         elif missing := ledger.missing - known:
             _say(reports, f"not stored, asked of a plain engine: {_listed(missing)}")

@@ -47,7 +47,6 @@ from integration.tests.sglang_linked import (
     WARM,
     WRONG,
     Linked,
-    Plain,
     ask_plainly,
     pages_of,
     plain_config,
@@ -59,21 +58,16 @@ KEPT = [*WARM, *BATCH, *MANY]
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -> Iterator[Linked]:
     folder = tmp_path_factory.mktemp("linker")
-
-    def ask() -> Plain:
-        with PlainServer(plain_config(model), folder / "plain.log") as server:
-            return ask_plainly(server)
-
-    with ThreadPoolExecutor(1) as pool:
-        plain = pool.submit(ask)
-        linked = Linked(folder, model)
-        # Its processes are begun as SGLang does it.
-        linked.start(EAGER)
-        try:
-            linked.plain = plain.result()
-            yield linked
-        finally:
-            linked.close()
+    with PlainServer(plain_config(model), folder / "plain.log") as server:
+        plain = ask_plainly(server)
+    linked = Linked(folder, model)
+    # Its processes are begun as SGLang does it.
+    linked.start(EAGER)
+    try:
+        linked.plain = plain
+        yield linked
+    finally:
+        linked.close()
 
 
 @pytest.mark.proof

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from integration.harness import connector, plain_engine
+from integration.harness.adapter import Adapter
 from integration.harness.answers import Completion
 from integration.harness.checkpoint import TINY
 from integration.harness.config import EngineConfig
@@ -87,11 +89,18 @@ def test_the_engine_repeats_earlier_calls_before_one_that_is_not_stored(ledger: 
     assert len(ledger.missing) == 2
 
 
-def test_an_answer_depends_on_the_calls_before(ledger: Ledger) -> None:
-    asker = Asker(ledger, ENGINE)
-    asker.ask("b")
-    assert asker.real.asked == ["b"]
-    assert not ledger.used
+def test_an_answer_depends_on_the_calls_before(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, Mode.WRITE)
+    for prompts in ("ab", "c"):
+        asker = Asker(ledger, ENGINE)
+        for prompt in prompts:
+            asker.ask(prompt)
+    ledger.write(ledger.asked, complete=True)
+    for prompts, asked in (("ab", []), ("b", ["b"]), ("cb", ["c", "b"])):
+        asker = Asker(Ledger(tmp_path, Mode.STORED), ENGINE)
+        for prompt in prompts:
+            asker.ask(prompt)
+        assert asker.real.asked == asked
 
 
 def test_a_flush_ends_the_past_but_for_lasting_calls(tmp_path: Path) -> None:
@@ -238,8 +247,8 @@ class RealVllm:
         self.starts += 1
         return self
 
-    def generate(self, prompt: list[int], **options: Any) -> Completion:
-        return Completion(prompt[:2], "length", 0, [0.1], [-1.5, -2.5])
+    def generate(self, prompt: Sequence[int], **options: Any) -> Completion:
+        return Completion(list(prompt[:2]), "length", 0, [0.1], [-1.5, -2.5])
 
 
 def engine_config(folder: Path, weights: str = "weights", **changes: Any) -> EngineConfig:
@@ -259,11 +268,14 @@ def vllm(tmp_path: Path) -> Callable[..., tuple[Completion, int]]:
     models.mkdir()
 
     def ask(
-        ledger: Ledger, prompt: list[int] | None = None, **changes: Any
+        ledger: Ledger,
+        prompt: Sequence[int] = (1, 2, 3),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
     ) -> tuple[Completion, int]:
         real = RealVllm()
         engine = PlainEngine(real.start, engine_config(models, **changes), ledger)
-        return engine.generate(prompt or [1, 2, 3], logprobs=True), real.starts
+        return engine.generate(prompt, **{"logprobs": True, **options}), real.starts
 
     ledger = Ledger(golden, Mode.WRITE)
     ask(ledger)
@@ -283,17 +295,33 @@ def test_vllm_is_not_started_for_a_stored_answer(
     "changes",
     [
         {"prompt": [1, 2, 4]},
+        {"options": {"max_tokens": 17}},
+        {"options": {"logprobs": False}},
+        {"options": {"cache_salt": "salt"}},
+        {"options": {"adapter": Adapter("adapter", 1, Path(__file__))}},
         {"weights": "other weights"},
         {"block_size": 32},
         {"env": {"VLLM_ATTENTION_BACKEND": "other"}},
         {"dtype": "bfloat16"},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=str,
 )
 def test_vllm_is_started_for_any_other_answer(
     vllm: Callable[..., tuple[Completion, int]], changes: dict[str, Any]
 ) -> None:
     assert vllm(**changes)[1] == 1
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_only_an_engine_with_a_prefix_cache_remembers(tmp_path: Path, prefix_caching: bool) -> None:
+    ledger, real = Ledger(tmp_path / "golden", Mode.WRITE), RealVllm()
+    config = engine_config(tmp_path, prefix_caching=prefix_caching)
+    for prompts in ([[1], [2]], [[2], [1]]):
+        engine = PlainEngine(real.start, config, ledger)
+        for prompt in prompts:
+            engine.generate(prompt)
+    (answers,) = ledger.asked.values()
+    assert len(answers) == (4 if prefix_caching else 2)
 
 
 def test_another_version_of_vllm_has_a_file_of_its_own(
@@ -411,7 +439,6 @@ def test_a_server_is_not_started_for_stored_answers(
         {"page_size": 1},
         {"flags": {"enable_mixed_chunk": True}},
         {"env": {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}},
-        {"spec": dataclasses.replace(TINY, dtype="bfloat16")},
         {"tensor_parallel_size": 2},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -426,6 +453,12 @@ def test_a_server_is_started_for_any_other_answer(
     assert len(RealSglang.servers) == 1
     sglang(Mode.STORED, **changes).generate([1, 2])
     assert len(RealSglang.servers) == 2
+
+
+def test_a_servers_answers_in_bfloat16_are_not_stored(sglang: Callable[..., PlainServer]) -> None:
+    server = sglang(Mode.WRITE, spec=dataclasses.replace(TINY, dtype="bfloat16"))
+    assert server.generate([1, 2, 3]).tokens == [1, 2]
+    assert server._ledger.asked == {}
 
 
 def test_a_server_has_no_answer_to_other_requests(sglang: Callable[..., PlainServer]) -> None:
@@ -682,6 +715,14 @@ def test_a_test_fails_once_where_no_stored_answer_was_used(
     text = IMPORT + "def test_broken(): note('ran', 'x'); assert False\n"
     run(text).assert_outcomes(failed=1)
     assert (pytester.path / "ran").read_text() == "x"
+
+
+def test_no_later_test_runs_again_that_uses_no_stored_answer(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
+    """The second run of the first test has ended the fixtures that held stored answers."""
+    run(UNSTABLE + "def test_broken(): note('runs', 'x'); assert False\n").assert_outcomes(failed=2)
+    assert (pytester.path / "runs").read_text() == "x"
 
 
 def test_answers_that_are_not_stored_are_reported(run: Callable[..., pytest.RunResult]) -> None:
