@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real command, in a process of its own."""
+"""Fixtures that run the command."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from packages.flexkv.tests.cli import command
+from packages.flexkv.tests.cli.command import Fork
 from packages.flexkv.tests.cli.stores import Cache, Ended, Flexkv, FlexkvOnTerminal
 
 
@@ -22,16 +22,7 @@ def cache(tmp_path: Path) -> Cache:
 @pytest.fixture
 def flexkv() -> Flexkv:
     """Runs `flexkv` with the given arguments; neither its input nor its output is a terminal."""
-
-    def run(*arguments: object) -> Ended:
-        command = [sys.executable, "-m", "flexkv", *map(str, arguments)]
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-        assert "Traceback" not in ended.stderr, ended.stderr
-        return Ended(ended.returncode, ended.stdout, ended.stderr)
-
-    return run
+    return command.run
 
 
 @pytest.fixture
@@ -40,12 +31,9 @@ def flexkv_on_terminal() -> FlexkvOnTerminal:
 
     def run(*arguments: object, answer: str = "") -> Ended:
         master, slave = os.openpty()
-        command = [sys.executable, "-m", "flexkv", *map(str, arguments)]
-        environment = {**os.environ, "TERM": "xterm"}
         os.write(master, answer.encode())
-        process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment
-        )
+        environ = {**os.environ, "TERM": "xterm"}
+        process = Fork(*arguments, environ=environ, stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
         shown = b""
         # A terminal that all have left reads as an error.

@@ -9,13 +9,12 @@ import pty
 import re
 import select
 import signal
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
 
 from packages.conftest import PATIENCE_SECONDS
+from packages.flexkv.tests.cli.command import Fork, Patch
 
 
 class Screen:
@@ -25,9 +24,7 @@ class Screen:
         first_modes: modes of the terminal before the command began.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], master: int, slave: int, first_modes: list[object]
-    ) -> None:
+    def __init__(self, process: Fork, master: int, slave: int, first_modes: list[object]) -> None:
         self.first_modes = first_modes
         self._process, self._master, self._slave = process, master, slave
         self._shown = ""
@@ -74,33 +71,35 @@ class Screen:
 
     def _end(self) -> int:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._process.poll() is None:
+        while (code := self._process.poll()) is None:
             assert time.monotonic() < deadline, "the command does not end"
             # A command that prints its last view waits for a reader.
             if select.select([self._master], [], [], 0.1)[0]:
                 os.read(self._master, 1 << 16)
-        return self._process.returncode
+        return code
 
 
 @contextlib.contextmanager
-def on_terminal(*arguments: str, columns: int = 200) -> Iterator[Screen]:
-    """Runs `flexkv` on a terminal of so many columns; ends it in any case."""
+def on_terminal(
+    *arguments: str, columns: int = 200, patch: Patch = contextlib.nullcontext
+) -> Iterator[Screen]:
+    """Runs `flexkv` on a terminal of so many columns; ends it in any case. `patch` as of `Fork`."""
     master, slave = pty.openpty()
     first_modes = termios.tcgetattr(slave)
     environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"}
     environment.pop("NO_COLOR", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flexkv", *arguments],
+    process = Fork(
+        *arguments,
+        environ=environment,
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env=environment,
-        start_new_session=True,
+        patch=patch,
+        new_session=True,
     )
     try:
         yield Screen(process, master, slave, first_modes)
     finally:
         process.kill()
-        process.wait()
         os.close(master)
         os.close(slave)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,39 +13,28 @@ from pathlib import Path
 import pytest
 
 from flexkv.preflight.findings import Level
-from packages.conftest import PATIENCE_SECONDS
-from packages.flexkv.tests.cli.hung_mount import hung
+from packages.flexkv.tests.cli import command
+from packages.flexkv.tests.cli.command import Fork
+from packages.flexkv.tests.cli.hung_mount import hangs_at_once, hung
 from packages.flexkv.tests.cli.stores import Cache, Ended, snapshot
 
 Doctor = Callable[..., Ended]
 NOBODY = 65534
 
 
-def started(folder: Path, *arguments: object, **settings: object) -> subprocess.Popen[str]:
-    """The command with settings in its environment, and a runtime directory below `folder`."""
-    environment = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
-    environment["FLEXKV_RUNTIME_DIR"] = str(folder / "run")
-    environment |= {name: str(value) for name, value in settings.items()}
-    command = [sys.executable, "-m", "flexkv", "doctor", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def end_of(process: subprocess.Popen[str]) -> Ended:
-    try:
-        out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        process.kill()
-    assert "Traceback" not in err, err
-    return Ended(process.returncode, out, err)
+def environ_of(folder: Path, **settings: object) -> dict[str, str]:
+    """An environment with settings, and a runtime directory below `folder`."""
+    environ = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
+    environ["FLEXKV_RUNTIME_DIR"] = str(folder / "run")
+    return environ | {name: str(value) for name, value in settings.items()}
 
 
 @pytest.fixture
 def doctor(tmp_path: Path) -> Doctor:
-    """Runs the command, see `started`."""
+    """Runs the command with `environ_of` settings."""
 
     def run(*arguments: object, **settings: object) -> Ended:
-        return end_of(started(tmp_path, *arguments, **settings))
+        return command.run("doctor", *arguments, environ=environ_of(tmp_path, **settings))
 
     return run
 
@@ -229,7 +216,7 @@ def test_unknown_arguments_are_bad_use(doctor: Doctor, arguments: list[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Commands under way on what hangs. Each waits 15 s for an answer.
+    """Commands under way on what hangs.
 
     Attributes:
         folder: a directory that hangs.
@@ -239,22 +226,22 @@ class Waiting:
     """
 
     folder: Path
-    on_drives: Mapping[int, subprocess.Popen[str]]
-    on_file: subprocess.Popen[str]
+    on_drives: Mapping[int, Fork]
+    on_file: Fork
 
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
-    """All commands wait at the same time, so that the tests together take little more than 15 s."""
+    """All commands run at the same time."""
     root = tmp_path_factory.mktemp("waiting")
     drives, config = [root / "1", root / "2"], root / "config"
     for folder in (*drives, config):
         folder.mkdir()
     with contextlib.ExitStack() as stack:
 
-        def start(**settings: object) -> subprocess.Popen[str]:
-            process = started(root, "--seconds", "0", **settings)
-            stack.callback(process.wait)
+        def start(**settings: object) -> Fork:
+            environ = environ_of(root, **settings)
+            process = Fork("doctor", "--seconds", "0", environ=environ, patch=hangs_at_once)
             stack.callback(process.kill)
             return process
 
@@ -272,14 +259,14 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
 
 @pytest.mark.parametrize("drives", [1, 2])
 def test_a_mount_that_hangs_is_a_problem_and_hides_nothing(waiting: Waiting, drives: int) -> None:
-    ended = end_of(waiting.on_drives[drives])
+    ended = waiting.on_drives[drives].end()
     assert ended.code == 1
     assert re.search(r"(ok|advice) +kernel: ", ended.out)
     assert f"problem  disk {waiting.folder}: no answer within 15 s" in ended.out
 
 
 def test_a_file_of_settings_that_hangs_hides_nothing(waiting: Waiting) -> None:
-    ended = end_of(waiting.on_file)
+    ended = waiting.on_file.end()
     assert ended.code == 1
     assert "problem  settings: no answer within 15 s" in ended.out
     assert re.search(r"(ok|advice) +kernel: ", ended.out)

@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,30 +19,21 @@ import pytest
 from flexkv.types import deadline
 from flexkv.types.deadline import HungError, call_beside, call_within
 from packages.conftest import PATIENCE_SECONDS
-from packages.flexkv.tests.cli.hung_mount import hung
+from packages.flexkv.tests.cli.command import Fork
+from packages.flexkv.tests.cli.hung_mount import hanging, hangs_at_once, hung
 from packages.flexkv.tests.cli.screen import Screen, on_terminal
-from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Ended
+from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache
 
 COMMANDS = (("stat",), ("stat", "--json"), ("verify",), ("clear", "--yes"))
 
 
-def started(*arguments: str, **settings: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flexkv", *arguments]
-    pipe, null, environ = subprocess.PIPE, subprocess.DEVNULL, {**os.environ, **settings}
-    return subprocess.Popen(command, stdin=null, stdout=pipe, stderr=pipe, text=True, env=environ)
-
-
-def end_of(process: subprocess.Popen[str]) -> Ended:
-    try:
-        out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        process.kill()
-    return Ended(process.returncode, out, err)
+def started(*arguments: str, **settings: str) -> Fork:
+    return Fork(*arguments, environ={**os.environ, **settings}, patch=hangs_at_once)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Commands under way on directories that hang. Each waits 15 s for its answer.
+    """Commands under way on directories that hang.
 
     Attributes:
         good: a cache of three blocks.
@@ -62,10 +51,10 @@ class Waiting:
     good: Cache
     cleared: Path
     folder: Path
-    beside: Mapping[str, subprocess.Popen[str]]
-    alone: Mapping[str, subprocess.Popen[str]]
+    beside: Mapping[str, Fork]
+    alone: Mapping[str, Fork]
     file: str
-    on_file: Sequence[subprocess.Popen[str]]
+    on_file: Sequence[Fork]
     late: Cache
     screen: Screen
     hang: contextlib.ExitStack
@@ -73,7 +62,7 @@ class Waiting:
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
-    """All commands wait at the same time, so that the tests together take little more than 15 s."""
+    """All commands run at the same time."""
     root = tmp_path_factory.mktemp("waiting")
     good, late = Cache(root / "cache"), Cache(root / "late")
     good.fill(3)
@@ -87,13 +76,12 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
     Path(trace).write_text(f"{line}\n", encoding="utf-8")
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments: str, **settings: str) -> subprocess.Popen[str]:
+        def start(*arguments: str, **settings: str) -> Fork:
             process = started(*arguments, **settings)
-            stack.callback(process.wait)
             stack.callback(process.kill)
             return process
 
-        screen = stack.enter_context(on_terminal("clear", str(late.root)))
+        screen = stack.enter_context(on_terminal("clear", str(late.root), patch=hangs_at_once))
         screen.wait_for("Remove 1 folder")
         stack.enter_context(hung(folder))
         stack.enter_context(hung(lonely))
@@ -119,7 +107,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
 
 
 def test_a_hung_directory_is_named_and_a_good_one_served(waiting: Waiting) -> None:
-    ended = {name: end_of(process) for name, process in waiting.beside.items()}
+    ended = {name: process.end() for name, process in waiting.beside.items()}
     good, cleared = waiting.good, waiting.cleared
     for name, each in ended.items():
         assert each.code == 1, (name, each)
@@ -135,7 +123,7 @@ def test_a_hung_directory_is_named_and_a_good_one_served(waiting: Waiting) -> No
 
 def test_a_hung_directory_alone_is_one_error(waiting: Waiting) -> None:
     for name, process in waiting.alone.items():
-        each = end_of(process)
+        each = process.end()
         assert each.code == 1, (name, each)
         assert each.err.count("\n") == 1, (name, each)
         assert "lonely" in each.err
@@ -157,7 +145,7 @@ def test_a_directory_that_begins_to_hang_is_named(waiting: Waiting) -> None:
 def test_a_file_that_hangs_is_one_error(waiting: Waiting) -> None:
     """Settings, a trace, a model's configuration, a picture, files of running engines."""
     for process in waiting.on_file:
-        each = end_of(process)
+        each = process.end()
         assert (each.code, each.out, each.err.count("\n")) == (2, "", 1), each
         assert waiting.file in each.err
         assert "has not answered for 15 s: the drive, the network or the driver" in each.err
@@ -168,25 +156,21 @@ def test_ctrl_c_ends_a_command_that_hangs(tmp_path: Path, command: str) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
     with hung(folder):
-        process = started(command, str(folder))
+        process = Fork(command, folder)  # not patched: it waits 15 s
         wait_until_it_sleeps(process)
         process.send_signal(signal.SIGINT)
-        ended = end_of(process)
+        ended = process.end()
     # Without Ctrl-C it would end with an error.
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
-def wait_until_it_sleeps(process: subprocess.Popen[str]) -> None:
+def wait_until_it_sleeps(process: Fork) -> None:
     """Until a thread of the process sleeps uninterruptibly, as in a call that hangs, twice in a
     row: a read of a busy drive ends in between."""
     late = time.monotonic() + PATIENCE_SECONDS
     seen: set[str] = set()
     while time.monotonic() < late:
-        now = set()
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                if "fuse" in (thread / "wchan").read_text(encoding="ascii"):
-                    now.add(thread.name)
+        now = hanging(process.pid)
         if now & seen:
             return
         seen = now

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 
 from flexkv.settings import CacheConfig, load_config
 from flexkv.types.errors import ConfigError
+from packages.flexkv.tests.cli import command
 from packages.flexkv.tests.cli.stores import Flexkv
 
 CPU_AND_DISK = """
@@ -224,12 +223,11 @@ def test_a_file_that_the_environment_names_is_a_regular_one(
 def test_standard_input_is_read_as_a_file_is(flexkv: Flexkv, tmp_path: Path) -> None:
     path = tmp_path / "values.yaml"
     path.write_text(CHART)
-    command = [sys.executable, "-m", "flexkv", "migrate", "-"]
-    with path.open() as file:
-        piped = subprocess.run(command, stdin=file, capture_output=True, text=True, check=True)
+    piped = command.run("migrate", "-", stdin=path.read_bytes())
+    assert piped.code == 0
     of_file = flexkv("migrate", path).out
     assert of_file
-    assert piped.stdout == of_file.replace(str(path), "standard input")
+    assert piped.out == of_file.replace(str(path), "standard input")
 
 
 def test_a_mooncake_store_is_the_same_store(flexkv: Flexkv, tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ import gzip
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flexkv.cli import plan_progress
 from flexkv.eviction import FOLLOWING, POLICIES
+from packages.flexkv.tests.cli import command
 from packages.flexkv.tests.cli.stores import Flexkv
 from packages.flexkv.tests.plan.test_sample import chats
 
@@ -273,13 +272,8 @@ def test_curves_are_drawn(flexkv: Flexkv, trace: Path, tmp_path: Path, ending: s
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_trace_comes_through_standard_input(trace: Path, packed: bool) -> None:
     data = trace.read_bytes()
-    ended = subprocess.run(
-        [sys.executable, "-m", "flexkv", "plan", "-", *TOKEN, "--json"],
-        input=gzip.compress(data) if packed else data,
-        capture_output=True,
-        check=True,
-    )
-    found = json.loads(ended.stdout)
+    data = gzip.compress(data) if packed else data
+    found = command.run("plan", "-", *TOKEN, "--json", stdin=data).json
     assert found["trace"]["name"] == "standard input"
     assert found["trace"]["requests"] == 70
 

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from flexkv import cli
-from packages.flexkv.tests.cli.stores import Cache
+from packages.flexkv.tests.cli.command import Fork, command_line
+from packages.flexkv.tests.cli.stores import Cache, Ended
 
 COMMANDS = [command.NAME for command in cli.COMMANDS if command.NAME != "serve"]
 """Those that end by themselves."""
@@ -37,125 +42,180 @@ TRACE = """\
 """
 
 
-def shell(script: str, cache: Cache) -> subprocess.CompletedProcess[str]:
-    """`script` in a shell; $flexkv is the command, $DIR the cache, $TRACE a trace of requests,
-    $LMCACHE a configuration of LMCache, $PROMPT tokens, $EMPTY a directory."""
-    trace = cache.root.parent / "trace.jsonl"
-    trace.write_text(TRACE, encoding="utf-8")
-    lmcache = cache.root.parent / "lmcache.yaml"
-    lmcache.write_text("chunk_size: 256\nmax_local_cpu_size: 5.0\n", encoding="utf-8")
-    prompt, empty = cache.root.parent / "prompt", cache.root.parent / "empty"
-    prompt.write_text("1 2 3", encoding="utf-8")
-    empty.mkdir(exist_ok=True)
-    flexkv = f"{sys.executable} -m flexkv"
-    environment = {
-        "flexkv": flexkv,
-        "DIR": str(cache.root),
-        "TRACE": str(trace),
-        "LMCACHE": str(lmcache),
-        "PROMPT": str(prompt),
-        "EMPTY": str(empty),
-    }
-    ended = subprocess.run(
-        ["bash", "-c", script],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert "Traceback" not in ended.stderr, ended.stderr
-    assert "Exception ignored" not in ended.stderr, ended.stderr
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Runs commands on a cache without, or with other, standard streams.
+
+    Attributes:
+        words: what stands for names in the arguments: $DIR is the cache, $TRACE a trace of
+            requests, $LMCACHE a configuration of LMCache, $PROMPT tokens, $EMPTY a directory.
+    """
+
+    words: Mapping[str, str]
+
+    def run(self, line: str, **streams: Any) -> Ended:
+        """The command with arguments, in a fork."""
+        return checked(Fork(*self.arguments(line), **streams).end())
+
+    def arguments(self, line: str) -> list[str]:
+        return [self.words.get(word, word) for word in line.split()]
+
+    def shell(self, script: str) -> Ended:
+        """A script in a shell; $flexkv is the command in a new Python."""
+        variables = {name.removeprefix("$"): word for name, word in self.words.items()}
+        ended = subprocess.run(
+            ["bash", "-c", script],
+            env={**os.environ, **variables, "flexkv": shlex.join(command_line())},
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        return checked(Ended(ended.returncode, ended.stdout, ended.stderr))
+
+
+def checked(ended: Ended) -> Ended:
+    assert "Traceback" not in ended.err, ended.err
+    assert "Exception ignored" not in ended.err, ended.err
     return ended
 
 
-@pytest.mark.parametrize("closed", ["<&-", "2>&-"])
+@pytest.fixture
+def streams(cache: Cache) -> Streams:
+    """The cache has two blocks."""
+    cache.fill(2)
+    folder = cache.root.parent
+    (folder / "trace.jsonl").write_text(TRACE, encoding="utf-8")
+    lmcache = "chunk_size: 256\nmax_local_cpu_size: 5.0\n"
+    (folder / "lmcache.yaml").write_text(lmcache, encoding="utf-8")
+    (folder / "prompt").write_text("1 2 3", encoding="utf-8")
+    (folder / "empty").mkdir()
+    names = {
+        "$DIR": "cache",
+        "$TRACE": "trace.jsonl",
+        "$LMCACHE": "lmcache.yaml",
+        "$PROMPT": "prompt",
+        "$EMPTY": "empty",
+    }
+    return Streams({word: str(folder / name) for word, name in names.items()})
+
+
+@pytest.fixture
+def full() -> Iterator[int]:
+    """A file on a full disk."""
+    with open("/dev/full", "wb", buffering=0) as file:
+        yield file.fileno()
+
+
+@pytest.mark.parametrize("closed", [0, 2])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_input_or_errors_that_are_closed_change_nothing(
-    cache: Cache, name: str, closed: str
+    streams: Streams, cache: Cache, name: str, closed: int
 ) -> None:
-    cache.fill(2)
-    arguments = ARGUMENTS.get(name, "$DIR")
+    line = f"{name} {ARGUMENTS.get(name, '$DIR')}"
     # What the doctor finds depends on the machine. No engine runs whose health could be ok.
     fails = name in ("doctor", "health", *OF_ENGINES)
-    expected = shell(f"$flexkv {name} {arguments}", cache).returncode if fails else 0
-    assert shell(f"$flexkv {name} {arguments} {closed}", cache).returncode == expected
+    expected = streams.run(line).code if fails else 0
+    assert streams.run(line, closed=(closed,)).code == expected
     assert cache.folder.exists() == (name != "clear")
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [(1,), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("name", PRINTING)
 def test_an_output_that_is_closed_is_an_error_after_the_work(
-    cache: Cache, name: str, closed: str
+    streams: Streams, cache: Cache, name: str, closed: tuple[int, ...]
 ) -> None:
-    cache.fill(2)
-    ended = shell(f"$flexkv {name} {ARGUMENTS.get(name, '$DIR')} {closed}", cache)
-    assert ended.returncode == 1
+    ended = streams.run(f"{name} {ARGUMENTS.get(name, '$DIR')}", closed=closed)
+    assert ended.code == 1
     said = f"flexkv {name}: error: the output cannot be written: Bad file descriptor\n"
-    assert ended.stderr == ("" if "2>&-" in closed else said)
+    assert ended.err == ("" if 2 in closed else said)
     assert cache.folder.exists() == (name != "clear")
 
 
-def test_a_path_that_is_no_text_is_printed(cache: Cache) -> None:
-    cache.fill(2)
+@pytest.mark.parametrize(
+    ("streams_of_shell", "code", "reason"),
+    [
+        ("<&-", 0, ""),
+        ("2>&-", 0, ""),
+        (">&-", 1, "Bad file descriptor"),
+        ("<&- >&- 2>&-", 1, ""),
+        (">/dev/full", 1, "No space left on device"),
+    ],
+)
+def test_a_new_process_has_the_streams_of_a_fork(
+    streams: Streams, streams_of_shell: str, code: int, reason: str
+) -> None:
+    ended = streams.shell(f"$flexkv stat $DIR {streams_of_shell}")
+    said = f"flexkv stat: error: the output cannot be written: {reason}\n"
+    assert (ended.code, ended.err) == (code, said if reason else "")
+
+
+def test_a_path_that_is_no_text_is_printed(streams: Streams, cache: Cache) -> None:
     odd = os.fsencode(cache.root.parent) + b"/kv-\xff"
     os.rename(cache.root, odd)
-    ended = shell(f"$flexkv stat {os.fsdecode(odd)}", cache)
-    assert ended.returncode == 0
-    assert f"{cache.root.parent}/kv-\\udcff/" in ended.stdout
-    assert shell(f"$flexkv verify {os.fsdecode(odd)}", cache).returncode == 0
+    ended = streams.run(f"stat {os.fsdecode(odd)}")
+    assert ended.code == 0
+    assert f"{cache.root.parent}/kv-\\udcff/" in ended.out
+    assert streams.run(f"verify {os.fsdecode(odd)}").code == 0
 
 
-def test_a_terminal_without_the_characters_gets_escapes(cache: Cache) -> None:
-    ended = shell(f"PYTHONIOENCODING=ascii $flexkv plan {ARGUMENTS['plan']}", cache)
-    assert ended.returncode == 0
-    assert "\\u2588" in ended.stdout
+def test_a_terminal_without_the_characters_gets_escapes(streams: Streams) -> None:
+    ended = streams.shell(f"PYTHONIOENCODING=ascii $flexkv plan {ARGUMENTS['plan']}")
+    assert ended.code == 0
+    assert "\\u2588" in ended.out
 
 
-def test_clear_without_an_input_needs_yes(cache: Cache) -> None:
-    cache.fill(1)
-    ended = shell("$flexkv clear $DIR <&-", cache)
-    assert ended.returncode == 2
-    assert "--yes is missing" in ended.stderr
+def test_clear_without_an_input_needs_yes(streams: Streams, cache: Cache) -> None:
+    ended = streams.run("clear $DIR", closed=(0,))
+    assert ended.code == 2
+    assert "--yes is missing" in ended.err
     assert cache.folder.exists()
 
 
 @pytest.mark.parametrize("name", PRINTING)
-def test_an_output_that_cannot_be_written_is_one_clear_error(cache: Cache, name: str) -> None:
-    cache.fill(2)
-    ended = shell(f"$flexkv {name} {ARGUMENTS.get(name, '$DIR')} >/dev/full", cache)
-    assert ended.returncode == 1
-    assert ended.stderr == (
+def test_an_output_that_cannot_be_written_is_one_clear_error(
+    streams: Streams, full: int, name: str
+) -> None:
+    ended = streams.run(f"{name} {ARGUMENTS.get(name, '$DIR')}", stdout=full)
+    assert ended.code == 1
+    assert ended.err == (
         f"flexkv {name}: error: the output cannot be written: No space left on device\n"
     )
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "stat --help", "plan -h"])
-@pytest.mark.parametrize(
-    ("output", "reason"),
-    [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")],
-)
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("closed", [True, False])
 def test_help_that_cannot_be_written_is_one_clear_error(
-    cache: Cache, arguments: str, output: str, reason: str, unbuffered: str
+    streams: Streams, full: int, arguments: str, closed: bool
 ) -> None:
-    ended = shell(f"PYTHONUNBUFFERED={unbuffered} $flexkv {arguments} {output}", cache)
-    assert ended.returncode == 1
-    assert ended.stderr == f"flexkv: error: the output cannot be written: {reason}\n"
+    ended = streams.run(arguments, **({"closed": (1,)} if closed else {"stdout": full}))
+    reason = "Bad file descriptor" if closed else "No space left on device"
+    assert ended.code == 1
+    assert ended.err == f"flexkv: error: the output cannot be written: {reason}\n"
 
 
-def test_wrong_usage_is_wrong_usage_without_an_output(cache: Cache) -> None:
-    for output in (">/dev/full", ""):
-        ended = shell(f"$flexkv --nope {output}", cache)
-        assert ended.returncode == 2
-        assert ended.stderr.startswith("usage: flexkv")
+@pytest.mark.parametrize("output", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("arguments", ["--help", "--version"])
+def test_help_without_a_buffer_that_cannot_be_written_is_the_same_error(
+    streams: Streams, arguments: str, output: str
+) -> None:
+    ended = streams.shell(f"PYTHONUNBUFFERED=1 $flexkv {arguments} {output}")
+    reason = "Bad file descriptor" if output == ">&-" else "No space left on device"
+    assert ended.code == 1
+    assert ended.err == f"flexkv: error: the output cannot be written: {reason}\n"
 
 
-def test_a_reader_that_has_enough_is_no_error(cache: Cache) -> None:
-    cache.fill(2)
-    ended = shell("$flexkv stat $DIR | true; exit ${PIPESTATUS[0]}", cache)
-    assert ended.returncode in (0, 1)
-    assert ended.stderr == ""
+def test_wrong_usage_is_wrong_usage_without_an_output(streams: Streams, full: int) -> None:
+    for output in (full, None):
+        ended = streams.run("--nope", stdout=output)
+        assert ended.code == 2
+        assert ended.err.startswith("usage: flexkv")
+
+
+def test_a_reader_that_has_enough_is_no_error(streams: Streams) -> None:
+    ended = streams.shell("$flexkv stat $DIR | true; exit ${PIPESTATUS[0]}")
+    assert ended.code in (0, 1)
+    assert ended.err == ""
 
 
 def test_what_is_written_last_is_not_lost() -> None:
