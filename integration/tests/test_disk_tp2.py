@@ -17,31 +17,39 @@ from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, blocks_of, whole_blocks
 
 
-def test_a_restart_after_a_kill(
+def test_restarts_with_another_number_of_ranks(
     host: EngineHost,
     reference: Reference,
     disk_config: Callable[..., EngineConfig],
     work_dir: Path,
 ) -> None:
-    directory = work_dir / "disk of two ranks"
-    config = disk_config(directory, tensor_parallel_size=2)
-    engine = host.start(config)
-    reference.check_all(PROMPTS, ask_and_settle(engine, PROMPTS), what="cold")
-    engine.forget()
+    """One rank, two, and one again; those in the middle are killed."""
+    directory = work_dir / "disk of one rank and of two"
+    one, two = disk_config(directory), disk_config(directory, tensor_parallel_size=2)
+    half = len(PROMPTS) // 2
+
+    engine = host.start(one)
+    ask_and_settle(engine, PROMPTS[:half])
+
+    engine = host.start(two)
+    answers = ask_and_settle(engine, PROMPTS)
+    reference.check_all(PROMPTS, answers, what="two ranks over what one wrote")
+    assert restored(answers[:half]) == restorable(PROMPTS[:half])
     written = _shards(engine)
     assert written[0] != written[1]
     engine.forget()
+    ask_and_settle(engine, PROMPTS[:half])
+    engine.forget()
+    assert _shards(engine) == written, "from disk"
+    owner = disks.run_cli("stat", str(directory))[1]["folders"][0]["owner"]
+    assert owner in engine.pids()
     disks.settle(engine)
     engine.kill()
 
-    engine = host.start(config)
-    warm = ask_each(engine, PROMPTS)
-    reference.check_all(PROMPTS, warm, what="after the kill")
-    assert restored(warm) == restorable(PROMPTS)
-    engine.forget()
-    assert _shards(engine) == written
-    owner = disks.run_cli("stat", str(directory))[1]["folders"][0]["owner"]
-    assert owner in engine.pids()
+    engine = host.start(one)
+    answers = ask_each(engine, PROMPTS)
+    reference.check_all(PROMPTS, answers, what="one rank over what two wrote")
+    assert restored(answers) == restorable(PROMPTS)
 
     host.close()
     code, checked = disks.run_cli("verify", str(directory))
@@ -55,34 +63,9 @@ def test_a_restart_after_a_kill(
     assert folder["used_slots"] == checked["folders"][0]["blocks"] > 0
 
 
-def test_a_restart_with_another_number_of_ranks(
-    host: EngineHost,
-    reference: Reference,
-    disk_config: Callable[..., EngineConfig],
-    work_dir: Path,
-) -> None:
-    directory = work_dir / "disk of one rank and of two"
-    one, two = disk_config(directory), disk_config(directory, tensor_parallel_size=2)
-    half = len(PROMPTS) // 2
-
-    engine = host.start(one)
-    ask_and_settle(engine, PROMPTS[:half])
-
-    engine = host.start(two)
-    answers = ask_and_settle(engine, PROMPTS)
-    reference.check_all(PROMPTS, answers, what="two ranks over what one wrote")
-    assert restored(answers[:half]) == restorable(PROMPTS[:half])
-
-    engine = host.start(one)
-    answers = ask_each(engine, PROMPTS)
-    reference.check_all(PROMPTS, answers, what="one rank over what two wrote")
-    assert restored(answers) == restorable(PROMPTS)
-    host.close()
-    assert len(disks.run_cli("stat", str(directory))[1]["folders"]) == 1
-
-
 def _shards(engine: Engine) -> list[list[str]]:
-    """Digests of the engine blocks of a prompt that FlexKV keeps, of each rank."""
-    blocks = blocks_of(engine, ABORTED[0])[: whole_blocks(len(ABORTED[0])) // ENGINE_BLOCK]
+    """Digests of the engine blocks of the last prompt that FlexKV keeps, of each rank."""
+    prompt = PROMPTS[-1]
+    blocks = blocks_of(engine, prompt)[: whole_blocks(len(prompt)) // ENGINE_BLOCK]
     digests: list[list[str]] = engine.rpc("probe_digests", blocks)
     return digests
