@@ -23,7 +23,7 @@ DELAYS = [0.001 * step for step in range(12)]
 
 @pytest.fixture(
     scope="module",  # all tests of one engine together
-    params=[("layerwise", 1), ("auto", 1), ("layerwise", 2)],
+    params=[("auto", 1), ("layerwise", 2)],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def mode(request: pytest.FixtureRequest) -> tuple[str, int]:
