@@ -28,20 +28,8 @@ def tiny_arena(
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
-    """With `hazard`."""
-    settings = flexkv(cpu_cache_gb=ARENA_GB, eviction_policy="auto")
-    engine = host.get(engine_config(connector.plugin(**settings)))
-    engine.reset_prefix_cache(reset_connector=True)
-    return engine
-
-
-@pytest.fixture
-def lru_arena(
-    host: EngineHost,
-    flexkv: Callable[..., dict[str, Any]],
-    engine_config: Callable[..., EngineConfig],
-) -> Engine:
-    """For tests that count on the order of use, and on a slot for each new block."""
+    """Some of these tests count on the order of use, and on a slot for each new block;
+    `test_equality_hazard` runs the others with `hazard`."""
     settings = flexkv(cpu_cache_gb=ARENA_GB, eviction_policy="lru")
     engine = host.get(engine_config(connector.plugin(**settings)))
     engine.reset_prefix_cache(reset_connector=True)
@@ -56,39 +44,39 @@ def _restored(engine: Engine, reference: Reference, what: str) -> list[int]:
     return [answer.cached_tokens or 0 for answer in answers]
 
 
-def test_eviction(lru_arena: Engine, reference: Reference) -> None:
+def test_eviction(tiny_arena: Engine, reference: Reference) -> None:
     blocks = len(EVICTED[0]) // FLEXKV_BLOCK
     assert all(len(prompt) // FLEXKV_BLOCK == blocks for prompt in EVICTED)
     assert blocks * len(EVICTED) > 2 * SLOTS
-    reference.check_all(EVICTED, ask_each(lru_arena, EVICTED), what="cold")
+    reference.check_all(EVICTED, ask_each(tiny_arena, EVICTED), what="cold")
     for what in ("warm", "warm again"):
-        lru_arena.forget()
-        restored = _restored(lru_arena, reference, what)
+        tiny_arena.forget()
+        restored = _restored(tiny_arena, reference, what)
         # The last prompts are still there as a whole, the first ones cannot be.
         assert restored[0] == whole_blocks(len(EVICTED[-1])), what
         assert 0 in restored, what
         assert sum(restored) <= SLOTS * FLEXKV_BLOCK, what
-        lru_arena.forget()
-        reference.check_all(EVICTED, ask_each(lru_arena, EVICTED), what=what)
+        tiny_arena.forget()
+        reference.check_all(EVICTED, ask_each(tiny_arena, EVICTED), what=what)
 
 
-def test_aborts_leave_no_slot_behind(lru_arena: Engine, reference: Reference) -> None:
+def test_aborts_leave_no_slot_behind(tiny_arena: Engine, reference: Reference) -> None:
     """Loads and stores cut short must give back their slots, or soon nothing can be stored."""
     prompt = EVICTED[0]
     for number in range(3 * SLOTS):
-        ask(lru_arena, prompt, max_tokens=1)
-        lru_arena.forget()
-        lru_arena.submit(prompt, abort_after=0.0005 * (number % 12)).result()
+        ask(tiny_arena, prompt, max_tokens=1)
+        tiny_arena.forget()
+        tiny_arena.submit(prompt, abort_after=0.0005 * (number % 12)).result()
         other = EVICTED[1 + number % 3]
-        lru_arena.submit(other, abort_after=0.001 * (number % 12)).result()
-    lru_arena.forget()
+        tiny_arena.submit(other, abort_after=0.001 * (number % 12)).result()
+    tiny_arena.forget()
     for prompt in EVICTED[-3:]:
-        reference.check(prompt, ask(lru_arena, prompt), what="after the aborts")
-        lru_arena.forget()
-        answer = ask(lru_arena, prompt)
+        reference.check(prompt, ask(tiny_arena, prompt), what="after the aborts")
+        tiny_arena.forget()
+        answer = ask(tiny_arena, prompt)
         reference.check(prompt, answer, what="warm after the aborts")
         assert answer.cached_tokens == whole_blocks(len(prompt))
-        lru_arena.forget()
+        tiny_arena.forget()
 
 
 def test_eviction_under_concurrency(tiny_arena: Engine, reference: Reference) -> None:

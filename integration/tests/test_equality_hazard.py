@@ -13,6 +13,7 @@ from integration.harness import connector
 from integration.harness.config import EngineConfig
 from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
+from integration.tests import test_equality_evicted
 from integration.tests.corpus import CONCURRENT, EVICTED, FLEXKV_BLOCK, NEW_TOKENS, Tokens
 from integration.tests.disks import PATIENT_SECONDS, gigabytes, settle
 from integration.tests.reference import Reference
@@ -28,29 +29,31 @@ MOST_ROUNDS = 40
 
 
 @pytest.fixture
-def hazard_engine(
+def tiny_arena(
     host: EngineHost,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
-    tmp_path: Path,
+    work_dir: Path,
 ) -> Engine:
     settings = flexkv(
         eviction_policy="auto",
         cpu_cache_gb=gigabytes(HOST_SLOTS),
         ssd_cache_gb=gigabytes(DISK_SLOTS),
-        ssd_cache_dir=str(tmp_path),
+        ssd_cache_dir=str(work_dir / "hazard-disk"),
         ssd_admission="on_evict",
         ssd_timeout_seconds=PATIENT_SECONDS,
     )
-    return host.get(engine_config(connector.plugin(**settings)))
+    engine = host.get(engine_config(connector.plugin(**settings)))
+    engine.reset_prefix_cache(reset_connector=True)
+    return engine
 
 
 def test_a_conversation_stays_while_others_pass_through_both_tiers(
-    hazard_engine: Engine, reference: Reference
+    tiny_arena: Engine, reference: Reference
 ) -> None:
     """The policy learns how soon blocks come back, so that it may take a slow machine some rounds:
     there all that is known of the conversation is older."""
-    engine = hazard_engine
+    engine = tiny_arena
     assert "host memory evicts by hazard (eviction_policy is auto)" in engine.log()
 
     def restored(
@@ -95,3 +98,7 @@ def test_a_conversation_stays_while_others_pass_through_both_tiers(
         if count("hit_tokens", "disk") > hits:
             break
     assert 0 < count("hit_tokens", "disk") - hits <= again
+
+
+test_eviction_under_concurrency = test_equality_evicted.test_eviction_under_concurrency
+test_a_prompt_larger_than_the_arena = test_equality_evicted.test_a_prompt_larger_than_the_arena
