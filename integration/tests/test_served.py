@@ -10,18 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from integration.campaign.counts import Counts
 from integration.harness import connector
 from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.host import EngineHost
 from integration.harness.server import Server
-from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, WARM
+from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, SHORT, WARM
 from integration.tests.disks import restorable, restored
 from integration.tests.node_service import NodeService
 from integration.tests.nodes import PATIENCE_SECONDS, Nodes
 from integration.tests.reference import Reference
 from integration.tests.steps import ask, ask_each, ask_together
+from integration.tests.test_observed import Scrape
 
 FIRST = ABORTED[:1] + WARM
 LATE = EVICTED[:4]
@@ -99,44 +99,39 @@ def test_data_parallel_engines_of_a_server_share_it(
     host: EngineHost,
     service: NodeService,
     engine_config: Callable[..., EngineConfig],
-    flexkv: Callable[..., dict[str, Any]],
-) -> None:
-    host.close()  # this server has two engines
-    chosen = connector.plugin(**flexkv(service=str(service.root)))
-    config = engine_config(chosen, probe=False, extra_args={"data_parallel_size": 2})
-    with Server(config, tmp_path / "server.log", None) as server:
-        computed = [server.generate(prompt, 16, engine=0) for prompt in WARM]
-        found = [server.generate(prompt, 16, engine=1) for prompt in WARM]
-        assert found == computed
-        counts = Counts(server.metrics(), "vllm:")
-        hits = [
-            counts.value("flexkv_hit_tokens_total", tier="host", engine=engine)
-            for engine in ("0", "1")
-        ]
-    assert hits == [0, sum(restorable(WARM))]
-
-
-def test_engines_of_vllms_own_connector_share_it(
-    nodes: Nodes,
-    service: NodeService,
-    reference: Reference,
     offloading: Callable[..., Connector],
 ) -> None:
-    """One engine's reset costs the other no hit."""
+    """Under vLLM's own connector. The first test has the plugin."""
+    host.close()  # this server has two engines
     chosen = offloading(service=str(service.root))
-    one, other = nodes.start_with(chosen), nodes.start_with(chosen)
-    reference.check_all(FIRST, ask_each(one, FIRST), what="the first engine")
-    found = ask_each(other, FIRST)
-    reference.check_all(FIRST, found, what="the other engine")
-    assert restored(found) == restorable(FIRST)
-    one.reset_prefix_cache(reset_connector=True)
-    found = ask_each(one, FIRST)
-    reference.check_all(FIRST, found, what="after a reset")
-    assert restored(found) == [0] * len(FIRST)
-    other.forget()
-    reference.check_all(CONCURRENT, ask_together(other, CONCURRENT), what="together")
-    service.kill()
-    other.forget()
-    found = ask_each(other, FIRST)
-    reference.check_all(FIRST, found, what="without a service")
-    assert restored(found) == restorable(FIRST)
+    config = engine_config(chosen, probe=False, extra_args={"data_parallel_size": 2})
+    with Server(config, tmp_path / "server.log", None) as server:
+        computed = [server.generate(prompt, 16, engine=0) for prompt in FIRST]
+        found = [server.generate(prompt, 16, engine=1) for prompt in FIRST]
+        assert found == computed
+        assert _hits(server) == [0, sum(restorable(FIRST))]
+
+        together = [server.generate(prompt, 16, engine=1) for prompt in CONCURRENT]
+        server.reset_prefix_cache(external=False)
+        before = _hits(server)[0]
+        assert [server.generate(prompt, 16, engine=0) for prompt in CONCURRENT] == together
+        assert _hits(server)[0] > before
+
+        service.kill()
+        server.reset_prefix_cache(external=False)
+        before = _hits(server)[1]
+        without = [server.generate(prompt, 16, engine=1) for prompt in FIRST]
+        assert without == computed
+        assert _hits(server)[1] - before == sum(restorable(FIRST)), "without a service"
+
+
+def _hits(server: Server) -> list[float]:
+    """Tokens that each engine of a server has found in host memory. Engines report what has
+    happened with their next steps."""
+    for engine in (0, 1):
+        server.generate(SHORT, 3, engine=engine)
+    seen = Scrape(server.metrics())
+    return [
+        sum(seen.values("flexkv_hit_tokens_total", tier="host", engine=engine))
+        for engine in ("0", "1")
+    ]
