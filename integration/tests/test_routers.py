@@ -25,7 +25,7 @@ from integration.tests.steps import ask
 PATIENCE_SECONDS = 60.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def events() -> Iterator[str]:
     """An address for the events of an engine."""
     with hold_port() as held:
@@ -45,7 +45,9 @@ def engine(
         "endpoint": events.replace("127.0.0.1", "*"),
     }
     chosen = connector.plugin(**flexkv())
-    return host.start(engine_config(chosen, extra_args={"kv_events_config": published}))
+    engine = host.get(engine_config(chosen, extra_args={"kv_events_config": published}))
+    engine.reset_prefix_cache(reset_connector=True)
+    return engine
 
 
 @pytest.fixture
