@@ -22,20 +22,21 @@ def no_other_engine(host: EngineHost) -> None:
     host.close()
 
 
-CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "without asynchronous scheduling": ((ASYNC, LAYERWISE), {"async_scheduling": False}),
-    "vLLM's defaults": ((ASYNC,), {"extra_args": {"enforce_eager": False}}),
-}
-
-
-@pytest.mark.parametrize("name", list(CASES))
 def test_loaded_blocks_give_the_same_answers_and_a_wrong_byte_does_not(
-    name: str, tmp_path: Path, flexkv: Callable[..., dict[str, Any]]
+    tmp_path: Path, flexkv: Callable[..., dict[str, Any]]
 ) -> None:
+    """With the compiled model, vLLM's default; and without asynchronous scheduling, which is no
+    default, for layer-wise loads."""
     settings = {name: value for name, value in flexkv().items() if name != "block_tokens"}
-    modes, own = CASES[name]
-    engine = {"block_size": ENGINE_BLOCK, "forked": True, "kv_cache_bytes": 64 << 20, **own}
-    asked = Questions(name, TINY, FLEXKV_BLOCK, (1, 2, 7), modes, settings, engine, at_once=True)
+    modes = (ASYNC, LAYERWISE)
+    engine = {
+        "block_size": ENGINE_BLOCK,
+        "forked": True,
+        "kv_cache_bytes": 64 << 20,
+        "async_scheduling": False,
+        "extra_args": {"enforce_eager": False},
+    }
+    asked = Questions("tiny", TINY, FLEXKV_BLOCK, (1, 2, 7), modes, settings, engine, at_once=True)
     rows = list(compare(asked, tmp_path, Log()))
     assert [row.value for row in rows if row.goal == goals.SAME_TOKENS] == [0] * (len(modes) + 1)
     # float32 rounds too little to change a token.
