@@ -206,7 +206,11 @@ class Linked:
         self.router.forget()
         changes["env"] = {**self._config.env, **(env or {})}
         config = dataclasses.replace(self._config, **changes)
-        self.server = SglangServer(config, self._folder / f"{self._starts}.log")
+        try:
+            self.server = SglangServer(config, self._folder / f"{self._starts}.log")
+        except BaseException:
+            self.router.close()  # an open socket would hang the tests when it is collected
+            raise
 
     def check(self, prompt: Prompt, answer: Answer) -> None:
         assert answer.finish == "length"
