@@ -677,20 +677,30 @@ def test_a_complete_run_writes_what_it_asked(
     assert sorted(found.values()) == ["right a", "right c"]
 
 
-@pytest.mark.parametrize("reason", ["deselected", "another path", "failed"])
+NEW = EQUAL + "def test_new(): assert Plain().ask('c') == 'right c'\n"
+SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        pytest.param(NEW, ("-k", "new"), id="deselected"),
+        pytest.param(NEW, ("-k", "new", *WORKERS), id="deselected by workers"),
+        pytest.param(NEW, ("test_it.py",), id="another path"),
+        pytest.param(NEW + "def test_broken(): assert False\n", (), id="failed"),
+        pytest.param(NEW + SKIPPED, (), id="skipped"),
+        pytest.param(NEW, ("--continue-on-collection-errors",), id="not collected"),
+    ],
+)
 def test_a_partial_run_keeps_other_answers(
     run: Callable[..., pytest.RunResult],
     pytester: pytest.Pytester,
-    reason: str,
+    text: str,
+    options: tuple[str, ...],
 ) -> None:
-    more = {
-        "deselected": ("-k", "new"),
-        "another path": ("test_it.py",),
-        "failed": (),
-    }[reason]
-    text = EQUAL + "def test_new(): assert Plain().ask('c') == 'right c'\n"
-    text += "def test_broken(): assert False\n" if reason == "failed" else ""
-    run(text, *more, mode="write")
+    if "--continue-on-collection-errors" in options:
+        pytester.makepyfile(test_other="raise ValueError")
+    run(text, *options, mode="write")
     found = json.loads((pytester.path / "golden" / f"{BOOK}.json").read_text())
     assert sorted(found.values()) == ["right a", "right b", "right c"]
 
