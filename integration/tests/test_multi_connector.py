@@ -9,7 +9,8 @@ no longer than a step computes, which is all that it can do.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,26 @@ import pytest
 from integration.harness import connector
 from integration.harness.answers import Completion
 from integration.harness.config import EngineConfig
+from integration.harness.engine import Engine
 from integration.harness.host import EngineHost
-from integration.harness.server import Server
 from integration.tests.corpus import (
     BATCHED_TOKENS,
+    CONCURRENT,
     DAMAGED,
     ENGINE_BLOCK,
     FLEXKV_BLOCK,
     NEW_TOKENS,
-    PARTIAL,
     PREEMPTED,
     PREEMPTED_NEW_TOKENS,
     SALTED,
     WARM,
     Tokens,
+    tokens,
 )
+from integration.tests.disks import settle
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, ask_together, external_hits, whole_blocks
-from integration.tests.test_observed import DISK, HOST, Router, engine_blocks, settle
+from integration.tests.test_observed import DISK, HOST, NAMES_PER_BLOCK, Router, engine_blocks
 
 PROMPTS = (WARM[1], WARM[3], SALTED, DAMAGED)
 HITS = "vllm:flexkv_hit_tokens"
@@ -70,18 +73,36 @@ def drop(storage: Path) -> None:
     storage.mkdir()
 
 
-def test_flexkv_first(
-    host: EngineHost, reference: Reference, flexkv: Settings, engine_config: Config, storage: Path
-) -> None:
-    chosen = connector.multi(connector.plugin(**flexkv()), connector.example(storage))
-    engine = host.start(engine_config(chosen))
+@pytest.fixture
+def first_storage(work_dir: Path) -> Path:
+    """Where the connector behind FlexKV keeps its files."""
+    return work_dir / "behind-flexkv"
+
+
+@pytest.fixture
+def flexkv_first(
+    host: EngineHost,
+    reference: Reference,
+    flexkv: Settings,
+    engine_config: Config,
+    first_storage: Path,
+) -> Engine:
+    """With as few blocks as in `test_equality_preempted`."""
+    chosen = connector.multi(connector.plugin(**flexkv()), connector.example(first_storage))
+    return host.get(engine_config(chosen, num_blocks=45, max_model_len=1024))
+
+
+def test_flexkv_first(flexkv_first: Engine, reference: Reference, first_storage: Path) -> None:
+    engine = flexkv_first
+    begun, asked_before = engine.counter(HITS), external_hits(engine)
     reference.check_all(PROMPTS, ask_each(engine, PROMPTS), what="cold")
-    assert any(storage.iterdir()), "the other one stores, too"
+    assert any(first_storage.iterdir()), "the other one stores, too"
     engine.forget()
     warm = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, warm, what="from FlexKV")
     assert cached(warm) == [whole_blocks(len(prompt)) for prompt in PROMPTS]
-    assert engine.counter(HITS) == external_hits(engine) == flexkv_tokens(PROMPTS)
+    hits = engine.counter(HITS)
+    assert hits - begun == external_hits(engine) - asked_before == flexkv_tokens(PROMPTS)
 
     # Now FlexKV has nothing, and it is the other one's turn.
     engine.reset_prefix_cache(reset_connector=True)
@@ -90,10 +111,10 @@ def test_flexkv_first(
     others = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, others, what="from the other one")
     assert cached(others) == others_tokens(PROMPTS)
-    assert engine.counter(HITS) == flexkv_tokens(PROMPTS), "nothing more"
+    assert engine.counter(HITS) == hits, "nothing more"
 
     # What the other one loaded FlexKV has stored: it can be had without that.
-    drop(storage)
+    drop(first_storage)
     engine.forget()
     warm = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, warm, what="what the other one had loaded")
@@ -102,12 +123,50 @@ def test_flexkv_first(
     assert engine.counter(STORED) - stored == sum(answered) // FLEXKV_BLOCK
 
 
+def test_preemptions_get_through(flexkv_first: Engine, reference: Reference) -> None:
+    """Stores of blocks that vLLM takes away are waited for: see `test_equality_preempted`."""
+    engine = flexkv_first
+    before = engine.counter(HITS)
+    answers = ask_together(engine, PREEMPTED, PREEMPTED_NEW_TOKENS, all_queued=True)
+    reference.check_all(PREEMPTED, answers, PREEMPTED_NEW_TOKENS, what="preempted")
+    assert engine.counter("vllm:num_preemptions") > 0
+    assert engine.counter(HITS) > before, "what was preempted came back from FlexKV"
+    assert engine.counter("vllm:flexkv_failures") == 0
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with tempfile.TemporaryDirectory(prefix="flexkv-test-") as folder:
+        made = Router(f"ipc://{folder}/events")
+        yield made
+        made.close()
+
+
 def test_flexkv_second(
-    host: EngineHost, reference: Reference, flexkv: Settings, engine_config: Config, storage: Path
+    host: EngineHost,
+    reference: Reference,
+    *,
+    flexkv: Settings,
+    engine_config: Config,
+    storage: Path,
+    router: Router,
 ) -> None:
     chosen = connector.multi(connector.example(storage), connector.plugin(**flexkv()))
-    engine = host.start(engine_config(chosen))
-    reference.check_all(PROMPTS, ask_each(engine, PROMPTS), what="cold")
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
+    engine = host.start(engine_config(chosen, extra_args={"kv_events_config": events}))
+    router.await_server()
+    cold = ask_each(engine, PROMPTS)
+    reference.check_all(PROMPTS, cold, what="cold")
+    # Events and metrics get through.
+    kept = [
+        engine_blocks(prompt + tuple(answer.tokens[:-1]))
+        for prompt, answer in zip(PROMPTS, cold, strict=True)
+    ]
+    hear_all(engine, router)
+    assert set(router.told[HOST].values()) == set().union(*kept)
+    assert router.told[DISK] == {}
+    assert engine.counter(STORED, tier="host") == sum(map(len, kept)) // NAMES_PER_BLOCK
+
     engine.forget()
     others = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, others, what="from the first")
@@ -115,7 +174,7 @@ def test_flexkv_second(
     assert engine.counter(HITS) == 0, "both have it, and it was not FlexKV's turn"
 
     # Prompts that share a part with others: the first one knows whole prompts only.
-    parts = [case.prompt for case in PARTIAL if len(case.prompt) <= BATCHED_TOKENS]
+    parts = [prompt for prompt in CONCURRENT if len(prompt) <= BATCHED_TOKENS]
     reference.check_all(parts, ask_each(engine, parts), what="parts")
     drop(storage)
     engine.forget()
@@ -126,42 +185,15 @@ def test_flexkv_second(
     # is computed is a hit of the other connector for the next.
     warm = ask_together(engine, known, all_queued=True)
     reference.check_all(known, warm, what="from FlexKV")
-    assert engine.counter(HITS) - hits == external_hits(engine) - before > 0
+    assert engine.counter(HITS, tier="host") - hits == external_hits(engine) - before > 0
 
 
-def test_preemptions_get_through(
-    host: EngineHost, reference: Reference, flexkv: Settings, engine_config: Config, storage: Path
-) -> None:
-    """Stores of blocks that vLLM takes away are waited for: see `test_equality_preempted`."""
-    chosen = connector.multi(connector.plugin(**flexkv()), connector.example(storage))
-    engine = host.start(engine_config(chosen, num_blocks=45, max_model_len=1024))
-    answers = ask_together(engine, PREEMPTED, PREEMPTED_NEW_TOKENS, all_queued=True)
-    reference.check_all(PREEMPTED, answers, PREEMPTED_NEW_TOKENS, what="preempted")
-    assert engine.counter("vllm:num_preemptions") > 0
-    assert engine.counter(HITS) > 0, "what was preempted came back from FlexKV"
-    assert engine.counter("vllm:flexkv_failures") == 0
-
-
-def test_metrics_and_events_get_through(
-    host: EngineHost, flexkv: Settings, engine_config: Config, storage: Path, work_dir: Path
-) -> None:
-    host.close()
-    chosen = connector.multi(connector.example(storage), connector.plugin(**flexkv()))
-    router = Router(f"ipc://{storage.parent}/events")
-    config = engine_config(chosen, probe=False)
-    try:
-        with Server(config, work_dir / "logs" / "multi.log", router.endpoint) as server:
-            router.await_server()
-            answers = [server.generate(prompt, 4) for prompt in PROMPTS]
-            drop(storage)
-            server.reset_prefix_cache(external=False)
-            assert [server.generate(prompt, 4) for prompt in PROMPTS] == answers
-            seen = settle(server, router)
-            assert set(router.told[HOST].values()) == set().union(*map(engine_blocks, PROMPTS))
-            assert router.told[DISK] == {}
-            assert seen.value("flexkv_hit_tokens_total", tier="host") == flexkv_tokens(PROMPTS)
-    finally:
-        router.close()
+def hear_all(engine: Engine, router: Router) -> None:
+    """Have a router hear all that has happened in an engine so far."""
+    settle(engine)
+    mark = tokens("mark", ENGINE_BLOCK + 1)
+    engine.generate(mark, max_tokens=3)
+    router.listen(mark[:ENGINE_BLOCK])
 
 
 def test_beside_a_transfer_between_engines(
