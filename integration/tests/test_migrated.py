@@ -2,7 +2,8 @@
 """Engines start with what `flexkv migrate` makes of configurations of LMCache and of vLLM's own
 offloading, and load blocks.
 
-The sizes of the published configurations are made smaller.
+The sizes of the published configurations are made smaller: host memory holds `WARM` and little
+more, so that another tier has what left it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from integration.harness.config import EngineConfig
 from integration.harness.connector import Connector
 from integration.harness.host import EngineHost
 from integration.harness.mooncake_master import MooncakeMaster
-from integration.tests.corpus import FLEXKV_BLOCK, WARM
-from integration.tests.disks import restorable, restored
-from integration.tests.nodes import ANSWER_SECONDS, Nodes, hits_by_tier, store
+from integration.tests.corpus import EVICTED, FLEXKV_BLOCK, WARM
+from integration.tests.disks import PATIENT_SECONDS, gigabytes, restorable, restored
+from integration.tests.nodes import ANSWER_SECONDS, Nodes, hits_by_tier, leave_host_memory, store
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, whole_blocks
 
 HOST_AND_DISK = """
 chunk_size: 256
 local_cpu: True
-max_local_cpu_size: 0.125
+max_local_cpu_size: {memory}
 local_disk: "file://{folder}/"
 max_local_disk_size: 0.25
 remote_url: null
@@ -41,7 +42,7 @@ chunk_size: 256
 remote_url: "mooncakestore://{master}/"
 remote_serde: "naive"
 local_cpu: True
-max_local_cpu_size: 0.125
+max_local_cpu_size: {memory}
 extra_config:
   local_hostname: "localhost"
   metadata_server: "P2PHANDSHAKE"
@@ -60,6 +61,7 @@ args:
     "secondary_tiers":[{{"type":"fs_python","root_dir":"{folder}","n_read_threads":16}}]}}}}'
 """
 
+MEMORY = gigabytes(2 * sum(restorable(WARM)) // FLEXKV_BLOCK)
 Migrate = Callable[[str], Connector]
 
 
@@ -80,6 +82,8 @@ def migrate(tmp_path: Path, runtime_dir: Path) -> Migrate:
             "FLEXKV_CONFIG_PATH": made,
             "FLEXKV_RUNTIME_DIR": runtime_dir,
             "FLEXKV_ALWAYS_LOAD": 1,
+            "FLEXKV_EVICTION_POLICY": "lru",
+            "FLEXKV_SSD_TIMEOUT_SECONDS": PATIENT_SECONDS,
             "FLEXKV_BLOCK_TOKENS": FLEXKV_BLOCK,
             "FLEXKV_MOONCAKE_QUESTION_SECONDS": ANSWER_SECONDS,
             "FLEXKV_MOONCAKE_TIMEOUT_SECONDS": ANSWER_SECONDS,
@@ -97,8 +101,8 @@ def test_host_memory_and_disk(
     migrate: Migrate,
     tmp_path: Path,
 ) -> None:
-    config = engine_config(migrate(HOST_AND_DISK.format(folder=tmp_path / "disk")))
-    engine = host.start(config)
+    text = HOST_AND_DISK.format(folder=tmp_path / "disk", memory=MEMORY)
+    engine = host.start(engine_config(migrate(text)))
     reference.check_all(WARM, ask_each(engine, WARM), what="cold")
     engine.forget()
     warm = ask_each(engine, WARM)
@@ -106,11 +110,12 @@ def test_host_memory_and_disk(
     # vLLM computes the last token of a prompt that it loads by layers.
     loaded = [min(whole_blocks(len(prompt)), len(prompt) - 1) for prompt in WARM]
     assert restored(warm) == loaded
-    again = host.start(config)
-    restarted = ask_each(again, WARM)
-    reference.check_all(WARM, restarted, what="from disk")
-    assert restored(restarted) == loaded
-    assert hits_by_tier(again) == {"disk": sum(loaded)}
+    assert hits_by_tier(engine) == {"host": sum(loaded)}
+    leave_host_memory(engine, EVICTED[:6])
+    warm = ask_each(engine, WARM)
+    reference.check_all(WARM, warm, what="from disk")
+    assert restored(warm) == loaded
+    assert hits_by_tier(engine) == {"host": sum(loaded), "disk": sum(loaded)}
 
 
 def test_mooncake_without_a_metadata_server(
@@ -120,14 +125,15 @@ def test_mooncake_without_a_metadata_server(
         "mooncake.store", reason="Mooncake Store is not installed", exc_type=ImportError
     )
     with MooncakeMaster(metadata=False) as master:
-        chosen = migrate(MOONCAKE.format(master=master.settings["mooncake_master"]))
-        one = nodes.start_with(chosen)
-        reference.check_all(WARM, store(one, WARM, lambda: master.metric("key_count")), what="one")
-        other = nodes.start_with(chosen)
-        found = ask_each(other, WARM)
-        reference.check_all(WARM, found, what="the other")
+        text = MOONCAKE.format(master=master.settings["mooncake_master"], memory=MEMORY)
+        engine = nodes.start_with(migrate(text))
+        cold = store(engine, WARM, lambda: master.metric("key_count"))
+        reference.check_all(WARM, cold, what="cold")
+        leave_host_memory(engine, EVICTED[:6])
+        found = ask_each(engine, WARM)
+        reference.check_all(WARM, found, what="from Mooncake")
         assert restored(found) == restorable(WARM)
-        assert hits_by_tier(other) == {"mooncake": sum(restorable(WARM))}
+        assert hits_by_tier(engine) == {"mooncake": sum(restorable(WARM))}
 
 
 def test_vllms_own_offloading_to_a_shared_folder(
