@@ -14,12 +14,13 @@ from integration.harness.host import EngineHost
 from integration.harness.server import Server
 from integration.tests import disks
 from integration.tests.conftest import ARENA_GB
-from integration.tests.disks import PROMPTS, restorable, restored
+from integration.tests.corpus import EVICTED
+from integration.tests.disks import restorable, restored
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each
 
-WRITE_MBPS = 3.0
-"""All blocks, which wait when the last prompt is answered, take 12 s. By itself FlexKV takes 2.5 s
+WRITE_MBPS = 1.5
+"""All blocks, which wait when the last prompt is answered, take 6 s. By itself FlexKV takes 2.5 s
 at its end."""
 TIMEOUT_SECONDS = 240
 
@@ -44,7 +45,7 @@ def test_blocks_that_wait_are_on_disk_after_sigterm(
     host.close()  # one engine at a time
     with Server(config, work_dir / "logs" / "sigterm.log", None) as server:
         held.touch()  # its start writes, too
-        for prompt in PROMPTS:
+        for prompt in EVICTED:
             server.generate(prompt)
         assert blocks_on_disk(server) == 0
         held.unlink()
@@ -53,6 +54,6 @@ def test_blocks_that_wait_are_on_disk_after_sigterm(
     assert "force killing" not in server.log()
 
     engine = host.start(engine_config(connector.plugin(**flexkv(**settings))))
-    answers = ask_each(engine, PROMPTS)
-    reference.check_all(PROMPTS, answers, what="after SIGTERM")
-    assert restored(answers) == restorable(PROMPTS)
+    answers = ask_each(engine, EVICTED)
+    reference.check_all(EVICTED, answers, what="after SIGTERM")
+    assert restored(answers) == restorable(EVICTED)
