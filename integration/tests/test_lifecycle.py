@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine leaves behind when it stops, and when it or its client is killed."""
+"""What an engine leaves behind when it stops, and when it is killed. `test_client_killed` of the
+harness kills its client."""
 
 from __future__ import annotations
 
-import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 
 from integration.harness import connector, processes
 from integration.harness.config import EngineConfig
-from integration.harness.engine import STOP_TIMEOUT
 from integration.harness.host import EngineHost
 from integration.tests.corpus import ABORTED, WARM
 from integration.tests.reference import Reference
@@ -77,28 +74,3 @@ def test_after_a_kill_the_next_start_works_and_leaves_nothing(
     assert engine.pids() == []
     assert engine.leftovers == set()
     assert _files(runtime_dir) == []
-
-
-START_AND_WAIT = """
-import sys, time
-from pathlib import Path
-from integration.harness.engine import Engine
-from integration.harness.vllm_forks import fork_server
-from integration.tests.reference import plain_config
-engine = Engine(plain_config(Path(sys.argv[1])), Path(sys.argv[2]))
-print(engine.group, fork_server().pid, flush=True)
-time.sleep(3600)
-"""
-
-
-def test_a_forked_engine_ends_with_the_process_that_asked_for_it(
-    host: EngineHost, model: Path, tmp_path: Path
-) -> None:
-    host.close()  # one engine at a time
-    command = [sys.executable, "-c", START_AND_WAIT, str(model), str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        groups = [int(word) for word in client.stdout.readline().split()]
-        assert [bool(processes.group_pids(group)) for group in groups] == [True, True]
-        client.send_signal(signal.SIGKILL)
-    assert [processes.wait_until_gone(group, STOP_TIMEOUT) for group in groups] == [[], []]
