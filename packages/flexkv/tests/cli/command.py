@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -43,6 +43,7 @@ def run(*arguments: object, environ: Environ | None = None, stdin: bytes = b"") 
         stdin: the standard input.
     """
     with (
+        _own_log(),
         _standard_streams(stdin) as outputs,
         mock.patch.dict(os.environ, dict(os.environ if environ is None else environ), clear=True),
     ):
@@ -204,6 +205,19 @@ def _take_streams(streams: list[int], closed: tuple[int, ...]) -> None:
 
 
 @contextlib.contextmanager
+def _own_log() -> Iterator[None]:
+    """Undo what a command does to the logger, whose new handler writes to the command's errors."""
+    log = logging.getLogger("flexkv")
+    level, handlers, propagate = log.level, [*log.handlers], log.propagate
+    log.handlers = []
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.handlers, log.propagate = handlers, propagate
+
+
+@contextlib.contextmanager
 def _standard_streams(stdin: bytes) -> Iterator[list[IO[bytes]]]:
     """Replace the standard streams of this process by files; gives those of output and errors."""
     files = [_memory_file(name) for name in ("stdin", "stdout", "stderr")]
@@ -238,10 +252,3 @@ def _text_of(file: IO[bytes]) -> str:
 
 def _code_of(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-def run_new(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new Python."""
-    return subprocess.run(
-        command_line(*arguments), capture_output=True, text=True, check=False, **options
-    )
