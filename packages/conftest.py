@@ -44,7 +44,8 @@ def _log_level() -> Iterator[None]:
     logger = logging.getLogger("flexkv")
     level = logger.level
     yield
-    logger.setLevel(level)
+    if logger.level != level:  # setting it visits all loggers: thousands once vLLM is imported
+        logger.setLevel(level)
 
 
 @pytest.fixture
