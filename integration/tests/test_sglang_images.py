@@ -134,14 +134,14 @@ def plain(
     return answers
 
 
-@pytest.fixture(params=[16, 1], ids=["pages of 16", "pages of 1"])
+@pytest.fixture(scope="module", params=[16, 1], ids=["pages of 16", "pages of 1"])
 def images(
     request: pytest.FixtureRequest,
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     image_model: Path,
     plain: dict[Asked, list[int]],
 ) -> Iterator[Images]:
-    linked = Linked(tmp_path, image_model, FLAGS)
+    linked = Linked(tmp_path_factory.mktemp("linked"), image_model, FLAGS)
     images = Images(linked, request.param, plain)
     images.start()
     try:
@@ -157,6 +157,11 @@ def test_images_share_nothing_and_come_back(images: Images) -> None:
         images.linked.forget()
     images.check_all_restored()
 
+
+def test_images_of_an_earlier_server_come_back(images: Images) -> None:
+    for asked in PROMPTS:
+        images.ask(asked)
+    images.linked.settle()
     images.linked.server.kill()
     images.start()
     images.check_all_restored()

@@ -42,9 +42,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -
         return ask_plainly(server)
 
 
-@pytest.fixture
-def linked(tmp_path: Path, model: Path, plain: Plain) -> Iterator[Linked]:
-    linked = Linked(tmp_path, model, STAGES)
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, plain: Plain) -> Iterator[Linked]:
+    linked = Linked(tmp_path_factory.mktemp("linked"), model, STAGES)
     linked.plain = plain
     start(linked)
     try:
@@ -65,7 +65,7 @@ def check_all(linked: Linked) -> None:
         assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
 
 
-def test_stages_of_two_ranks_load_from_memory_and_from_disk(linked: Linked) -> None:
+def test_stages_of_two_ranks_load_what_they_have_stored(linked: Linked) -> None:
     for prompt in (*WARM, FAILED):
         linked.ask(prompt)
     check_all(linked)
@@ -76,6 +76,10 @@ def test_stages_of_two_ranks_load_from_memory_and_from_disk(linked: Linked) -> N
     linked.orders.withdraw()
     assert wrong.tokens != linked.plain.of(FAILED), "the bytes of one rank do not matter"
 
+
+def test_stages_of_two_ranks_load_what_an_earlier_server_has_stored(linked: Linked) -> None:
+    for prompt in WARM:
+        linked.ask(prompt)
     linked.settle()
     linked.server.kill()
     start(linked)

@@ -78,9 +78,11 @@ def plain(
     return given
 
 
-@pytest.fixture
-def linked(tmp_path: Path, spelling_model: Path, plain: object) -> Iterator[Linked]:
-    linked = Linked(tmp_path, spelling_model, FLAGS)
+@pytest.fixture(scope="module")
+def linked(
+    tmp_path_factory: pytest.TempPathFactory, spelling_model: Path, plain: object
+) -> Iterator[Linked]:
+    linked = Linked(tmp_path_factory.mktemp("grammars"), spelling_model, FLAGS)
     linked.start(forked=True)
     try:
         yield linked
@@ -100,6 +102,12 @@ def test_a_grammar_gives_the_same_text_over_loaded_pages(
     first = next(iter(GRAMMARS))
     assert ask(linked.server, first) == (plain[first], 0)
     check(linked, plain)
+
+
+def test_a_grammar_gives_the_same_text_over_pages_of_an_earlier_server(
+    linked: Linked, plain: dict[str, str]
+) -> None:
+    ask(linked.server, next(iter(GRAMMARS)))
     linked.settle()
     linked.server.kill()
     linked.start(forked=True)
