@@ -12,6 +12,7 @@ import hashlib
 import pathlib
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,6 +95,15 @@ RELEASES = [
     for release in engine.releases
 ]
 
+# Prints what a build of the kernels needs: CMake, Ninja and nvcc, as far as the machine lacks them.
+_NEEDED = """
+import os, sys
+os.chdir("kernels")
+sys.path.insert(0, "build_backend")
+import flexkv_kernels_build
+print(*flexkv_kernels_build.get_requires_for_build_wheel())
+"""
+
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "tests"]
 nox.options.reuse_venv = "yes"
@@ -161,6 +171,16 @@ def landing(session: nox.Session) -> None:
     _tests(session, "--lane", "landing")
 
 
+@nox.session(
+    venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang", "clients"]
+)
+def golden(session: nox.Session) -> None:
+    """Compare the stored answers of engines without FlexKV with real ones; `-- --write` stores
+    the real ones."""
+    mode = "write" if "--write" in session.posargs else "check"
+    _tests(session, "-m", "golden", GOLDEN_ANSWERS=mode)
+
+
 @nox.session(name="test-times", venv_backend="none", default=False)
 def test_times(session: nox.Session) -> None:
     """Print what the tests of the last run took; `-- --write` takes it into the record."""
@@ -207,10 +227,15 @@ def dynamo(session: nox.Session) -> None:
     _run(session, "dynamo", "-m", "integration.clients.dynamo_campaign", *session.posargs)
 
 
-@nox.session(venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang"])
+@nox.session(
+    venv_backend="none", default=False, requires=["engine-cpu", "engine-sglang", "clients"]
+)
 def nightly(session: nox.Session) -> None:
-    """Run what takes hours: campaigns of ten minutes, mutants, every version of the engines, an
-    error before every line, and an engine beside its plan."""
+    """Run what takes hours: all tests beside real engines without FlexKV, campaigns of ten minutes,
+    mutants, every version of the engines, an error before every line, and an engine beside its
+    plan. The last line says how long that took."""
+    begun = time.monotonic()
+    _tests(session, GOLDEN_ANSWERS="check")
     every_line = [
         "packages/flexkv/tests/test_cache_errors.py",
         "packages/flexkv-vllm/tests/test_world_errors.py",
@@ -237,6 +262,16 @@ def nightly(session: nox.Session) -> None:
         _run(session, "engine-cpu", "-m", "integration.campaign", *options, "--out", out)
     session.notify("dynamo")
     _run(session, "engine-cpu", "-m", "integration.bench", "--only", "plan", "--out", "plan.json")
+    session.notify("nightly-end", posargs=[str(begun)])
+
+
+@nox.session(name="nightly-end", venv_backend="none", default=False)
+def nightly_end(session: nox.Session) -> None:
+    """Say how long `nightly` took; it runs this behind all sessions that it asks for."""
+    if len(session.posargs) != 1:
+        session.error(f"nightly-end got {session.posargs}; allowed: the time that nightly began at")
+    minutes = (time.monotonic() - float(session.posargs[0])) / 60
+    session.log("nightly took %.0f minutes", minutes)
 
 
 @nox.session(venv_backend="none", default=False, requires=GPU_ENGINE)
@@ -340,20 +375,28 @@ def wheels(session: nox.Session) -> None:
     session.log("made in %s: %s", folder, ", ".join(file.name for file in made))
 
 
-def _tests(session: nox.Session, *lane: str) -> None:
-    """Run pytest with one worker for each engine of two, and write what the tests took."""
+def _tests(session: nox.Session, *chosen: str, **variables: str) -> None:
+    """Run pytest with one worker for each engine of two, and write what the tests took.
+
+    Args:
+        session: its arguments go to pytest, too, but for `--write`.
+        chosen: options of pytest that choose tests.
+        variables: of the environment.
+    """
     # Each worker runs an engine of one thread. Groups stay in the order of integration/tests.
     workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     limit = ["--timeout", str(TEST_SECONDS), "--timeout-method", "signal"]
-    pytest = ["-m", "pytest", *workers, *limit, "--times", "test-times.json", *lane]
+    pytest = ["-m", "pytest", *workers, *limit, "--times", "test-times.json", *chosen]
     env = {
+        **variables,
         "OMP_NUM_THREADS": "1",
         # Hundreds of tests start a Python, which would compile all that it imports each time.
         "PYTHONDONTWRITEBYTECODE": "",
     }
     # If it is interrupted, pytest ends its engines and reports what has failed so far.
     options: dict[str, Any] = {"env": env, "interrupt_timeout": INTERRUPT_SECONDS}
-    _run(session, "engine-cpu", *pytest, *session.posargs, **options)
+    given = [argument for argument in session.posargs if argument != "--write"]
+    _run(session, "engine-cpu", *pytest, *given, **options)
 
 
 def _install_linters(session: nox.Session) -> None:
@@ -382,16 +425,20 @@ def _install_engine(session: nox.Session, flavor: str, version: str) -> None:
     """
     cxx = _cxx(session)
     stamp = pathlib.Path(session.virtualenv.location, "flexkv-installed")
-    inputs = _digest_of_inputs(f"{flavor} {version}")
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == inputs:
+    inputs, kernels = _digest_of_inputs(f"{flavor} {version}"), _digest_of_kernels("")
+    installed = stamp.read_text(encoding="utf-8").split() if stamp.is_file() else []
+    if installed == [inputs, kernels]:
         session.log("Engine and packages are installed already.")
         return
     stamp.unlink(missing_ok=True)
-    session.install("packaging", "uv>=0.13")
-    session.run("python", *_installer(flavor, version))
-    ours = [*TOOLS, _kernels_wheel(session, cxx), *PACKAGES]
-    session.run("python", "-m", "uv", "pip", "install", "--system-certs", *ours)
-    stamp.write_text(inputs, encoding="utf-8")
+    install = ["python", "-m", "uv", "pip", "install", "--system-certs"]
+    if installed[:1] == [inputs]:
+        session.run(*install, "--no-deps", "--reinstall", _kernels_wheel(session, cxx))
+    else:
+        session.install("packaging", "uv>=0.13")
+        session.run("python", *_installer(flavor, version))
+        session.run(*install, *TOOLS, _kernels_wheel(session, cxx), *PACKAGES)
+    stamp.write_text(f"{inputs}\n{kernels}", encoding="utf-8")
 
 
 def _cxx(session: nox.Session) -> str:
@@ -412,12 +459,25 @@ def _installer(flavor: str, version: str) -> list[str]:
 
 
 def _kernels_wheel(session: nox.Session, cxx: str) -> str:
-    """Path of a wheel of the kernels. It is built once for all environments, until they change."""
-    folder = session.cache_dir / "kernels" / _digest_of_kernels(f"{sys.version} {cxx}")
+    """Path of a wheel of the kernels. It is built once for all environments, until they change;
+    then only what has changed is compiled."""
+    builder = f"{sys.version} {cxx}"
+    folder = session.cache_dir / "kernels" / _digest_of_kernels(builder)
     if not any(folder.glob("*.whl")):
+        # An environment of its own, since CMake compiles all again if its tools have moved.
+        tools = session.cache_dir / "kernels" / f"build-{_digest(builder, [])}"
+        python = str(tools / "bin" / "python")
+        if not (tools / "pyvenv.cfg").is_file():
+            session.run(sys.executable, "-m", "venv", str(tools), external=True, silent=True)
+        pip = [python, "-m", "pip"]
+        session.run(*pip, "install", "-q", "scikit-build-core>=0.11", external=True)
+        needed = session.run(python, "-c", _NEEDED, external=True, silent=True)
+        session.run(*pip, "install", "-q", *str(needed).split(), external=True)
         making = folder.with_suffix(".part")
-        make = ["python", "-m", "pip", "wheel", "--no-deps", "-w", str(making), "./kernels"]
-        session.run(*make, env={"CXX": cxx})
+        shutil.rmtree(making, ignore_errors=True)
+        options = ["--no-deps", "--no-build-isolation", "-C", f"build-dir={tools / 'cmake'}"]
+        make = [*pip, "wheel", *options, "-w", str(making), "./kernels"]
+        session.run(*make, env={"CXX": cxx}, external=True)
         making.rename(folder)
     return str(next(folder.glob("*.whl")))
 
@@ -427,7 +487,7 @@ def _digest_of_inputs(engine: str) -> str:
     editable, so only its metadata counts."""
     files = [ROOT / "noxfile.py", *(ROOT / installer for installer in INSTALLERS)]
     files += sorted((ROOT / "packages").glob("*/pyproject.toml"))
-    return _digest(f"{engine} {_digest_of_kernels('')}", files)
+    return _digest(engine, files)
 
 
 def _digest_of_kernels(builder: str) -> str:

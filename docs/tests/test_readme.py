@@ -49,7 +49,7 @@ def test_the_comparison_is_that_of_its_page() -> None:
     assert [row for row in compared if row not in page] == []
 
 
-def test_there_is_one_picture_and_the_command_that_ci_runs() -> None:
+def test_there_is_one_picture_and_the_command_that_runs_all_tests() -> None:
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
     assert "pip install nox && nox -s tests" in README
     assert len(README.splitlines()) < 100
