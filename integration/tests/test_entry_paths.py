@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways into vLLM: our plugin (most other tests), vLLM's own shim (also inside MultiConnector),
-our module by path."""
+"""The ways into vLLM: our plugin (most other tests), vLLM's own shim (also inside MultiConnector).
+`test_equality_preempted` has our module by path."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ ENTRIES = {
         lambda **extra: connector.multi(connector.in_tree_shim(**extra)),
         not FORKED,
     ),
-    "by module path": (connector.module_path, FORKED),
 }
 
 

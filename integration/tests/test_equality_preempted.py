@@ -20,17 +20,18 @@ from integration.tests.steps import ask_together, external_hits, flexkv_counters
 BLOCKS = 45
 
 
-@pytest.fixture(params=["async", "layerwise", "auto"])
+@pytest.fixture
 def small_engine(
-    request: pytest.FixtureRequest,
     host: EngineHost,
     reference: Reference,
     flexkv: Callable[..., dict[str, Any]],
     engine_config: Callable[..., EngineConfig],
 ) -> Engine:
+    """With loads layer by layer; `test_entry_paths` has those between steps. By the path of our
+    module, as one of the ways into vLLM."""
     config = engine_config(
-        connector.plugin(**flexkv(load_mode=request.param)),
-        async_scheduling=None if request.param == "async" else False,
+        connector.module_path(**flexkv(load_mode="layerwise")),
+        async_scheduling=False,
         num_blocks=BLOCKS,
         max_model_len=1024,
     )
