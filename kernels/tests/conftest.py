@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ MakeFake = Callable[..., FakeCuda]
 def make_fake(tmp_path_factory: pytest.TempPathFactory) -> MakeFake:
     """Makes drivers: the dynamic linker gives each file, though a copy, a state of its own."""
     folder = tmp_path_factory.mktemp("fake-cuda")
-    library = build(folder)
+    # One for all workers of a run.
+    library = build(folder.parents["PYTEST_XDIST_WORKER" in os.environ] / "fake-cuda")
     numbers = itertools.count()
 
     def make(**configuration: Any) -> FakeCuda:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -36,13 +37,17 @@ LAUNCH_FAILED = 719
 def build(folder: Path) -> Path:
     """Compiles the driver; skips the test where that cannot be, saying why.
 
-    If the environment names a folder in FAKE_CUDA_CACHE, an unchanged driver is taken from there.
+    An unchanged driver is taken from `folder`, or from the folder that FAKE_CUDA_CACHE names.
     """
-    if cache := os.environ.get("FAKE_CUDA_CACHE"):
-        folder = Path(cache, _digest())
-        if (kept := folder / _LIBRARY).is_file():
-            return kept
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(os.environ.get("FAKE_CUDA_CACHE", folder), _digest())
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "wb") as lock:  # one process compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / _LIBRARY
+        return kept if kept.is_file() else _compile(folder)
+
+
+def _compile(folder: Path) -> Path:
     compiler = host_compiler()
     library = folder / f"{_LIBRARY}.part"
     includes = [KERNELS / "src", KERNELS / "cuda", cuda_include(folder)]
