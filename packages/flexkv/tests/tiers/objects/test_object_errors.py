@@ -250,6 +250,15 @@ def test_a_bucket_that_hangs_at_the_start_keeps_no_engine_from_ending(bucket: Fa
     assert len(ended) == 1
 
 
+def test_a_renewal_after_the_end_is_an_error(bucket: FaultyS3) -> None:
+    """Of a thread that renews the epoch while the tier closes."""
+    blocks = ObjectBlocks(connect(URL, PATIENCE_SECONDS), FINGERPRINT, PATIENCE_SECONDS)
+    blocks.open()
+    blocks.close()
+    with pytest.raises(OSError, match="is closed"):
+        blocks.renew_epoch()
+
+
 @pytest.mark.parametrize("status", [403, 503])
 def test_an_error_names_status_code_and_message_and_no_secret(
     start: Callable[[], Node], bucket: FaultyS3, status: int

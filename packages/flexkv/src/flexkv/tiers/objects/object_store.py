@@ -305,8 +305,11 @@ class Requests:
         """The result of `work`.
 
         Raises:
-            OSError: `work` fails or takes too long.
+            OSError: `work` fails or takes too long, or `close` has ended.
         """
+        if self._loop.is_closed():
+            work.close()  # nothing will await it
+            raise StoreError("the connection to the object store is closed")
         return asyncio.run_coroutine_threadsafe(self._timed(work), self._loop).result()
 
     def run_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T | OSError]:
@@ -353,9 +356,7 @@ class Requests:
 
         async def read() -> memoryview:
             result = await obstore.get_async(self._store, name)
-            if result.meta["size"] > most:
-                return memoryview(b"")
-            return memoryview(await result.bytes_async())
+            return memoryview(b"" if result.meta["size"] > most else await result.bytes_async())
 
         try:
             return await self._ask(read)
@@ -406,8 +407,7 @@ class Requests:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         time.sleep(_SETTLE_SECONDS)
-        # What obstore's threads drop without the interpreter, buffers too, lives until the next
-        # call of obstore.
+        # This call of obstore frees what its threads dropped without the interpreter, as buffers.
         repr(self._store)
 
     def _run(self) -> None:
