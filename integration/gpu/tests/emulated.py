@@ -15,7 +15,7 @@ from integration.gpu.sizes import Sizes
 from kernels.tests.fake_cuda.fake_driver import FakeCuda, FakeStream
 
 TINY = Sizes(
-    blocks=8,
+    blocks=4,
     repeats=1,
     swept_blocks=1,
     swept_repeats=1,
