@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from integration.lanes.landing import Lane, left_out
+from integration.lanes.landing import Lane, Rules, left_out
 
 _SENT = "flexkv-lane"
 LANE = pytest.StashKey[Lane]()
 """The lane of a run."""
+
+UNFIT = pytest.StashKey[list[str]]()
+"""Patterns of nightly tests that fit none of the tests that were collected from their files."""
 
 _LEFT_OUT = pytest.StashKey[list[str]]()
 
@@ -45,6 +48,7 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lane = config.stash[LANE]
+    config.stash[UNFIT] = Rules.read().unfit([item.nodeid for item in items])
     dropped = [item for item in items if lane.leaves_out(item.nodeid)]
     if dropped:
         items[:] = [item for item in items if not lane.leaves_out(item.nodeid)]

@@ -95,6 +95,17 @@ class Rules:
             ),
         )
 
+    def unfit(self, tests: Sequence[str]) -> list[str]:
+        """The patterns of nightly tests that fit none of these ids, if some are of their files."""
+        files = {test.partition("::")[0] for test in tests}
+        unfit = []
+        for each in self.nightly:
+            if any(_fits(file, [each.tests.partition("::")[0]]) for file in files):
+                named = [test for test in tests if _is_named(test, (each.tests,))]
+                unfit += [] if named else [each.tests]
+                unfit += [p for p in each.smoke if not any(_is_named(test, (p,)) for test in named)]
+        return unfit
+
     def room_of(self, file: str) -> Room | None:
         """The room of a file of tests."""
         return next((room for room in self.rooms if _fits(file, room.tests)), None)
