@@ -140,6 +140,16 @@ def test_all_tests_run_if_the_commit_is_not_there(
     assert not any(map(lane.leaves_out, TESTS))
 
 
+def test_all_tests_run_beside_a_commit_that_the_work_does_not_build_on(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(checkout, "checkout", "-q", "-b", "other")
+    other = commit(checkout)
+    git(checkout, "checkout", "-q", "main")
+    monkeypatch.setattr(Record, "committed", lambda: Record(other))
+    assert other in Lane.of_landing(checkout).whole
+
+
 def test_all_tests_run_where_git_is_not(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Record, "committed", lambda: Record("0" * 40))
     assert Lane.of_landing(tree).whole
