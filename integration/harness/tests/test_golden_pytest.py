@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.harness.golden import Ledger, Mode
+from integration.harness.golden import Ledger, Mode, StandIn
 
 pytest_plugins = ["pytester"]
 
