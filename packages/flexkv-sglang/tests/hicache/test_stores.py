@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.service.ask import state_of
+from flexkv.service.pool_sizes import PoolFile, PoolSize
+from flexkv.service.private_service import FLUSH_SECONDS
+from flexkv.service.server import NodeServer
 from flexkv.settings import SETTINGS, CacheConfig
 from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.epochs import engine_name, epoch_of
@@ -55,9 +60,48 @@ def served(root: Path) -> Iterator[str]:
     services.pop().close()
 
 
+class ServiceThread:
+    """A private service in a thread, with the calls of `Popen` that `PrivateService` makes. A
+    process would take half a second to import Python modules."""
+
+    def __init__(self, root: str, config: CacheConfig, sizes: Mapping[str, PoolSize]) -> None:
+        pools = PoolFile("", next(iter(sizes.values())), sizes)
+        self._server = NodeServer(root, config, pools=pools)
+        self._root = root
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._server.run()
+        finally:
+            self._server.close(FLUSH_SECONDS)
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def terminate(self) -> None:
+        self._server.stop()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired(self._root, timeout or 0.0)
+        return 0
+
+
 @pytest.fixture(autouse=True)
-def _another_server() -> None:
+def _another_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The private service is a thread, unless a test asks for `process`."""
     epoch_of.cache_clear()
+    if "process" not in request.fixturenames:
+        monkeypatch.setattr("flexkv.service.private_service._start", ServiceThread)
+
+
+@pytest.fixture
+def process() -> None:
+    """The private service is a process, as for users."""
 
 
 @contextmanager
@@ -106,8 +150,17 @@ def full(kind: str = "page_first", seed: int = 0) -> Any:
     return pool
 
 
+@pytest.mark.usefixtures("process")
+def test_pages_of_a_service_in_a_process_come_back(tmp_path: Path) -> None:
+    assert_pages_come_back(tmp_path, "page_first")
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_pages_come_back_after_a_restart_to_other_places(tmp_path: Path, kind: str) -> None:
+    assert_pages_come_back(tmp_path, kind)
+
+
+def assert_pages_come_back(tmp_path: Path, kind: str) -> None:
     before, after = full(kind), MAKERS[kind]()
     with stores(tmp_path, before) as first:
         assert first.set("kv", KEYS[:3], tokens_of(4, 7, 2)) == [True] * 3
@@ -245,6 +298,7 @@ def test_ranks_that_start_at_once_share_a_service(tmp_path: Path) -> None:
             process.communicate()
 
 
+@pytest.mark.usefixtures("process")
 def test_two_servers_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with stores(tmp_path, full()) as one:
         monkeypatch.setattr("flexkv_sglang.hicache.stores.engine_name", lambda: "another")
