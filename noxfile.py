@@ -471,8 +471,9 @@ def _kernels_wheel(session: nox.Session, cxx: str) -> str:
             session.run(sys.executable, "-m", "venv", str(tools), external=True, silent=True)
         pip = [python, "-m", "pip"]
         session.run(*pip, "install", "-q", "scikit-build-core>=0.11", external=True)
-        needed = session.run(python, "-c", _NEEDED, external=True, silent=True)
-        session.run(*pip, "install", "-q", *str(needed).split(), external=True)
+        needed = str(session.run(python, "-c", _NEEDED, external=True, silent=True)).split()
+        if needed:
+            session.run(*pip, "install", "-q", *needed, external=True)
         making = folder.with_suffix(".part")
         shutil.rmtree(making, ignore_errors=True)
         options = ["--no-deps", "--no-build-isolation", "-C", f"build-dir={tools / 'cmake'}"]
