@@ -224,12 +224,12 @@ def test_only_tests_with_an_engine_are_left_to_the_night() -> None:
 
 
 def test_a_mutant_dies_before_a_change_of_its_file_lands() -> None:
-    """One of the tests that notice it runs in the landing of a change to its file."""
+    """All tests that notice it run in the landing of a change to its file."""
     mutants = [mutant for mutant in entries.load() if not mutant.survives]
     lanes = {
         file: Lane.of([file], rules(), importers()) for file in {mutant.file for mutant in mutants}
     }
-    assert [m.name for m in mutants if all(map(lanes[m.file].leaves_out, m.tests))] == []
+    assert [m.name for m in mutants if any(map(lanes[m.file].leaves_out, m.tests))] == []
 
 
 @pytest.mark.parametrize("folder", ["tiers/disk", "index", "eviction", "host", "layout"])
