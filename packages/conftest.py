@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from socketserver import BaseServer
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +36,9 @@ def _patience() -> Iterator[None]:
         patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(link, "PROBE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(session_server, "GREETING_SECONDS", PATIENCE_SECONDS)
+        # An engine's HTTP server sees `close` when it next looks: by default every 0.5 s, which is
+        # longer than most tests with an engine take.
+        patch.setattr(BaseServer.serve_forever, "__defaults__", (0.01,))
         yield
 
 
