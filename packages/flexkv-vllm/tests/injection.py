@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -56,8 +57,13 @@ def all_guarded(*, offloading: bool) -> list[Guarded]:
     ]
 
 
-def _guarded_in(path: Path) -> Iterator[Guarded]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def _guarded_in(path: Path) -> list[Guarded]:
+    text = path.read_text()
+    if "guard" not in text:  # most files: parsing them takes seconds
+        return []
+    found = []
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.With):
             continue
         call = node.items[0].context_expr
@@ -65,7 +71,8 @@ def _guarded_in(path: Path) -> Iterator[Guarded]:
             continue
         inner = [each for statement in node.body for each in ast.walk(statement)]
         lines = frozenset(each.lineno for each in inner if isinstance(each, ast.stmt))
-        yield Guarded(path, ast.unparse(call.args[0]), lines)
+        found.append(Guarded(path, ast.unparse(call.args[0]), lines))
+    return found
 
 
 class Injection:
