@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +31,40 @@ FOLDERS = {
 LEFT_OUT = ("vllm", "sglang", "flexkv", "_editable", "__editable")
 """Beginnings of what an environment of engines has, and that of a test has not."""
 
+DOCTOR = ["flexkv", "doctor", "--json", "--seconds", "0"]
+SERVER = """
+import json, os, sys
+import flexkv.cli
+for line in sys.stdin:
+    folder, environment, sys.argv, output = json.loads(line)
+    if os.fork() == 0:
+        for number in (1, 2):
+            os.dup2(os.open(f"{output}/{number}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+        sys.path.insert(0, folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        flexkv.cli.run()
+    os.wait()
+    print("ended", flush=True)
+"""
+"""Forks a process for each command: a process of its own imports modules for half a second."""
+
 Found = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A folder with all packages of this environment but engines and FlexKV's own."""
+    """All packages of this environment but engines and FlexKV's own, and those of a folder.
+
+    Attributes:
+        folder: of further packages.
+        others: the folder with these packages.
+        server: runs `SERVER` without packages of the folder.
+    """
 
     folder: Path
+    others: Path
+    server: subprocess.Popen[str]
 
     def install(self, name: str, version: str, entry_points: str = "") -> None:
         info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -61,19 +87,30 @@ class Environment:
             self.install(name, project["version"], "\n".join(lines))
 
     def doctor(self, **settings: str) -> list[Found]:
-        """The findings about packages and engines."""
-        environment = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
-        environment["PYTHONPATH"] = os.pathsep.join([str(self.folder), *SOURCES])
-        environment["FLEXKV_RUNTIME_DIR"] = str(self.folder / "run")
-        environment |= settings
-        # -S: without this environment's own packages.
-        command = [sys.executable, "-S", "-m", "flexkv", "doctor", "--json", "--seconds", "0"]
+        """The findings about packages and engines, by a process that the server forks."""
+        output = self.folder / "output"
+        output.mkdir()
+        order = [str(self.folder), self._environ(settings), DOCTOR, str(output)]
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.flush()
+        assert self.server.stdout.readline() == "ended\n"
+        assert (output / "2").read_text() == ""
+        return _engines_of((output / "1").read_text())
+
+    def start_doctor(self) -> list[Found]:
+        """The findings about packages and engines, by the command in a process of its own."""
+        command = [sys.executable, "-S", "-m", *DOCTOR]
         ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
+            command, env=self._environ({}), capture_output=True, text=True, check=False
         )
         assert ended.stderr == ""
-        found = json.loads(ended.stdout)
-        return [each for each in found if each["check"] in {"packages", "engine"}]
+        return _engines_of(ended.stdout)
+
+    def _environ(self, settings: Mapping[str, str]) -> dict[str, str]:
+        environ = environ_with(self.folder, self.others)
+        return environ | {"FLEXKV_RUNTIME_DIR": str(self.folder / "run")} | settings
 
     def engine(self, **settings: str) -> Found:
         """The finding about the only engine, with packages that are as they should be."""
@@ -83,15 +120,45 @@ class Environment:
         return engine
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Environment:
-    made = Environment(tmp_path / "site")
-    made.folder.mkdir()
+def _engines_of(output: str) -> list[Found]:
+    return [each for each in json.loads(output) if each["check"] in {"packages", "engine"}]
+
+
+def environ_with(*folders: Path) -> dict[str, str]:
+    """Variables with which `python -S` has the packages of `folders`, and FlexKV's own."""
+    environ = {k: v for k, v in os.environ.items() if "FLEXKV" not in k}
+    return environ | {"PYTHONPATH": os.pathsep.join([*map(str, folders), *SOURCES])}
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All packages of this environment but engines and FlexKV's own."""
+    folder = tmp_path_factory.mktemp("others")
     for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for path in Path(place).iterdir():
             ours = path.name != KERNELS and path.name.startswith(LEFT_OUT)
             if not ours and path.suffix != ".pth":
-                (made.folder / path.name).symlink_to(path)
+                (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(others: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-S", "-c", SERVER]
+    with subprocess.Popen(
+        command,
+        env=environ_with(others),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+def environment(tmp_path: Path, others: Path, server: subprocess.Popen[str]) -> Environment:
+    made = Environment(tmp_path / "site", others, server)
+    made.folder.mkdir()
     made.install_ours("flexkv-kernels")
     return made
 
@@ -146,7 +213,9 @@ def test_each_engine_has_a_finding_of_its_own(environment: Environment) -> None:
     environment.install_ours("flexkv-vllm", "flexkv-sglang")
     environment.install("vllm", "0.32.0")
     environment.install("sglang", "0.5.19")
-    _, vllm, sglang = environment.doctor()
+    found = environment.start_doctor()
+    assert found == environment.doctor()
+    _, vllm, sglang = found
     assert (vllm["level"], sglang["level"]) == ("ok", "problem")
     assert "HiCache's storage backend with 0.5.20 or newer" in sglang["text"]
 
