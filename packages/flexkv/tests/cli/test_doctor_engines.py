@@ -108,7 +108,7 @@ class Environment:
         assert ended.stderr == ""
         return _engines_of(ended.stdout)
 
-    def _environ(self, settings: Mapping[str, str]) -> dict[str, str]:
+    def _environ(self, settings: dict[str, str]) -> dict[str, str]:
         environ = environ_with(self.folder, self.others)
         return environ | {"FLEXKV_RUNTIME_DIR": str(self.folder / "run")} | settings
 
