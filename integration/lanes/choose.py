@@ -4,6 +4,7 @@ last lines name all others."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from typing import Any
 
@@ -48,15 +49,20 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lane = config.stash[LANE]
-    config.stash[UNFIT] = Rules.read().unfit([item.nodeid for item in items])
-    dropped = [item for item in items if lane.leaves_out(item.nodeid)]
+    config.stash[UNFIT] = Rules.read().unfit([*map(_id_of, items)])
+    dropped = [item for item in items if lane.leaves_out(_id_of(item))]
     if dropped:
-        items[:] = [item for item in items if not lane.leaves_out(item.nodeid)]
+        items[:] = [item for item in items if not lane.leaves_out(_id_of(item))]
         config.hook.pytest_deselected(items=dropped)
-    said = [*left_out([d.nodeid for d in dropped], [item.nodeid for item in items])]
+    said = [*left_out([*map(_id_of, dropped)], map(_id_of, items))]
     config.stash[_LEFT_OUT] = said
     if hasattr(config, "workeroutput"):
         config.workeroutput[_SENT] = said
+
+
+def _id_of(item: pytest.Item) -> str:
+    """A test's id. pytest-xdist appends the test's group to it."""
+    return re.sub(r"@[^\]]*$", "", item.nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

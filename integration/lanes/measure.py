@@ -4,6 +4,7 @@ costly files and what differs from the committed record."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import time
@@ -29,7 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--times")
-    if path is None or config.getoption("lf", False):  # tests that failed run alone, once more
+    if path is None:
+        return
+    if config.getoption("lf", False):
+        config.pluginmanager.register(_SecondRun(path))
         return
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Run(config, path))
@@ -120,8 +124,10 @@ class _Run:
             for name, each in said["files"].items():
                 files[name] = files.get(name, FileTimes(0.0, 0.0, 0)) + FileTimes(*each)
         ends = [said["ended"] for said in self._said]
+        commit = self._commit if self._ran_all() else ""
         self._run = Record(
-            self._commit if exitstatus == 0 and self._ran_all() else "",
+            commit if exitstatus == pytest.ExitCode.OK else "",
+            commit if exitstatus == pytest.ExitCode.TESTS_FAILED else "",
             max(1, len(self._said)),
             time.monotonic() - self._begun,
             max((said["collecting"] for said in self._said), default=0.0),
@@ -142,6 +148,20 @@ class _Run:
         chosen = (option.markexpr, option.keyword, option.deselect, option.lf, option.ignore)
         named = self._config.args_source is not pytest.Config.ArgsSource.TESTPATHS
         return not any(chosen) and not named and bool(self._config.stash[LANE].whole)
+
+
+class _SecondRun:
+    """The tests that failed run once more, alone: their times say nothing. If all of them pass, the
+    first run has passed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.OK and self._path.is_file():
+            first = Record.read(self._path)
+            passed = dataclasses.replace(first, whole=first.whole or first.failed, failed="")
+            passed.write(self._path)
 
 
 def cpu_seconds() -> float:

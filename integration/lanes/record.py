@@ -7,6 +7,7 @@ the last run into the record.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
@@ -61,7 +62,9 @@ class Record:
     """What tests took.
 
     Attributes:
-        whole: the commit of the last run in which all tests ran and passed; "" if none is known.
+        whole: the commit of the last run in which all tests ran and passed, those that failed when
+            they ran once more; "" if none is known.
+        failed: the commit of a run of all tests of which some failed, until these pass; else "".
         workers: processes that ran tests at the same time.
         wall: seconds from the start of pytest to its end.
         collecting: seconds until each worker had all tests.
@@ -70,6 +73,7 @@ class Record:
     """
 
     whole: str = ""
+    failed: str = ""
     workers: int = 1
     wall: float = 0.0
     collecting: float = 0.0
@@ -117,8 +121,8 @@ class Record:
                 files[name] = each
         files = {name: each for name, each in files.items() if name in there}
         if not run.whole:
-            return Record(self.whole, self.workers, self.wall, self.collecting, self.idle, files)
-        return Record(run.whole, run.workers, run.wall, run.collecting, run.idle, files)
+            return dataclasses.replace(self, files=files)
+        return dataclasses.replace(run, files=files)
 
     def total(self) -> FileTimes:
         """What all files took together."""

@@ -23,7 +23,7 @@ from integration.lanes import change, choose, landing, measure, record
 from integration.lanes.landing import Lane, Nightly
 
 pytest_plugins = ["integration.lanes.choose", "integration.lanes.measure"]
-NIGHTLY = Nightly("test_part.py::*", ("*smoke*",), ())
+NIGHTLY = Nightly("test_part.py::*", ("*_smoke",), ())
 WHOLE = {whole!r}
 LANE = Lane(WHOLE) if WHOLE else Lane("", frozenset({{"test_left.py"}}), (NIGHTLY,))
 Lane.of_landing = classmethod(lambda cls: LANE)
@@ -36,6 +36,16 @@ LOOP = "import time; end = time.process_time() + 1\\nwhile time.process_time() <
 
 def test_child():
     subprocess.run([sys.executable, "-c", LOOP], check=True)
+"""
+PART = """
+import pytest
+
+# Two engines, of which pytest-xdist appends the names to the ids of the tests.
+@pytest.mark.xdist_group("test_part.py:engine 1")
+def test_smoke(): pass
+
+@pytest.mark.xdist_group("test_part.py:engine 2")
+def test_part(): pass
 """
 STARTS = """
 from integration.harness import starts
@@ -58,13 +68,13 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
         test_busy=BUSY,
         test_starts=STARTS,
         test_left="def test_left(): pass\ndef test_left_too(): pass",
-        test_part="def test_smoke(): pass\ndef test_part(): pass",
+        test_part=PART,
     )
     return pytester
 
 
 def outcome(run: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return run.runpytest_subprocess("--times", "times.json", *options)
+    return run.runpytest_subprocess("--times", "times.json", "--dist", "loadgroup", *options)
 
 
 @WORKERS
@@ -113,13 +123,20 @@ def test_a_run_of_some_tests_names_no_commit(run: pytest.Pytester, options: list
     assert Record.read(run.path / "times.json").whole == ""
 
 
-def test_a_run_with_a_failure_names_no_commit(run: pytest.Pytester) -> None:
-    run.makepyfile(test_wrong="def test_wrong(): assert False")
-    outcome(run)
-    assert Record.read(run.path / "times.json").whole == ""
-    before = (run.path / "times.json").read_text()
-    outcome(run, "--last-failed")
-    assert (run.path / "times.json").read_text() == before, "the tests that failed, once more"
+@WORKERS
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_run_has_passed_once_its_failures_pass(
+    run: pytest.Pytester, workers: str, mended: bool
+) -> None:
+    run.makepyfile(test_wrong="from pathlib import Path\ndef test(): assert Path('good').exists()")
+    outcome(run, "-n", workers)
+    first = Record.read(run.path / "times.json")
+    assert (first.whole, first.failed) == ("", "the commit")
+    if mended:
+        (run.path / "good").touch()
+    outcome(run, "--last-failed", "-n", "0")
+    second = Record.read(run.path / "times.json")
+    assert (second.whole, second.files) == ("the commit" if mended else "", first.files)
 
 
 def test_the_wait_for_a_test_that_runs_alone_is_no_time_of_the_test() -> None:

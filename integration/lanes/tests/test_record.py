@@ -13,7 +13,7 @@ FILES = {
     "a/test_one.py": FileTimes(100.25, 40.5, 3, 1.0, {"vLLM": 2}),
     "b/test_two.py": FileTimes(10.0, 4.0, 5),
 }
-RECORD = Record("commit", 2, 60.0, 5.0, 1.5, FILES)
+RECORD = Record("commit", "", 2, 60.0, 5.0, 1.5, FILES)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -36,14 +36,14 @@ def test_a_file_that_holds_no_record_is_named(tmp_path: Path, text: str) -> None
 
 def test_a_whole_run_becomes_the_record() -> None:
     new = {"a/test_one.py": FileTimes(1.0, 1.0, 1), "c/test_three.py": FileTimes(2.0, 1.0, 1)}
-    run = Record("later", 3, 50.0, 4.0, 0.5, new)
+    run = Record("later", "", 3, 50.0, 4.0, 0.5, new)
     updated = RECORD.updated(run, new)
     assert updated == run
 
 
 def test_a_part_of_the_tests_leaves_the_commit_and_what_did_not_run() -> None:
     part = {"a/test_one.py": FileTimes(1.0, 1.0, 1), "b/test_two.py": FileTimes(20.0, 8.0, 5)}
-    updated = RECORD.updated(Record("", 1, 9.0, 1.0, 0.0, part), FILES)
+    updated = RECORD.updated(Record("", "", 1, 9.0, 1.0, 0.0, part), FILES)
     assert updated.whole == "commit"
     assert updated.wall == RECORD.wall
     assert updated.files == {**FILES, "b/test_two.py": part["b/test_two.py"]}, "3 tests, not 1"
