@@ -190,7 +190,7 @@ def test_times(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "integration.lanes", "times", *session.posargs, external=True)
 
 
-@nox.session(default=False)
+@nox.session(default=False, requires=["engine-cpu"])
 def quick(session: nox.Session) -> None:
     """Check a change within a minute: ruff, mypy, and the tests nearest to the changed files."""
     _install_linters(session)

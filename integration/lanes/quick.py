@@ -58,7 +58,9 @@ class ConcernedTests:
         for source, tests in _SOURCES.items():
             if file.startswith(f"{source}/") and file.endswith(".py"):
                 mirrors = _mirrors(Path(file), self._root / tests, self._root)
-                found = [*sorted(mirrors), *found, *self._importers.tests_of(file)]
+                exact = f"test_{Path(file).stem}"
+                closest = sorted(mirrors, key=lambda test: (Path(test).stem != exact, test))
+                found = [*closest, *found, *self._importers.tests_of(file)]
         return list(dict.fromkeys(found))
 
 

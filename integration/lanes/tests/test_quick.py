@@ -10,7 +10,8 @@ import pytest
 
 from integration.lanes.change import ROOT, changed_files
 from integration.lanes.importers import Importers
-from integration.lanes.quick import ALWAYS, concerned_tests
+from integration.lanes.quick import ALWAYS, TEST_SECONDS, concerned_tests, fitting
+from integration.lanes.record import FileTimes
 
 
 def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_name() -> None:
@@ -91,3 +92,24 @@ def test_a_change_is_what_differs_from_main_committed_or_not(checkout: Path) -> 
 def test_outside_a_checkout_git_says_why(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         changed_files(tmp_path)
+
+
+def test_the_closest_tests_run_until_the_time_is_used() -> None:
+    half = FileTimes(TEST_SECONDS / 2, 1.0, 1)
+    files = dict.fromkeys(("a.py", "b.py", "c.py"), half)
+    tests = [*ALWAYS, "a.py", "new.py", "b.py", "c.py", "short.py"]
+    chosen, left_out = fitting(tests, files)
+    assert chosen == [*ALWAYS, "a.py", "new.py", "b.py"]
+    assert left_out == ["c.py", "short.py"], "none runs before one that is closer"
+
+
+def test_one_test_runs_however_long_it_takes() -> None:
+    slow = FileTimes(2 * TEST_SECONDS, 1.0, 1)
+    chosen, left_out = fitting([*ALWAYS, "a.py", "b.py"], {"a.py": slow, "b.py": slow})
+    assert (chosen, left_out) == ([*ALWAYS, "a.py"], ["b.py"])
+
+
+def test_the_tests_closest_to_each_file_come_first() -> None:
+    files = [f"packages/flexkv/src/flexkv/tiers/disk/{name}.py" for name in ("slabs", "table")]
+    found = concerned_tests(files)[len(ALWAYS) :]
+    assert {"test_slabs.py", "test_table.py"} <= {Path(test).name for test in found[:2]}
