@@ -72,7 +72,8 @@ class Rules:
 
     Attributes:
         whole: patterns of files whose change runs all tests.
-        harmless: patterns of files that only tests of rooms concern which name them.
+        harmless: patterns of files whose change runs the tests without a room, and those of the
+            rooms that name them.
         rooms: of tests.
         nightly: tests that run every night and, before a landing, if they change.
     """
@@ -163,7 +164,7 @@ class Lane:
         return file not in self.kept and any(each.leaves_out(test) for each in self.nightly)
 
     def minutes(self, record: Record) -> tuple[float, float]:
-        """The minutes that `.ci/run` takes by the record, and those after which it hangs: twice as
+        """The minutes that `.ci/run` takes by the record, and those after which it ends: twice as
         many."""
         if not record.files:
             return MOST_MINUTES, MOST_MINUTES
@@ -193,15 +194,7 @@ class Lane:
 
 def files_of_tests(root: Path = ROOT) -> Iterator[str]:
     """Files of tests, as paths from `root`."""
-    for folder in (
-        "packages",
-        "kernels",
-        "docs",
-        "dashboards",
-        "compat-ci",
-        "mutants",
-        "integration",
-    ):
+    for folder in _WITH_TESTS:
         for path in sorted(root.joinpath(folder).rglob("test_*.py")):
             yield str(path.relative_to(root))
 

@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is None:
         return
     if config.getoption("lf", False):
-        config.pluginmanager.register(_SecondRun(path))
+        config.pluginmanager.register(_SecondRun(config, path))
         return
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Run(config, path))
@@ -144,24 +144,31 @@ class _Run:
 
     def _ran_all(self) -> bool:
         """Whether no option, path or lane left out a test."""
-        option = self._config.option
-        chosen = (option.markexpr, option.keyword, option.deselect, option.lf, option.ignore)
-        named = self._config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-        return not any(chosen) and not named and bool(self._config.stash[LANE].whole)
+        whole = bool(self._config.stash[LANE].whole)
+        return whole and not self._config.option.lf and not _chooses(self._config)
 
 
 class _SecondRun:
-    """The tests that failed run once more, alone: their times say nothing. If all of them pass, the
-    first run has passed."""
+    """The tests that failed run once more, alone: their times say nothing. If all of them pass on
+    the commit of the first run, that run has passed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, config: pytest.Config, path: Path) -> None:
         self._path = path
+        self._commit = "" if _chooses(config) else head_if_clean()
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.OK and self._path.is_file():
-            first = Record.read(self._path)
-            passed = dataclasses.replace(first, whole=first.whole or first.failed, failed="")
-            passed.write(self._path)
+        if exitstatus != pytest.ExitCode.OK or not self._path.is_file():
+            return
+        first = Record.read(self._path)
+        if first.failed and first.failed == self._commit:
+            dataclasses.replace(first, whole=first.failed, failed="").write(self._path)
+
+
+def _chooses(config: pytest.Config) -> bool:
+    """Whether an option or a path chooses some of the tests."""
+    option = config.option
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return named or any((option.markexpr, option.keyword, option.deselect, option.ignore))
 
 
 def cpu_seconds() -> float:

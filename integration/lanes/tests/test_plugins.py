@@ -139,6 +139,21 @@ def test_a_run_has_passed_once_its_failures_pass(
     assert (second.whole, second.files) == ("the commit" if mended else "", first.files)
 
 
+@pytest.mark.parametrize("later", ["another commit", "a part of the failures"])
+def test_a_run_has_not_passed_for_what_passes_later(run: pytest.Pytester, later: str) -> None:
+    wrong = "from pathlib import Path\ndef test(): assert Path('good').exists()"
+    run.makepyfile(test_wrong=wrong, test_too=wrong)
+    outcome(run)
+    (run.path / "good").touch()
+    if later == "another commit":
+        run.makeconftest(CONFTEST.format(whole="").replace("the commit", later))
+        outcome(run, "--last-failed")
+    else:
+        outcome(run, "--last-failed", "test_too.py").assert_outcomes(passed=1)
+    found = Record.read(run.path / "times.json")
+    assert (found.whole, found.failed) == ("", "the commit")
+
+
 def test_the_wait_for_a_test_that_runs_alone_is_no_time_of_the_test() -> None:
     """The plugin's hook runs within those that wait."""
     worker = measure._Worker.pytest_runtest_protocol
