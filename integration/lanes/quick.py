@@ -81,7 +81,7 @@ def fitting(tests: Sequence[str], files: Mapping[str, FileTimes]) -> tuple[list[
     for test in tests:
         used += files[test].seconds if test in files else 0.0
         fits = used <= TEST_SECONDS or len(chosen) <= len(ALWAYS)
-        (chosen if fits and not left_out else left_out).append(test)
+        (chosen if fits else left_out).append(test)
     return chosen, left_out
 
 
