@@ -276,7 +276,7 @@ def test_a_clear_leaves_a_load_its_pages_and_publishes_no_offload(
     assert rank.side.lookup("r", HASHES) == [3]
     assert rank.side.load("r", HASHES, [7, 8, 9])
     rank.side.offload(other, lambda: [4, 5, 6])
-    cleared = call("/clear")
+    cleared = call("/clear", blocks="all")
     assert (cleared["blocks"], cleared["reason"]) == (3, "")
     rank.side.start_batch()
     for layer in range(LAYERS):
@@ -309,9 +309,9 @@ def test_a_clear_that_sglang_can_not_make_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(type(cache_of(rank.side)), "empty", fails)
         with pytest.raises(AskError, match="the cache is not cleared, and nothing is loaded"):
-            call("/clear")
+            call("/clear", blocks="all")
     assert rank.side.lookup("r", HASHES) == []
-    call("/clear")
+    call("/clear", blocks="all")
     assert rank.store(HASHES, [1, 2, 3])
     assert rank.side.lookup("s", HASHES) == [3]
 

@@ -171,5 +171,5 @@ def test_an_operator_cannot_have_an_engine_clear_what_is_the_services(
     one = engine(serve())
     stores(one, HASHES, [1, 2, 3])
     with pytest.raises(AskError, match=r"those of the node's service; allowed: `flexkv clear DIR`"):
-        call_door(str(tmp_path / "run"), "/clear")
+        call_door(str(tmp_path / "run"), "/clear", blocks="all")
     assert one.side.lookup("r", HASHES) == [3]

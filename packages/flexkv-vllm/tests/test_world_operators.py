@@ -349,7 +349,7 @@ def test_a_clear_leaves_loads_their_blocks_and_publishes_no_store(
     world.add(known)
     while under_way(world) != {Direction.LOAD, Direction.STORE}:
         world.step()
-    had = call_engine(world, "/clear")
+    had = call_engine(world, "/clear", blocks="all")
     assert (had["blocks"] >= PROMPT_BLOCKS, had["reason"]) == (True, "")
     world.run()
     world.settle()
@@ -377,7 +377,7 @@ def test_a_fetch_under_way_brings_no_cleared_block(make_world: MakeWorld) -> Non
     world.add(prompt)
     while not hang.begun:
         world.step()
-    call_engine(world, "/clear")
+    call_engine(world, "/clear", blocks="all")
     hang.end()
     world.run()
     world.settle()
@@ -393,7 +393,7 @@ def test_blocks_of_new_weights_and_of_old_ones_are_cleared(make_world: MakeWorld
     world.side.weights_changed(sure=True)
     world.forget()
     fill(world, [prompt])
-    call_engine(world, "/clear")
+    call_engine(world, "/clear", blocks="all")
     assert hits(world, prompt) == 0
     world.close()
     again = make_world(slots=64, disk_slots=200)
@@ -405,5 +405,5 @@ def test_a_clear_is_told_to_subscribers(make_world: MakeWorld) -> None:
     subscriber = Subscriber(world)
     fill(world, prompts(5, 1))
     wait_until(lambda: all(map(subscriber.told.get, (HOST, DISK))), lambda: drain(subscriber))
-    call_engine(world, "/clear")
+    call_engine(world, "/clear", blocks="all")
     wait_until(lambda: not any(map(subscriber.told.get, (HOST, DISK))), lambda: drain(subscriber))

@@ -192,7 +192,7 @@ def test_a_clear_leaves_loads_their_blocks_and_publishes_no_store(
     world.add(known)
     while not under_way(world) & {Direction.LOAD}:
         world.step()
-    assert call_engine(world, "/clear")["blocks"] >= PROMPT_BLOCKS
+    assert call_engine(world, "/clear", blocks="all")["blocks"] >= PROMPT_BLOCKS
     world.run()
     world.settle()
     world.check_outputs()

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from flexkv.cli import clear
 from packages.flexkv.tests.cli.stores import (
     OTHER_FINGERPRINT,
     Cache,
@@ -112,3 +115,46 @@ def test_a_malformed_fingerprint_is_one_clear_error(
         ended = flexkv("clear", "--yes", "--fingerprint", name)
         assert (ended.code, ended.out) == (2, "")
         assert f"--fingerprint is {name!r} on the command line; allowed: " in ended.err
+
+
+MODES = {"--engine": [], "--session": ["a"], "--prefix": ["-"], "--older-than": ["7d"], "": []}
+
+
+def every_option() -> dict[str, list[str]]:
+    """Each option of `clear` with a value."""
+    parser = argparse.ArgumentParser(add_help=False)
+    clear.add_arguments(parser)
+    return {
+        each.option_strings[0]: [] if each.nargs == 0 else ["7d"]
+        for each in parser._actions
+        if each.option_strings
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("option", every_option())
+def test_an_option_that_a_mode_does_not_read_removes_nothing(
+    flexkv: Flexkv, cache: Cache, mode: str, option: str
+) -> None:
+    if option in ("--yes", mode) or option in clear._READS[mode]:
+        return
+    cache.fill(1)
+    before = snapshot(cache.root)
+    words = [option, *every_option()[option], *([mode] if mode else []), *MODES[mode]]
+    where = [] if mode == "--older-than" else [cache.root]
+    ended = flexkv("clear", *where, "--yes", *words)
+    # Two modes are an error of the first of them.
+    assert (ended.code, "is on the command line with" in ended.err) == (2, True) or (
+        not mode and option in MODES and ended.code
+    )
+    assert snapshot(cache.root) == before
+
+
+@pytest.mark.parametrize("option", ["--session", "--prefix", "--salt"])
+def test_an_option_without_a_value_is_not_left_out(
+    flexkv: Flexkv, cache: Cache, option: str
+) -> None:
+    cache.fill(1)
+    before = snapshot(cache.root)
+    assert flexkv("clear", cache.root, "--yes", option, "").code in (1, 2)
+    assert snapshot(cache.root) == before

@@ -149,6 +149,29 @@ def test_the_port_answers_those_who_know_the_token(world_at_port: ToyWorld, port
     assert json.loads(ask_port(port, "POST", "/lookup", TOKEN, body)[1])[0]["found"] == 3
 
 
+@pytest.mark.parametrize("path", ["/clear", "/unpin", "/lookup"])
+def test_a_body_in_parts_is_refused_and_not_taken_for_an_empty_one(
+    world_at_port: ToyWorld, port: int, path: str
+) -> None:
+    world_at_port.generate(PROMPT)
+    world_at_port.settle()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as peer:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        peer.request("POST", path, iter([b'{"tokens": [1]}']), headers, encode_chunked=True)
+        assert peer.getresponse().status == http.HTTPStatus.LENGTH_REQUIRED
+    assert world_at_port.hits(PROMPT) == 3
+
+
+@pytest.mark.parametrize("body", ["", "{}", '{"blocks": "some"}', '{"blocks": true}'])
+def test_a_clear_that_does_not_say_all_is_refused(
+    world_at_port: ToyWorld, port: int, body: str
+) -> None:
+    world_at_port.generate(PROMPT)
+    world_at_port.settle()
+    assert ask_port(port, "POST", "/clear", TOKEN, body)[0] == 400
+    assert world_at_port.hits(PROMPT) == 3
+
+
 def test_the_port_describes_itself(world_at_port: ToyWorld, port: int) -> None:
     status, text = ask_port(port, "GET", "/openapi.json", TOKEN)
     described = json.loads(text)

@@ -10,11 +10,14 @@ import socket
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from socketserver import BaseServer
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexkv.control import http_door
+from flexkv.control.ask_door import AskError
+from flexkv.control.ask_door import ask as question
 from flexkv.control.http_door import listen_at
 from flexkv.control.prompts import PromptQuestion
 from flexkv.eviction import RequestContext
@@ -29,7 +32,7 @@ from flexkv.service.ask import (
     state_of,
 )
 from flexkv.service.server import NodeServer
-from flexkv.service.state import PoolState
+from flexkv.service.state import SOCKET, PoolState
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.presence import Presence
 from flexkv.types.troubles import Trouble
@@ -138,6 +141,24 @@ def test_the_port_shows_figures_and_clears_nothing(
         )
     assert ask(port, "DELETE", "/metrics")[0] == 501
     assert one.load(keys_of("a", 3))
+
+
+def test_a_clear_that_names_nothing_clears_nothing(
+    make_service: Callable[..., Service], attach: Attach
+) -> None:
+    service = make_service()
+    one = attach(service)
+    one.store(keys_of("a", 3))
+    for path in ("/clear", "/clear?fingerprint=", "/clear?fingerprnt=ab"):
+        with pytest.raises(AskError, match="fingerprint is missing; allowed: a fingerprint"):
+            question(service.root, SOCKET, "service", ("POST", path))
+    assert one.load(keys_of("a", 3))
+
+
+def test_a_port_that_nobody_asks_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (86400.0,))
+    idle = http_door.Door(listen_at("127.0.0.1", 0), {}, is_open=True)
+    idle.close()
 
 
 def test_a_loop_that_does_not_answer_is_no_health(

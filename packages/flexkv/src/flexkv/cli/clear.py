@@ -16,7 +16,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flexkv.cli import clear_engine
 from flexkv.cli.clear_prefix import add_prefix, clear_prefix
@@ -43,6 +43,14 @@ NAME = "clear"
 HELP = "remove the caches that no engine owns, and clear shared stores"
 
 
+_READS: Mapping[str, Sequence[str]] = {
+    "--engine": ("DIR", "--yes", "--dry-run", "--fingerprint"),
+    "--session": ("DIR", "--yes", "--fingerprint", "--salt"),
+    "--prefix": ("DIR", "--yes", "--fingerprint", "--salt", "--hashes"),
+    "--older-than": ("--yes", "--dry-run"),
+    "": ("DIR", "several DIR", "--yes", "--dry-run", "--fingerprint"),
+}
+"""By mode, which is the option that chooses it, the other options that it reads."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
@@ -66,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "objects_url=file:///PATH: a number and s, m, h or d, for example 7d",
     )
     parser.add_argument(
-        clear_engine.OPTION,
+        "--engine",
         action="store_true",
         help="have the running engines whose runtime_dir is DIR drop all blocks, in host memory "
         "and on disks",
@@ -82,13 +90,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    if args.engine:
+    given = [_word(name) for name, value in vars(args).items() if _is_given(name, value)]
+    mode = next((each for each in _READS if each in given), "")
+    if len(args.directories) > 1:
+        given.append("several DIR")
+    # An option that is not read may have been meant to limit what is removed.
+    unread = next((each for each in given if each != mode and each not in _READS[mode]), None)
+    if unread is not None:
+        raise ConfigError(
+            f"{mode or 'clear'} is on the command line with {unread}; allowed: "
+            f"{', '.join(_READS[mode])}"
+        )
+    if mode == "--engine":
         return clear_engine.clear_engine(args, _agrees)
-    if args.session is not None:
+    if mode == "--session":
         return clear_session(args, _agrees)
-    if args.prefix is not None:
+    if mode == "--prefix":
         return clear_prefix(args, _agrees)
-    return _remove_older(args) if args.older_than is not None else _clear_all(args)
+    return _remove_older(args) if mode else _clear_all(args)
+
+
+def _is_given(name: str, value: object) -> bool:
+    return name != "command" and value is not None and value is not False and value != []
+
+
+def _word(name: str) -> str:
+    return "DIR" if name == "directories" else f"--{name.replace('_', '-')}"
 
 
 def _clear_all(args: argparse.Namespace) -> int:
@@ -160,11 +187,6 @@ def _remove_older(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--older-than is {args.older_than!r} on the command line; allowed: a number and s, m, "
             "h or d, for example 7d"
-        )
-    if args.directories or args.fingerprint is not None:
-        raise ConfigError(
-            "--older-than is on the command line with DIR or --fingerprint; allowed: alone, for "
-            "the folder of objects_url"
         )
     config = read_settings()
     asks = not args.yes and not args.dry_run

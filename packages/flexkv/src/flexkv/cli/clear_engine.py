@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 
 from flexkv.cli.engines_asked import ask_engines, directory_of, engines_in, print_failed
 from flexkv.control.prompts import ClearEffect
-from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable
-
-OPTION = "--engine"
 
 
 def clear_engine(args: argparse.Namespace, agrees: Callable[[str, Sequence[str]], bool]) -> int:
@@ -25,20 +22,8 @@ def clear_engine(args: argparse.Namespace, agrees: Callable[[str, Sequence[str]]
         The exit code: 0 if there are engines, and none has a block left.
 
     Raises:
-        ConfigError: wrong usage.
+        ConfigError: the directory cannot be read.
     """
-    others = {
-        "--prefix": args.prefix is not None,
-        "--session": args.session is not None,
-        "--older-than": args.older_than is not None,
-        "several DIR": len(args.directories) > 1,
-    }
-    wrong = next((name for name, given in others.items() if given), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"{OPTION} is on the command line with {wrong}; allowed: one DIR, the runtime_dir of "
-            "engines"
-        )
     directory = args.directories[0] if args.directories else None
     root = directory_of(argparse.Namespace(directory=directory), of_engines=True)
     engines = engines_in(root, args.fingerprint)
@@ -50,7 +35,9 @@ def clear_engine(args: argparse.Namespace, agrees: Callable[[str, Sequence[str]]
     if engines and not args.yes and not agrees(question, engines):
         print("nothing removed")
         return 1
-    cleared, failed = ask_engines(root, args.fingerprint, "/clear", b"{}", ClearEffect)
+    cleared, failed = ask_engines(
+        root, args.fingerprint, "/clear", b'{"blocks": "all"}', ClearEffect
+    )
     print_failed(failed)
     for effect in cleared:
         print(_line(effect))

@@ -16,21 +16,18 @@ from flexkv.cli.engines_asked import (
     prompt_of,
 )
 from flexkv.control.prompts import PromptEffect
-from flexkv.types.errors import ConfigError
-
-OPTION = "--prefix"
 
 
 def add_prefix(parser: argparse.ArgumentParser) -> None:
     """Add the options of a prompt."""
     parser.add_argument(
-        OPTION,
+        "--prefix",
         metavar="FILE",
         help="have the running engines whose runtime_dir is DIR remove the blocks of the prompt in "
         "FILE, or - for standard input; see `flexkv lookup`",
     )
     parser.add_argument("--hashes", action="store_true", help="FILE has hashes of blocks")
-    parser.add_argument("--salt", metavar="SALT", default="", help="cache_salt of the requests")
+    parser.add_argument("--salt", metavar="SALT", help="cache_salt of the requests")
 
 
 def clear_prefix(args: argparse.Namespace, agrees: Callable[[str], bool]) -> int:
@@ -46,16 +43,10 @@ def clear_prefix(args: argparse.Namespace, agrees: Callable[[str], bool]) -> int
     Raises:
         ConfigError: wrong usage.
     """
-    if len(args.directories) > 1 or args.dry_run:
-        raise ConfigError(
-            f"{OPTION} is on the command line with "
-            f"{'--dry-run' if args.dry_run else 'several DIR'}; allowed: one DIR, the runtime_dir "
-            "of engines; `flexkv lookup` says what there is"
-        )
     chosen = argparse.Namespace(
         file=args.prefix,
         hashes=args.hashes,
-        salt=args.salt,
+        salt=args.salt or "",
         directory=args.directories[0] if args.directories else None,
     )
     prompt, root = prompt_of(chosen), directory_of(chosen, of_engines=True)

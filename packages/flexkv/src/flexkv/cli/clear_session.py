@@ -31,12 +31,6 @@ def clear_session(args: argparse.Namespace, agrees: Callable[[str], bool]) -> in
     Raises:
         ConfigError: wrong usage.
     """
-    if len(args.directories) > 1 or args.dry_run or args.prefix is not None:
-        other = "--prefix" if args.prefix is not None else "several DIR"
-        raise ConfigError(
-            f"{OPTION} is on the command line with {'--dry-run' if args.dry_run else other}; "
-            "allowed: one DIR, the runtime_dir of engines"
-        )
     directory = args.directories[0] if args.directories else None
     root = directory_of(argparse.Namespace(directory=directory), of_engines=True)
     shown = printable(args.session)
@@ -61,7 +55,7 @@ def ask_about_session(args: argparse.Namespace, root: str, path: str, done: str)
     Raises:
         ConfigError: the name is not allowed.
     """
-    question = SessionQuestion(args.session, args.salt)
+    question = SessionQuestion(args.session, args.salt or "")
     try:
         check_session(question)
     except RefusedError as error:

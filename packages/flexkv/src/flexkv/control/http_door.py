@@ -81,6 +81,8 @@ class Door:
 
     def close(self) -> None:
         """Answer no more. Peers that are being answered are left to their threads."""
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes serve_forever
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -179,6 +181,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if call is None:
             paths = ", ".join(f"{each} {path}" for each, path in routes)
             self._send(HTTPStatus.NOT_FOUND, f"nothing is here; allowed: {paths}\n".encode())
+            return
+        if self.headers.get("Transfer-Encoding"):
+            text = "the body is sent in parts; allowed: a body with its Content-Length\n"
+            self._send(HTTPStatus.LENGTH_REQUIRED, text.encode())
             return
         if not length.isdecimal() or int(length) > _MOST_BYTES:
             text = f"the body has {length} bytes; allowed: at most {_MOST_BYTES}\n"

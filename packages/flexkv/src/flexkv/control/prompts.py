@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -143,7 +143,9 @@ class Unpinned(msgspec.Struct, frozen=True):
 
 
 class ClearQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All blocks of an engine: there is nothing to choose."""
+    """All blocks of an engine, said by a word: an empty question may have lost its content."""
+
+    blocks: Literal["all"]
 
 
 class ClearEffect(msgspec.Struct, frozen=True):
@@ -214,17 +216,18 @@ def read_session(body: bytes) -> SessionQuestion:
 
 
 def read_clear(body: bytes) -> ClearQuestion:
-    """Read that all blocks are meant; nothing says so, too.
+    """Read that all blocks are meant.
 
     Raises:
-        RefusedError: it says something else, such as a prompt whose blocks alone were meant.
+        RefusedError: it says nothing, or something else, such as a prompt whose blocks alone were
+            meant.
     """
     try:
-        return msgspec.json.decode(body or b"{}", type=ClearQuestion)
+        return msgspec.json.decode(body, type=ClearQuestion)
     except msgspec.DecodeError as error:
         raise RefusedError(
-            f"the question is not about all blocks ({error}); allowed: {{}}, or to /remove the "
-            "blocks of a prompt"
+            f"the question is not about all blocks ({error}); allowed: "
+            '{"blocks": "all"}, or to /remove the blocks of a prompt'
         ) from None
 
 

@@ -57,7 +57,7 @@ def clear_pools(root: str, fingerprint: str | None) -> Cleared:
     Raises:
         ServiceError: it does not answer, or has no such pool.
     """
-    query = "" if fingerprint is None else f"?fingerprint={quote(fingerprint)}"
+    query = f"?fingerprint={quote(fingerprint or 'all')}"
     return _decoded(root, _ask(root, "POST", f"/clear{query}"), Cleared)
 
 

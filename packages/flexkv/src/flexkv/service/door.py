@@ -20,7 +20,15 @@ from typing import Protocol
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from flexkv.control.http_door import JSON, TEXT, Door, DoorRequest, Routes, SilentError
+from flexkv.control.http_door import (
+    JSON,
+    TEXT,
+    Door,
+    DoorRequest,
+    RefusedError,
+    Routes,
+    SilentError,
+)
 from flexkv.control.prompts import AllPlaces, PromptQuestion, read_question
 from flexkv.service.pool_metrics import exposition
 from flexkv.service.state import Cleared, ServiceState
@@ -82,7 +90,10 @@ def _routes(served: Served, figures_only: bool) -> Routes:
         return msgspec.json.encode(served.state(_LOOP_SECONDS)), JSON
 
     def clear(asked: DoorRequest) -> tuple[bytes, str]:
-        cleared = served.clear(asked.query.get("fingerprint"), _LOOP_SECONDS)
+        chosen = asked.query.get("fingerprint")
+        if not chosen:
+            raise RefusedError("fingerprint is missing; allowed: a fingerprint, or all")
+        cleared = served.clear(None if chosen == "all" else chosen, _LOOP_SECONDS)
         return msgspec.json.encode(cleared), JSON
 
     def lookup(asked: DoorRequest) -> tuple[bytes, str]:
