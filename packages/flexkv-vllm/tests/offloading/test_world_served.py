@@ -66,7 +66,9 @@ def test_an_engine_waits_for_what_another_is_storing(
     movers = one.slow_down(random.Random(1), (1 << 30, 1 << 30))
     one.add(text)
     one.step()
-    wait_until(lambda: announced(service.pool.cache), lambda: None)
+    # All are announced, and three of each window: behind a part, `other` would compute the rest.
+    count = PROMPT_BLOCKS + 3 * len(windows)
+    wait_until(lambda: len(announced(service.pool.cache)) == count, lambda: None)
     request = other.add(text)
     for _ in range(20):
         other.step()
