@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Collection
 from pathlib import Path
 
+from compat_ci.known import unknown_names
 from compat_ci.matrix import ROOT, Engine, Level, Release
 from compat_ci.results import Outcome, Outcomes
 from compat_ci.static import check
@@ -57,6 +58,7 @@ def static(
         torch: what the version is thought to pin; None if nobody has said so.
     """
     reasons = [str(finding) for finding in check(engine, tree, [*engine.accepted, *accepted])]
+    reasons += unknown_names(engine, tree)
     pinned = tree.pinned("torch")
     if torch is not None and pinned != torch:
         reasons.append(f"versions.toml says that it pins torch {torch}; it pins {pinned}")

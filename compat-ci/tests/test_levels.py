@@ -75,3 +75,11 @@ def test_no_level_is_run_above_one_that_fails(tmp_path: Path) -> None:
 
 def test_levels_above_the_one_asked_for_are_not_run(tmp_path: Path) -> None:
     assert list(run(tmp_path, Level.STATIC)) == [Level.STATIC]
+
+
+def test_a_name_that_nobody_has_looked_at_fails_the_static_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compat_ci.levels.unknown_names", lambda engine, tree: [tree.version])
+    outcome = run(tmp_path, Level.STATIC, TOY.format("1 == 1"))[Level.STATIC]
+    assert outcome.reasons == ["1.0"]

@@ -3,34 +3,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
     EndWeightUpdateReqInput,
     ReleaseMemoryOccupationReqInput,
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.utils.weight_checker import WeightChecker
+from sglang.utils import TypeBasedDispatcher
 from sglang_world import Rank, hashes_of  # type: ignore[import-not-found]
 
 from flexkv_sglang import hooks
-
-KEEP_WEIGHTS = {
-    "check_weights",
-    "destroy_weights_update_group",
-    "flush_cache_after_weight_update",
-    "get_weights_by_name",
-    "init_weights_update_group",
-    "record_weight_version_after_update",
-    "release_memory_occupation",
-    "resume_memory_occupation",
-    "save_remote_model",
-    "save_sharded_model",
-}
 
 
 @pytest.fixture
@@ -52,10 +42,43 @@ def make_updater() -> SchedulerWeightUpdaterManager:
     return updater
 
 
-def test_every_call_that_changes_weights_is_hooked() -> None:
-    methods = inspect.getmembers(SchedulerWeightUpdaterManager, inspect.isfunction)
-    public = {name for name, _ in methods if not name.startswith("_")}
-    assert public - KEEP_WEIGHTS == set(hooks._UPDATES)
+def dispatcher_of(updater: SchedulerWeightUpdaterManager) -> TypeBasedDispatcher:
+    """What SGLang's scheduler handles its requests with."""
+    return TypeBasedDispatcher(
+        [
+            (BeginWeightUpdateReqInput, updater.begin_weight_update),
+            (EndWeightUpdateReqInput, updater.end_weight_update),
+            (CheckWeightsReqInput, updater.check_weights),
+        ]
+    )
+
+
+class _Runner:
+    """A model of one tensor, and SGLang's own checker of its weights."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(4, 4)
+        checker = object.__new__(WeightChecker)
+        checker._get_model = lambda: self.model
+        self.check_weights = checker.handle
+
+
+def test_random_weights_find_no_page_of_the_true_ones(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 1)
+    runner, pages = _Runner(), hashes_of("a", 2)
+    updater = make_updater()
+    updater.tp_worker = SimpleNamespace(weight_update_runners=lambda: [("target", runner)])
+    handle = dispatcher_of(updater)
+    assert rank.store(pages, [1, 2])
+    before = runner.model.weight.detach().clone()
+    with torch.no_grad():
+        assert handle(CheckWeightsReqInput(action="snapshot")).success
+        assert rank.side.lookup("a", pages) == [2]
+        assert handle(CheckWeightsReqInput(action="reset_tensors")).success
+    assert not torch.equal(runner.model.weight, before)
+    assert rank.side.lookup("b", pages) == []
 
 
 def test_weights_that_come_without_a_call_end_what_was_stored(
@@ -65,14 +88,14 @@ def test_weights_that_come_without_a_call_end_what_was_stored(
     found afterwards."""
     monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
     before, meanwhile = hashes_of("before", 2), hashes_of("meanwhile", 2)
-    updater = make_updater()
+    handle = dispatcher_of(make_updater())
     assert rank.store(before, [1, 2])
     assert rank.side.lookup("a", before) == [2]
-    assert updater.begin_weight_update(BeginWeightUpdateReqInput()).success
+    assert handle(BeginWeightUpdateReqInput()).success
     assert rank.side.lookup("b", before) == []
     assert rank.store(meanwhile, [3, 4])
     assert rank.side.lookup("c", meanwhile) == [2]
-    assert updater.end_weight_update(EndWeightUpdateReqInput()).success
+    assert handle(EndWeightUpdateReqInput()).success
     assert rank.side.lookup("d", before) == rank.side.lookup("e", meanwhile) == []
 
 

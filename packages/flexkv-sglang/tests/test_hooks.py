@@ -421,27 +421,57 @@ def test_requests_that_may_share_pages_are_looked_up(
     assert side.asked == [*rids]
 
 
+def request_of(name: str, **attributes: Any) -> Any:
+    """A request to SGLang's scheduler."""
+    return type(name, (SimpleNamespace,), {})(**attributes)
+
+
 @pytest.mark.parametrize("flushes", [0, 2])
 @pytest.mark.parametrize("fails", [False, True])
 def test_other_weights_end_what_was_stored(side: Side, fails: bool, flushes: int) -> None:
     side.page_keys.flushes = 3
+    request = request_of("UpdateWeightFromDiskReqInput")
 
-    def update(updater: object, request: str) -> str:
+    def update(dispatcher: object, given: object) -> object:
         side.page_keys.flushes += flushes
         if fails:
             raise RuntimeError("half of the weights are there")
-        return request
+        return given
 
     if fails:
         with pytest.raises(RuntimeError):
-            hooks.update_weights(update, object(), "request")
+            hooks.dispatch(update, object(), request)
     else:
-        assert hooks.update_weights(update, object(), "request") == "request"
+        assert hooks.dispatch(update, object(), request) is request
     assert side.weights == [flushes > 0]
 
 
-def test_each_call_that_may_change_weights_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`integration/sglang/with_sglang` compares the names with SGLang's own."""
+@pytest.mark.parametrize(
+    ("request_", "changes"),
+    [
+        (request_of("CheckWeightsReqInput", action="reset_tensors"), True),
+        (request_of("CheckWeightsReqInput", action="one of a later release"), True),
+        (request_of("CheckWeightsReqInput", action="checksum"), False),
+        (request_of("CheckWeightsReqInput"), True),
+        (request_of("RpcReqInput", method="sync_policy"), True),
+        (request_of("RpcReqInput", method="save_sharded_model"), False),
+        (request_of("UpdateWeightVersionReqInput"), True),
+        (request_of("EndWeightUpdateReqInput"), True),
+        (request_of("ReqInputOfALaterRelease"), True),
+        (request_of("TokenizedGenerateReqInput"), False),
+        (request_of("GetWeightsByNameReqInput"), False),
+        (request_of("LoadLoRAAdapterReqInput"), False),
+    ],
+)
+def test_a_request_counts_as_a_change_unless_it_is_known(
+    side: Side, request_: object, changes: bool
+) -> None:
+    assert hooks.dispatch(lambda dispatcher, given: given, object(), request_) is request_
+    assert bool(side.weights) == changes
+
+
+def test_all_requests_to_the_scheduler_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compat-ci/known.toml` compares their names with SGLang's own."""
     hooked: dict[str, Any] = {}
     registry = ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookType = SimpleNamespace(AROUND="around")  # type: ignore[attr-defined]
@@ -451,16 +481,9 @@ def test_each_call_that_may_change_weights_is_hooked(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(hooks, "_sides", [])
     hooks.serve(Side())  # type: ignore[arg-type]
+    assert hooked["sglang.utils.TypeBasedDispatcher.__call__"] is hooks.dispatch
     (release,) = (name for name in hooked if name.endswith(".release_memory_occupation"))
-    updater = release.removesuffix(".release_memory_occupation")
-    assert hooked.pop(release) is hooks.release_memory
-    updates = {name.rpartition(".")[2] for name, hook in hooked.items() if "updater" in name}
-    assert updates == {
-        *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
-        "begin_weight_update",
-        "end_weight_update",
-    }
-    assert {hooked[f"{updater}.{name}"] for name in updates} == {hooks.update_weights}
+    assert hooked[release] is hooks.release_memory
 
 
 @pytest.mark.parametrize(("device", "spans"), [("cpu", [[Span(16, 40)]]), ("cuda", [])])

@@ -81,14 +81,9 @@ _USED = {
         "UnifiedRadixCache.take_events",
     ),
     "sglang.srt.managers.scheduler_components.weight_updater": (
-        "SchedulerWeightUpdaterManager.update_weights_from_disk",
-        "SchedulerWeightUpdaterManager.update_weights_from_distributed",
-        "SchedulerWeightUpdaterManager.update_weights_from_tensor",
-        "SchedulerWeightUpdaterManager.update_weights_from_ipc",
-        "SchedulerWeightUpdaterManager.begin_weight_update",
-        "SchedulerWeightUpdaterManager.end_weight_update",
         "SchedulerWeightUpdaterManager.release_memory_occupation",
     ),
+    "sglang.utils": ("TypeBasedDispatcher.__call__",),
 }
 """Names of SGLang that FlexKV calls or replaces, by module."""
 

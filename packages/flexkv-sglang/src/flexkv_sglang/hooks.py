@@ -59,19 +59,58 @@ _RESULT = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin._pp_process_b
 _CLEAR = "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped"
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _POLL = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATES = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    # Between these two, other programs may write weights without a call (RDMA). The second one
-    # also finishes weights that other calls have brought.
-    "begin_weight_update",
-    "end_weight_update",
+_DISPATCH = "sglang.utils.TypeBasedDispatcher.__call__"
+_HARMLESS = frozenset(
+    {
+        "AbortReq",
+        "AddExternalCorpusReqInput",
+        "AttachHiCacheStorageReqInput",
+        "BatchTokenizedEmbeddingReqInput",
+        "BatchTokenizedGenerateReqInput",
+        "ClearHiCacheReqInput",
+        "CloseSessionReqInput",
+        "ConfigureLoggingReq",
+        "ContinueGenerationReqInput",
+        "DestroyWeightsUpdateGroupReqInput",
+        "DetachHiCacheStorageReqInput",
+        "ExpertDistributionReq",
+        "FlushCacheReqInput",
+        "FreezeGCReq",
+        "GetHiCacheL3LayoutReq",
+        "GetInternalStateReq",
+        "GetWeightsByNameReqInput",
+        "InitWeightsSendGroupForRemoteInstanceReqInput",
+        "InitWeightsUpdateGroupReqInput",
+        "ListExternalCorporaReqInput",
+        "LoadLoRAAdapterFromTensorsReqInput",
+        "LoadLoRAAdapterReqInput",
+        "OpenSessionReqInput",
+        "PauseGenerationReqInput",
+        "PdRoleSwitchReqInput",
+        "ProfileReq",
+        "ReleaseMemoryOccupationReqInput",
+        "RemoveExternalCorpusReqInput",
+        "ResumeMemoryOccupationReqInput",
+        "SendWeightsToRemoteInstanceReqInput",
+        "SetInternalStateReq",
+        "ShutdownReq",
+        "SlowDownReqInput",
+        "TokenizedEmbeddingReqInput",
+        "TokenizedGenerateReqInput",
+        "UnloadLoRAAdapterReqInput",
+    }
 )
-"""Methods of `_UPDATER` that change weights, or let them be changed. `compat` requires them."""
+"""Requests to SGLang's scheduler that leave the model's weights as they are; see `release_memory`
+for one of them. Each load of a LoRA adapter has an id of its own, which its pages' hashes cover."""
 
+_HARMLESS_PARTS = {
+    "CheckWeightsReqInput": ("action", frozenset({"checksum", "compare", "snapshot"})),
+    "RpcReqInput": ("method", frozenset({"save_remote_model", "save_sharded_model"})),
+}
+"""Requests whose effect an attribute decides: that attribute, and its values that leave the model's
+weights as they are."""
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RELEASE = f"{_UPDATER}.release_memory_occupation"
 _WEIGHTS = "weights"
 """SGLang's tag of the memory that holds weights. A call without tags means all memory."""
@@ -102,8 +141,7 @@ def serve(side: RankSide) -> None:
         HookRegistry.register(_RESULT, process_result, HookType.AROUND)
         HookRegistry.register(_CLEAR, clear_storage, HookType.AROUND)
         HookRegistry.register(_EVENTS, take_events, HookType.AROUND)
-        for name in _UPDATES:
-            HookRegistry.register(f"{_UPDATER}.{name}", update_weights, HookType.AROUND)
+        HookRegistry.register(_DISPATCH, dispatch, HookType.AROUND)
         HookRegistry.register(_RELEASE, release_memory, HookType.AROUND)
         HookRegistry.apply_hooks()
     _sides.append(side)
@@ -383,15 +421,20 @@ def take_events(original: Callable[..., Any], tree: Any) -> Any:
     return events
 
 
-def update_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook of SGLang's updates of weights. Afterwards no stored block is found, even if the update
-    fails, because it may have changed some weights. An update of the draft model alone counts, too:
-    that model may share tensors with the target."""
+def dispatch(original: Callable[..., Any], dispatcher: Any, request: Any) -> Any:
+    """Hook of SGLang's handling of a request to its scheduler. No stored block is found after one
+    that is not known to leave the weights as they are, even if it fails, because it may have
+    changed some. A change of the draft model alone counts, too: that model may share tensors with
+    the target."""
+    name = type(request).__name__
+    attribute, harmless = _HARMLESS_PARTS.get(name, ("", frozenset[str]()))
+    if name in _HARMLESS or getattr(request, attribute, None) in harmless:
+        return original(dispatcher, request)
     before = [side.page_keys.flushes for side in _sides]
     try:
-        return original(updater, *args, **kwargs)
+        return original(dispatcher, request)
     finally:
-        _weights_changed(before, "SGLang updated its weights")
+        _weights_changed(before, f"{name} may have changed SGLang's weights")
 
 
 def release_memory(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
