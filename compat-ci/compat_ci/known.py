@@ -94,11 +94,15 @@ def unknown_names(engine: Engine, tree: Tree) -> list[str]:
 
 
 def _texts(file: Path) -> set[str]:
-    """All texts in a file."""
+    """All words of the texts in a file, but for comments and docstrings."""
+    tree = ast.parse(file.read_text("utf-8"))
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return {
-        node.value
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        word
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node not in docstrings
+        for word in node.value.split()
     }
 
 

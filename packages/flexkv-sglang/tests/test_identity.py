@@ -32,10 +32,74 @@ def identity(model: Path, version: str = "0.5.23", **settings: Any) -> list[str]
         ("page_size", 16),
         ("attention_backend", "triton"),
         ("quantization_param_path", "scales.json"),
+        ("forward_hooks", [{"name": "steer", "hook_factory": "module:make"}]),
+        ("modelopt_quant", "nvfp4"),
+        ("kt_method", "AMXINT4"),
+        ("weight_cache_mode", "client"),
+        ("model_loader_extra_config", '{"x": 1}'),
+        ("rl_quant_profile", "/profile"),
+        ("decode_attention_backend", "triton"),
+        ("mamba_ssm_dtype", "bfloat16"),
+        ("an_argument_of_a_later_release", False),
     ],
 )
 def test_each_setting_that_decides_the_bytes_counts(model: Path, name: str, value: Any) -> None:
     assert identity(model, **{name: value}) != identity(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("api_key", "secret"),
+        ("watermark_key", "secret"),
+        ("port", 30001),
+        ("tp_size", 2),
+        ("mem_fraction_static", 0.5),
+        ("random_seed", 7),
+        ("served_model_name", "chat"),
+        ("speculative_algorithm", "NGRAM"),
+        ("an_argument_of_a_later_release", None),
+    ],
+)
+def test_settings_that_change_no_byte_do_not_count(model: Path, name: str, value: Any) -> None:
+    assert identity(model, **{name: value}) == identity(model)
+
+
+def test_settings_are_found_whatever_holds_them(model: Path) -> None:
+    """SGLang's settings are a dataclass or a struct, of which a view passes attributes on."""
+
+    class View:
+        __slots__ = ("_settings",)
+
+        def __init__(self, settings: Any) -> None:
+            self._settings = settings
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._settings, name)
+
+    plain = make_settings(model)
+    for fields in ("__struct_fields__", "__dataclass_fields__"):
+        view = View(make_settings(model))
+        setattr(view._settings, fields, tuple(vars(plain)))
+        assert model_identity(view, make_model(), "0.5.23") == identity(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_format": "remote_instance"},
+        {"load_format": "one of a later release"},
+        {"forward_hooks": [{"name": "steer"}]},
+        {"kt_weight_path": "/int4"},
+        {"weight_cache_mode": "client"},
+        {"custom_weight_loader": ["module.load"]},
+    ],
+)
+def test_weights_that_no_file_names_are_not_kept_outside_the_process(
+    model: Path, settings: dict[str, Any]
+) -> None:
+    assert not outlives_process(make_settings(model, **settings))
+    assert outlives_process(make_settings(model, weight_cache_mode="off", forward_hooks=None))
 
 
 def test_the_name_of_a_model_is_that_which_it_is_served_by(model: Path) -> None:
