@@ -79,9 +79,9 @@ def test_settings_are_found_whatever_holds_them(model: Path) -> None:
 
     plain = make_settings(model)
     for fields in ("__struct_fields__", "__dataclass_fields__"):
-        view = View(make_settings(model))
-        setattr(view._settings, fields, tuple(vars(plain)))
-        assert model_identity(view, make_model(), "0.5.23") == identity(model)
+        settings = make_settings(model)
+        setattr(settings, fields, tuple(vars(plain)))
+        assert model_identity(View(settings), make_model(), "0.5.23") == identity(model)
 
 
 @pytest.mark.parametrize(

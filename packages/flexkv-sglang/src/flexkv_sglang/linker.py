@@ -32,7 +32,7 @@ from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
 from flexkv_sglang.start import Engine, start_rank
-from flexkv_sglang.support import check_cache, check_settings
+from flexkv_sglang.support import check_cache, check_settings, load_page_hash
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -69,6 +69,7 @@ class FlexKVLinker(UnifiedCacheLinker):
                     "enable is False (ENABLE_FLEXKV); allowed with FlexKV's linker: True"
                 )
             configure_logging(config)
+            load_page_hash()
             settings, model = resolving_view(server_args), model_config_of(server_args)
             version = sglang_version()
             check_version(config.allow_untested_engine, version)

@@ -61,6 +61,28 @@ _WITH_SCALES = ("mxfp8", "nvfp4", "fp4_mx_block16")
 """Values of `--kv-cache-dtype` with which SGLang keeps scales beside the pages."""
 
 
+def load_page_hash() -> None:
+    """Have SGLang load its page hash now. Otherwise SGLang builds it at the first prompt of a whole
+    page: that stops all requests for seconds, and ends the server where it fails.
+
+    Raises:
+        ConfigError: SGLang cannot load it. The message names the cause.
+    """
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    try:
+        get_storage_hash_str([0], None, page_size=1)
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ConfigError(
+            f"SGLang's page hash (hicache_hash_cpp), whose hashes are FlexKV's keys, cannot be "
+            f"loaded: {cause}; allowed with FlexKV: a C++ compiler and OpenSSL's libcrypto when "
+            f"SGLang starts, or a folder TORCH_EXTENSIONS_DIR in which SGLang has built it before"
+        ) from error
+
+
 def check_settings(settings: Any) -> None:
     """Refuse settings of SGLang with which FlexKV cannot cache pages.
 

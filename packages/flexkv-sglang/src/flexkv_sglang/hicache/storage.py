@@ -41,6 +41,7 @@ from flexkv_sglang.hicache.engine import (
 from flexkv_sglang.hicache.hits import Hit, Need, PoolPages, find_hit, leading
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores
+from flexkv_sglang.support import load_page_hash
 
 _KV = str(PoolName.KV)
 _MOST_CALLS = 1024
@@ -65,6 +66,7 @@ class FlexKVStorage(HiCacheStorage):
         if settings.enable and config.tp_rank == config.pp_rank == 0:
             report_without_effect(settings, IGNORED)
         check_engine()
+        load_page_hash()
         self._boundary = ErrorBoundary()
         self._counts = bool(config.enable_storage_metrics)
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
