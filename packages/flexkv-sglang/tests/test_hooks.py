@@ -10,114 +10,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hooked_side import Request, Side, rids
 from sglang_requests import Grammars
 from stage_queues import QueuedLinks, Wires
 
-from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
-from flexkv_sglang.copies import Origin
-from flexkv_sglang.delayed_offloads import AT_ONCE, DelayedOffloads
-from flexkv_sglang.page_hashes import PageHashes
-from flexkv_sglang.page_keys import PageKeys
-from flexkv_sglang.ranks import Exchanges, OneRank
+from flexkv_sglang.delayed_offloads import AT_ONCE
+from flexkv_sglang.look_ahead import WINDOW
 from flexkv_sglang.staged_loads import StagedLoads
-from flexkv_sglang.trailing import NONE_TRAILING
-
-
-class Side:
-    """A side for which these requests wait."""
-
-    may_wait = True
-
-    def __init__(self, *waiting: str) -> None:
-        self.waiting = waiting
-        self.asked: list[str] = []
-        self.weights: list[bool] = []
-        self.page_keys = PageKeys()
-        self.spans: list[list[Span]] = []
-        self.counted: list[tuple[list[str], list[str]]] = []
-        self.own: list[list[str]] = []
-        self.origin = Origin("unset")
-        self.trailing = NONE_TRAILING
-        self.leads = True
-        self.boundary = ErrorBoundary()
-        self.looks_ahead = False
-        self.matches: list[tuple[str, int]] = []
-        self.limits: dict[str, int] = {}
-        self.keeping = 0
-        self.went_on = 0
-        self.weights_return = True
-        self.delays = False
-        self.delayed = DelayedOffloads(Exchanges(OneRank(), self.boundary))
-        self.is_loading = False
-        self.staged: StagedLoads | None = None
-        self.known: list[int] = []
-
-    @property
-    def requests(self) -> Side | None:
-        return self if self.leads else None
-
-    @property
-    def followed(self) -> Side:
-        return self
-
-    def matched(self, request: Any, own_tokens: int) -> None:
-        self.matches.append((request.rid, own_tokens))
-
-    def limit(self, request: Any) -> int | None:
-        return self.limits.get(request.rid)
-
-    def is_new(self, rid: str) -> bool:
-        return rid not in self.asked
-
-    def look_ahead(self, rid: str, prompt: object, kind: object) -> None:
-        assert prompt == f"pages of {rid}"
-        self.asked.append(rid)
-
-    def go_on_looking(self) -> None:
-        self.went_on += 1
-
-    def agree_on_length(self, lengths: Sequence[int]) -> int:
-        return max(lengths, default=0) - 1
-
-    def held(self, rids: Sequence[str]) -> list[bool]:
-        return [rid in self.waiting for rid in rids]
-
-    def loads_known(self, batch: int) -> None:
-        self.known.append(batch)
-
-    def fetched_tokens(self, rid: str) -> int:
-        return 12 if rid in self.waiting else 0
-
-    def weights_changed(self, *, flushed: bool) -> None:
-        self.weights.append(flushed)
-
-    def scheduled(
-        self,
-        requests: Sequence[Any],
-        waiting: Sequence[Any],
-        hashes: PageHashes,
-    ) -> None:
-        self.counted.append((rids(requests), rids(waiting)))
-        self.own = [list(hashes.of_hit(each)) for each in requests if hasattr(each, "last_node")]
-
-    def batch_begins(self, spans: Sequence[Span]) -> None:
-        self.spans.append(list(spans))
-
-    def await_copies(self) -> None:
-        self.asked.append("await copies")
-
-    def comes_from(self, origin: Origin) -> None:
-        self.origin = origin
-
-
-class Request:
-    def __init__(self, rid: str, side: Side, tokens: int = 9, session: Any = None) -> None:
-        self.rid = rid
-        self.origin_input_ids = range(tokens)
-        self.session = session
 
 
 @pytest.fixture
@@ -156,10 +58,6 @@ def running(*rids: str) -> Any:
 
 
 NOTHING = (None, running())
-
-
-def rids(queue: Sequence[Request]) -> list[str]:
-    return [request.rid for request in queue]
 
 
 def test_a_request_that_waits_is_out_of_sight_and_keeps_its_place(side: Side) -> None:
@@ -419,6 +317,55 @@ def test_requests_that_may_share_pages_are_looked_up(
     side.may_wait, side.is_loading = False, is_loading
     hooks.schedule(lambda scheduler: NOTHING, scheduler_of(side, *rids))
     assert side.asked == [*rids]
+
+
+class Untouched:
+    """A waiting request that remembers being looked at."""
+
+    looked_at: list[str]
+
+    def __getattr__(self, name: str) -> Any:
+        Untouched.looked_at.append(name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("waiting", [(), ("b", "d")], ids=["none held", "some held"])
+def test_a_step_looks_at_the_first_requests_alone(
+    monkeypatch: pytest.MonkeyPatch, waiting: tuple[str, ...]
+) -> None:
+    """While the batch is full, however many wait behind them."""
+    side = Side(*waiting)
+    monkeypatch.setattr(hooks, "_sides", [side])
+    monkeypatch.setattr(
+        hooks, "missing_pages", lambda tree, request, **_: f"pages of {request.rid}"
+    )
+    monkeypatch.setattr(side, "scheduled", lambda *_: None)
+    Untouched.looked_at = []
+    names = ["a", "b", "c", "d", *(f"r{number}" for number in range(WINDOW - 4))]
+    scheduler = scheduler_of(side, *names)
+    scheduler.waiting_queue += [Untouched() for _ in range(10_000)]
+    queue, before, seen = scheduler.waiting_queue, [*scheduler.waiting_queue], []
+    hooks.schedule(lambda scheduler: seen.extend(scheduler.waiting_queue) or NOTHING, scheduler)
+    assert Untouched.looked_at == []
+    assert side.asked == names
+    assert scheduler.waiting_queue is queue
+    assert queue == before
+    assert seen == [each for each in before if vars(each).get("rid") not in waiting]
+
+
+def test_requests_behind_the_first_keep_their_order(side: Side) -> None:
+    """Also if SGLang takes some of them and puts others back."""
+    names = [f"r{number}" for number in range(WINDOW + 3)]
+    side.waiting = ("r1", "r3")
+    scheduler = scheduler_of(side, *names)
+
+    def take(scheduler: Any) -> Any:
+        scheduler.waiting_queue = [*scheduler.waiting_queue[2:-1], Request("again", side)]
+        return NOTHING
+
+    hooks.schedule(take, scheduler)
+    left = [each for each in names if each not in ("r0", "r2", names[-1])]
+    assert rids(scheduler.waiting_queue) == [*left, "again"]
 
 
 def request_of(name: str, **attributes: Any) -> Any:

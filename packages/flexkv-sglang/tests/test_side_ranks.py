@@ -186,6 +186,23 @@ def test_ranks_hold_the_same_requests(engine: Engine) -> None:
     assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, True]] * 2
 
 
+def test_ranks_exchange_a_bit_for_each_waiting_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rids, sizes, agree = [f"r{number}" for number in range(64)], [], Threads.agree
+
+    def follow(self: Threads, numbers: Sequence[int], count: int) -> list[int]:
+        sizes.append(count)
+        return agree(self, numbers, count)
+
+    monkeypatch.setattr(Threads, "agree", follow)
+    seen = [rid for at, rid in enumerate(rids) if at % 3 and at != 63]
+    assert all(engine.ranks[0].requests.is_new(rid) for rid in seen)
+    expected = [rid not in seen for rid in rids]
+    assert engine.both(lambda rank: rank.side.held(rids)) == [expected] * 2
+    assert set(sizes) == {2}
+
+
 def test_an_idle_engine_sends_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> list[int]:
         raise AssertionError("a message for nothing")

@@ -200,27 +200,43 @@ def _schedule_ready(
     if side.requests is not None:
         with side.boundary.guard("looking ahead", "the next step goes on"):
             _look_ahead(side, side.requests, scheduler)
-    held = side.held([request.rid for request in queue])
+    # Those behind have not been looked up. A step looks at no more, however many wait.
+    window = queue[:WINDOW]
+    held = side.held([request.rid for request in window])
     if not any(held):
         return original(scheduler, *args, **kwargs)
-    waiting = {id(request) for request, waits in zip(queue, held, strict=True) if waits}
-    scheduler.waiting_queue = [each for each in queue if id(each) not in waiting]
+    waiting = {id(request) for request, waits in zip(window, held, strict=True) if waits}
+    seen = [each for each in window if id(each) not in waiting] + queue[WINDOW:]
+    scheduler.waiting_queue = seen.copy()
     try:
         made = original(scheduler, *args, **kwargs)
     finally:
-        left = {id(request) for request in scheduler.waiting_queue}
-        known = {id(request) for request in queue}
-        # Restore SGLang's order. Requests that SGLang put back come last, as in its own queue.
-        scheduler.waiting_queue = [
-            *(each for each in queue if id(each) in waiting or id(each) in left),
-            *(each for each in scheduler.waiting_queue if id(each) not in known),
-        ]
+        scheduler.waiting_queue = _with_held(queue, waiting, seen, scheduler.waiting_queue)
     with side.boundary.guard("resting", "SGLang's loop goes on at once", loses=False):
         batch, running = made
         idle = batch is None and running.is_empty() and scheduler.last_batch is None
         if idle and not (side.requests is not None and side.requests.looks_ahead):
             time.sleep(_REST_SECONDS)
     return made
+
+
+def _with_held(queue: list[Any], held: set[int], seen: list[Any], left: list[Any]) -> list[Any]:
+    """SGLang's queue after a step.
+
+    Args:
+        queue: before the step.
+        held: the requests of it that SGLang did not see, by `id`.
+        seen: those that it saw.
+        left: those that it left, and requests that it put back. The latter come last, as in its own
+            queue.
+    """
+    if left == seen:  # as if the batch is full: each request is the same object
+        return queue
+    ids, known = {id(each) for each in left}, {id(each) for each in queue}
+    return [
+        *(each for each in queue if id(each) in held or id(each) in ids),
+        *(each for each in left if id(each) not in known),
+    ]
 
 
 def decode(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,9 @@ logger = logging.getLogger("flexkv.sglang")
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
 
+_BITS = 32
+"""Waiting requests of which one number between ranks says whether SGLang may schedule them."""
+
 _UNDER_WAY, _FAILED, _STORED = range(3)
 """States of an offload, as the first stage of a pipeline passes them on."""
 
@@ -251,9 +254,10 @@ class RankSide:
         may_change = self.may_wait or self.is_loading or not self._free_to_go.issuperset(rids)
         if rids and may_change:
             made = partial(self._held, rids)
-            held = self._exchanges.decide(place, consequence, made, len(rids))
-            self._free_to_go = set() if any(held) else set(rids)
-            return list(map(bool, held))
+            count = -(-len(rids) // _BITS)
+            numbers = self._exchanges.decide(place, consequence, lambda: _packed(made()), count)
+            self._free_to_go = set() if any(numbers) else set(rids)
+            return [bool(numbers[at // _BITS] >> at % _BITS & 1) for at in range(len(rids))]
         # Without an exchange, as often as an idle or a full engine looks for requests.
         if not rids and self.leads:
             with self.boundary.guard(place, consequence):
@@ -586,3 +590,9 @@ class RankSide:
         """Note the transfers that have ended, as the ranks' boards say."""
         if self._ordered is not None and self._ordered.poll() and self.requests is not None:
             self.requests.figures.note_activity()
+
+
+def _packed(held: Sequence[bool]) -> list[int]:
+    """One bit for each of these; the first has the lowest bit of the first number."""
+    parts = [held[start : start + _BITS] for start in range(0, len(held), _BITS)]
+    return [sum(each << bit for bit, each in enumerate(part)) for part in parts]
