@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from flexkv.eviction import RequestContext
@@ -118,6 +119,9 @@ class MemoryTier:
     def remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.blocks.pop(key, None)
+
+    def sync(self) -> list[Future[str]]:
+        return []
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
         return [key in self.blocks and key not in self.stalled for key in keys]

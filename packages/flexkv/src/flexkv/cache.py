@@ -124,7 +124,7 @@ class KVCache:
         self._device: DeviceLink[BlockRow] = DeviceLink(arena.board, self._meter)
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
-        self.demote = self._below.demote
+        self.demote, self.sync = self._below.demote, self._below.sync
         self.info = CacheInfo(
             num_slots=arena.spec.num_slots,
             slot_bytes=arena.spec.format.slot_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
@@ -492,6 +493,11 @@ class CacheClient(Protocol):
             How many of them may still come, because they are being stored, fetched, or written to a
             tier. If there are any, the caller calls again after some polls.
         """
+        ...
+
+    def sync(self) -> list[Future[str]]:
+        """Have the disks keep all removals and resets so far over a power failure; see
+        `IndexedTier.sync`. A cache that others share has no disks of its own."""
         ...
 
     def clear(self, cause: str = ResetCause.REQUEST) -> None:

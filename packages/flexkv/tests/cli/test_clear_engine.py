@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from asked_door import call_door
+from refused_writes import refuse_writes
 from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
@@ -144,3 +145,25 @@ def test_a_clear_that_fails_says_so_and_nothing_is_found_until_one_succeeds(
     assert flexkv("clear", tmp_path / "run", "--engine", "--yes").code == 0
     assert world.hits([*range(70, 70 + 3 * BLOCK)]) == 0
     assert world.hits([*range(70, 70 + 3 * BLOCK)]) == 3
+
+
+@pytest.mark.parametrize("what", ["--engine", "--session", "--prefix"])
+def test_a_removal_that_a_disk_refuses_is_exit_code_1_until_it_lasts(
+    flexkv: Flexkv,
+    world: ToyWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    world.generate(PROMPT, kv_transfer_params={"flexkv.session": "a"})
+    world.settle()
+    (tmp_path / "prompt").write_text(str(PROMPT))
+    words = {"--engine": [], "--session": ["a"], "--prefix": [tmp_path / "prompt"]}[what]
+    with monkeypatch.context() as patch:
+        refuse_writes(patch)
+        for _ in range(2):  # the second time, the engine knows none of the blocks
+            ended = flexkv("clear", tmp_path / "run", what, *words, "--yes")
+            assert (ended.code, "Input/output error" in ended.out) == (1, True)
+    assert flexkv("clear", tmp_path / "run", what, *words, "--yes").code == 0
+    world.restart()
+    assert world.hits(PROMPT) == 0

@@ -7,14 +7,18 @@ import contextlib
 import errno
 import http.client
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from socketserver import BaseServer
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from refused_writes import refuse_writes
 
+from flexkv import cli
 from flexkv.control import http_door
 from flexkv.control.ask_door import AskError
 from flexkv.control.ask_door import ask as question
@@ -33,9 +37,12 @@ from flexkv.service.ask import (
 )
 from flexkv.service.server import NodeServer
 from flexkv.service.state import SOCKET, PoolState
+from flexkv.tiers.disk import OsFiles
 from flexkv.transfer.tier_stack import TierStack
+from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from flexkv.types.troubles import Trouble
+from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.service.served import OTHER, Scheduler, Service, keys_of, until
 from packages.inside import index_of
 
@@ -365,3 +372,43 @@ def test_a_body_that_is_too_long_is_not_read(
     monkeypatch.setattr(http_door, "_MOST_BYTES", 20)
     with pytest.raises(ServiceError, match=r"has \d+ bytes; allowed: at most 20"):
         find_prompt(service.root, PromptQuestion(hashes=("00ff00ff",) * 10), None)
+
+
+def test_a_clear_that_a_disk_refuses_is_exit_code_1(
+    with_disk: Service,
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, keys = attach(with_disk), keys_of("a", 3)
+    one.store(keys)
+    until(lambda: all(with_disk.pool.cache.where(keys)[Medium.DISK]))
+    with monkeypatch.context() as patch:
+        refuse_writes(patch)
+        assert cli.main(["clear", with_disk.root, "--yes"]) == 1
+    assert "blocks on disk may be found again: the reset of " in capsys.readouterr().out
+    assert cli.main(["clear", with_disk.root, "--yes"]) == 0
+
+
+def test_no_engine_waits_for_a_clear_that_a_drive_delays(
+    with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attach(with_disk)
+    one.store(keys_of("a", 3))
+    syncing, free, real = threading.Event(), threading.Event(), OsFiles.sync
+
+    def sync(self: OsFiles, fd: int) -> None:
+        syncing.set()
+        assert free.wait(PATIENCE_SECONDS)
+        real(self, fd)
+
+    monkeypatch.setattr(OsFiles, "sync", sync)
+    with ThreadPoolExecutor() as pool:
+        cleared = pool.submit(clear_pools, with_disk.root, None)
+        try:
+            assert syncing.wait(PATIENCE_SECONDS)
+            until(lambda: one.load(keys_of("b", 3)), lambda: one.store(keys_of("b", 3)))
+            assert not cleared.done()
+        finally:
+            free.set()
+        assert cleared.result(PATIENCE_SECONDS).reason == ""

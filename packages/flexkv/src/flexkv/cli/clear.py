@@ -37,7 +37,7 @@ from flexkv.tiers.disk.inspect import owner_of
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
-from flexkv.types.texts import blocks, size
+from flexkv.types.texts import blocks, printable, size
 
 NAME = "clear"
 HELP = "remove the caches that no engine owns, and clear shared stores"
@@ -174,11 +174,13 @@ def _clear_service(root: str, fingerprint: str | None) -> bool:
     except ServiceError as error:
         print(f"skipped {root}: {error}")
         return False
+    if cleared.reason:
+        print(f"{root}: blocks on disk may be found again: {printable(cleared.reason)}")
     if not cleared.pools:
         print(f"nothing to clear in {root}: no engine has attached yet")
     for name, count in cleared.pools.items():
         print(f"cleared {root}, fingerprint {name}, {blocks(count)} of host memory")
-    return True
+    return not cleared.reason
 
 
 def _remove_older(args: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ class EpochCache:
         self.poll, self.watch, self.figures = cache.poll, cache.watch, cache.figures
         self.watch_lower_again = cache.watch_lower_again
         self.suspend, self.pause, self.stop = cache.suspend, cache.pause, cache.stop
-        self.recover, self.close = cache.recover, cache.close
+        self.recover, self.close, self.sync = cache.recover, cache.close, cache.sync
 
     @property
     def epoch(self) -> KeyEpoch:

@@ -8,8 +8,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from flexkv.control.ask_door import AskError, ask
+from flexkv.control.ask_door import CALL_SECONDS, AskError, ask
 from flexkv.control.prompts import AllPlaces, PromptQuestion
+from flexkv.control.removals import CLEAR_SECONDS
 from flexkv.service.state import SOCKET, Cleared, ServiceState
 from flexkv.session.runtime_directory import RuntimeDirectory
 
@@ -58,7 +59,7 @@ def clear_pools(root: str, fingerprint: str | None) -> Cleared:
         ServiceError: it does not answer, or has no such pool.
     """
     query = f"?fingerprint={quote(fingerprint or 'all')}"
-    return _decoded(root, _ask(root, "POST", f"/clear{query}"), Cleared)
+    return _decoded(root, _ask(root, "POST", f"/clear{query}", seconds=CLEAR_SECONDS), Cleared)
 
 
 def find_prompt(root: str, question: PromptQuestion, fingerprint: str | None) -> AllPlaces:
@@ -86,8 +87,10 @@ def _decoded(root: str, answer: bytes, kind: type[Told]) -> Told:
         ) from None
 
 
-def _ask(root: str, method: str, path: str, body: bytes = b"") -> bytes:
+def _ask(
+    root: str, method: str, path: str, body: bytes = b"", seconds: float = CALL_SECONDS
+) -> bytes:
     try:
-        return ask(root, SOCKET, "service of FlexKV", (method, path), body)
+        return ask(root, SOCKET, "service of FlexKV", (method, path), body, seconds=seconds)
     except AskError as error:
         raise ServiceError(str(error)) from None

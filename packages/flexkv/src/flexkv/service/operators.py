@@ -16,6 +16,7 @@ from typing import TypeVar
 from flexkv.control.find_blocks import find_blocks
 from flexkv.control.http_door import RefusedError
 from flexkv.control.prompts import AllPlaces, PromptPlaces, PromptQuestion
+from flexkv.control.removals import await_removals
 from flexkv.figures.health_samples import ok_sample
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
@@ -80,7 +81,8 @@ class Operators:
         return self._ask(self._state, seconds)
 
     def clear(self, fingerprint: str | None, seconds: float) -> Cleared:
-        """Drop the blocks of pools, in memory and on disk. Shared stores keep theirs.
+        """Drop the blocks of pools, in memory and on disk. Shared stores keep theirs. Returns once
+        the drives keep that over a power failure; the loop goes on meanwhile.
 
         Args:
             fingerprint: of the pool; None for all.
@@ -90,7 +92,8 @@ class Operators:
             SilentLoopError: the loop has not come to it, and nothing is cleared.
             RefusedError: there is no such pool.
         """
-        return self._ask(lambda: self._clear(fingerprint), seconds)
+        count, asked = self._ask(lambda: self._clear(fingerprint), seconds)
+        return Cleared(count, await_removals(asked))
 
     def lookup(
         self, question: PromptQuestion, fingerprint: str | None, seconds: float
@@ -175,7 +178,7 @@ class Operators:
             pool.tenants,
         )
 
-    def _clear(self, fingerprint: str | None) -> Cleared:
+    def _clear(self, fingerprint: str | None) -> tuple[dict[str, int], list[Future[str]]]:
         pools = self._chosen(fingerprint)
         chosen = {blocks.fingerprint: pool for blocks, pool in pools.items()}
         count = {name: pool.cache.ready_blocks for name, pool in chosen.items()}
@@ -184,7 +187,7 @@ class Operators:
                 engine.cleared()
             pool.cache.empty()
         logger.info("an operator cleared %d pools with %d blocks", len(count), sum(count.values()))
-        return Cleared(count)
+        return count, [asked for pool in chosen.values() for asked in pool.cache.sync()]
 
     def _chosen(self, fingerprint: str | None) -> dict[wire.PoolBlocks, SharedPool]:
         """The pool of a fingerprint; None for all."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
@@ -504,8 +505,7 @@ class ServedCache:
         self._off = True
 
     def clear(self, cause: str = ResetCause.REQUEST) -> None:
-        """See `CacheClient.clear`. Blocks stay for other engines: the caller names its blocks by
-        other keys from now on, as after `renew`."""
+        """See `CacheClient.clear`. Other engines keep their blocks, as after `renew`."""
         self.suspend()
         self._begin_anew()
         self.counters.count_reset(ResetCause(cause))
@@ -513,6 +513,10 @@ class ServedCache:
 
     def empty(self) -> None:
         """See `CacheClient.empty`."""
+
+    def sync(self) -> list[Future[str]]:
+        """See `CacheClient.sync`."""
+        return []
 
     def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
         """See `CacheClient.renew`."""
@@ -587,8 +591,7 @@ def attach_cache(info: SessionInfo, step_blocks: int, arena: Arena, tenant: int)
     """Attach an engine's scheduler to the service.
 
     Args:
-        info: the description of the session.
-        step_blocks, tenant: see `Attached`.
+        info, step_blocks, tenant: see `Attached`.
         arena: of the pool; borrowed until the cache is closed.
 
     Raises:

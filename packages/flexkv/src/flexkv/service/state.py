@@ -132,9 +132,11 @@ class Cleared(msgspec.Struct, frozen=True):
 
     Attributes:
         pools: of each one its fingerprint, and how many blocks host memory had.
+        reason: why some may stay, for people; empty if there is no reason.
     """
 
     pools: dict[str, int]
+    reason: str = ""
 
 
 def own_figures(engines: tuple[EngineState, ...], prompt: int, found: int) -> Samples:

@@ -14,6 +14,7 @@ such a store.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -259,6 +260,12 @@ class IndexedTier(LowerTier, Protocol):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the blocks of `keys` that are complete; no later process finds them."""
+        ...
+
+    def sync(self) -> list[Future[str]]:
+        """Have the devices keep all removals and resets so far over a power failure. Each result
+        says what a later process may find nevertheless; it is empty if it finds nothing. A device
+        that hangs gives none."""
         ...
 
     def remove_old(self) -> None:

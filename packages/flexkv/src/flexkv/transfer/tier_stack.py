@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -245,6 +246,10 @@ class TierStack:
         for tier in self._indexed:
             tier.remove(keys)
         return sum(each.holds(keys) for each in self._demoters)
+
+    def sync(self) -> list[Future[str]]:
+        """See `IndexedTier.sync`."""
+        return [asked for tier in self._indexed for asked in tier.sync()]
 
     def remove_old(self) -> None:
         """See `IndexedTier.remove_old`."""

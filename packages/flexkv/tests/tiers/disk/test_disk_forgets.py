@@ -58,7 +58,7 @@ def test_a_failed_erasure_is_made_up_for(tmp_path: Path) -> None:
         client.delete(names(10))
         client.settle()
         files.rate = 0.0
-        assert files.counts[Fault.EIO] == 10
+        assert files.counts[Fault.EIO] >= 10
         assert client.found(names(20)) == names(10, first=10)
         client.write(names(3, first=100))
     with opened(tmp_path) as client:

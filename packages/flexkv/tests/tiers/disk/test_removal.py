@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -293,3 +294,37 @@ def test_what_a_removal_that_was_cut_off_left_always_goes(disk: Path) -> None:
     make_room(str(disk), mine.path, MIB, 1)
     assert left_in(disk) == {"a"}
     mine.release()
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_removal_that_may_not_last_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    path = tmp_path / OTHER
+    made(str(path))
+    if foreign:
+        (path / "notes.txt").write_text("not a cache")
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="a power failure may bring it back"):
+        remove(str(path))
+    assert [each.name for each in path.glob("*")] == (["notes.txt"] if foreign else [])
+
+
+def test_a_removal_ends_when_the_drive_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced, real = tmp_path / OTHER, list[list[str]](), os.fsync
+    made(str(path))
+
+    def sync(fd: int) -> None:
+        real(fd)
+        assert os.path.samestat(os.fstat(fd), os.stat(tmp_path))
+        synced.append(os.listdir(fd))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert remove(str(path)) is Removal.REMOVED
+    assert synced == [[]]

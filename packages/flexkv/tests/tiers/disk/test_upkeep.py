@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from disk_blocks import DEADLINE, FINGERPRINT, SLOT, names, opened
+from disk_blocks import DEADLINE, FINGERPRINT, SLOT, names, opened, unopened
 
 from flexkv.tiers.disk import OsFiles, ledger, table, upkeep
 from flexkv.tiers.disk.cache_directory import RESET
@@ -308,7 +308,145 @@ def test_an_erasure_that_raises_anything_gives_its_slot_back(
 
         monkeypatch.setattr(store_of(one), "write_record", erase)
         client.delete(names(2))
-        client.settle()
-        assert one.index.free_slots == 2
+        end = time.monotonic() + DEADLINE
+        while one.index.free_slots < 2:
+            assert time.monotonic() < end, "a slot does not come back"
+            client.pump()
     with opened(tmp_path, slots=8) as client:
         assert client.found(names(8)) == names(6, first=2)
+
+
+class SyncedFiles(ResetFiles):
+    """The real files, and a copy of them as the drive has them for certain.
+
+    Attributes:
+        sync_call: befalls a sync.
+        erasure: befalls the write of an erased record.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.sync_call: Callable[[], None] = lambda: None
+        self.erasure: Callable[[], None] = lambda: None
+        self._root = root
+        self.kept = root.with_name("kept")
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if buffers[0] == table.EMPTY_RECORD:
+            self.erasure()
+        return super().pwritev(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        self.sync_call()
+        super().sync(fd)
+        shutil.rmtree(self.kept, ignore_errors=True)
+        shutil.copytree(self._root, self.kept)
+
+    def found_after_a_power_failure(self) -> list[bytes]:
+        """What the next process would find if the machine lost its power now."""
+        copy = self._root.with_name("copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.kept, copy)
+        with opened(copy) as client:
+            return client.found(KEYS)
+
+
+@pytest.mark.parametrize("all_blocks", [False, True], ids=["some", "all"])
+def test_removed_blocks_stay_removed_over_a_power_failure(tmp_path: Path, all_blocks: bool) -> None:
+    files = SyncedFiles(tmp_path / "a")
+    with opened(tmp_path / "a", files=files) as client:
+        client.write(KEYS)
+        assert [each.result(DEADLINE) for each in client.tier.sync()] == ["", ""]
+        assert files.found_after_a_power_failure() == KEYS
+        if all_blocks:
+            client.tier.empty()
+        else:
+            client.tier.remove(KEYS[:15])
+        assert [each.result(DEADLINE) for each in client.tier.sync()] == ["", ""]
+        assert files.found_after_a_power_failure() == ([] if all_blocks else KEYS[15:])
+
+
+def test_a_sync_waits_for_the_reset_and_the_erasures_before_it(tmp_path: Path) -> None:
+    files, free = SyncedFiles(tmp_path / "a"), threading.Event()
+    with opened(tmp_path / "a", files=files) as client:
+        client.write(KEYS)
+        hangs = threading.Event()
+
+        def hang() -> None:
+            hangs.set()
+            assert free.wait(DEADLINE)
+
+        files.erasure = hang
+        client.tier.remove(KEYS)
+        (_, asked) = client.tier.sync()
+        assert hangs.wait(DEADLINE)
+        assert not asked.done()
+        assert client.write(names(3, first=100)) == [DONE] * 3  # nobody else waits
+        free.set()
+        assert asked.result(DEADLINE) == ""
+        assert files.found_after_a_power_failure() == []
+
+
+def test_erasures_that_the_drive_refuses_are_named_and_retried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = SyncedFiles(tmp_path / "a")
+    with opened(tmp_path / "a", files=files) as client:
+        client.write(KEYS)
+        files.erasure = failing = Failing(FOREVER)
+        client.tier.remove(KEYS[:5])
+        path = tmp_path / "a" / FINGERPRINT
+        left = f"5 records in {path} cannot be erased ([Errno 5] Input/output error)"
+        assert client.tier.sync()[1].result(DEADLINE) == left
+        assert found_after_a_kill(tmp_path / "a") == KEYS
+        client.tier.remove(KEYS[:5])  # the index has them no more
+        assert client.tier.sync()[1].result(DEADLINE) == left
+        assert client.found(KEYS) == KEYS[5:]
+        assert [r.levelname for r in caplog.records] == ["ERROR"]
+        assert "the next start finds these blocks" in caplog.text
+        calls = failing.calls
+        wait_for(lambda: failing.calls > calls)  # nobody asks for that
+        files.erasure = Failing(0)
+        assert client.tier.sync()[1].result(DEADLINE) == ""
+        assert found_after_a_kill(tmp_path / "a") == KEYS[5:]
+        client.settle()
+        assert client.tier.drives[0].index.free_slots == 64 - 15
+
+
+def test_a_sync_that_failed_is_doubt_until_a_reset(tmp_path: Path) -> None:
+    """The kernel takes pages that it could not write for clean."""
+    files = SyncedFiles(tmp_path / "a")
+    with opened(tmp_path / "a", files=files) as client:
+        client.write(KEYS)
+        client.tier.remove(KEYS[:5])
+        files.sync_call = Failing(1)
+        for _ in range(2):
+            doubt = client.tier.sync()[1].result(DEADLINE)
+            assert doubt.startswith("a power failure may undo removals in ")
+        client.tier.empty()
+        assert client.tier.sync()[1].result(DEADLINE) == ""
+
+
+def test_a_reset_that_the_drive_refuses_is_named(tmp_path: Path) -> None:
+    files = SyncedFiles(tmp_path / "a")
+    with opened(tmp_path / "a", files=files) as client:
+        client.write(KEYS)
+        files.header = files.marker = Failing(FOREVER)
+        client.tier.empty()
+        doubt = client.tier.sync()[1].result(DEADLINE)
+        assert doubt.startswith(f"the reset of {tmp_path / 'a' / FINGERPRINT} cannot be written (")
+        files.header = files.marker = Failing(0)
+        assert client.tier.sync()[1].result(DEADLINE) == ""
+        assert files.found_after_a_power_failure() == []
+
+
+def test_a_directory_that_is_not_open_yet_keeps_its_blocks(tmp_path: Path) -> None:
+    (tmp_path / "b").symlink_to(tmp_path / "nowhere" / "b")
+    with unopened(tmp_path / "a", tmp_path / "b", why="") as client:
+        client.tier.empty()
+        unopened_says, asked = client.tier.sync()
+        assert (
+            unopened_says.result()
+            == f"{tmp_path / 'b'} cannot be reached now, and keeps its blocks"
+        )
+        assert asked.result(DEADLINE) == ""

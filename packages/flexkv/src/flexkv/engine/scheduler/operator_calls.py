@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from flexkv.client import CacheClient, FetchId
 from flexkv.control.http_door import RefusedError, SilentError
+from flexkv.control.removals import await_removals
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.hints import name_of
 from flexkv.engine.scheduler.named_sessions import Sessions, own_keys
@@ -161,14 +162,8 @@ class OperatorCalls:
         Returns:
             Why some may stay; empty if there is no reason.
         """
-        self._refuse_shared()
-        whole, late = list(parts), time.monotonic() + _REMOVE_SECONDS
-        while left := sum(self._turn(partial(self._remove, keys)) for keys in whole):
-            if time.monotonic() > late:
-                return f"{left} are still being stored or written; run the command again"
-            time.sleep(_PAUSE_SECONDS)
-        shared = self._shared
-        return f"{shared} keep theirs: a shared store drops no single blocks" if shared else ""
+        left, shared = self._remove_all(parts)
+        return _joined(left, shared)
 
     def clear(self) -> tuple[int, str]:
         """Remove all blocks from host memory and from disks. Loads under way keep theirs until they
@@ -184,9 +179,9 @@ class OperatorCalls:
                 "the cache is not cleared, and nothing is loaded or stored until it is; see the "
                 "engine's log"
             )
-        shared = self._shared
-        stay = f"{shared} keep theirs: `flexkv clear` without DIR clears shared stores"
-        return before, stay if shared else ""
+        left = await_removals(self._turn(self._cache.sync))
+        shared = f"{self._shared} keep theirs: `flexkv clear` without DIR clears shared stores"
+        return before, _joined(left, shared if self._shared else "")
 
     def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
         """Remove the blocks of a conversation that no other one has, as `remove` does.
@@ -201,9 +196,10 @@ class OperatorCalls:
         name = tenant_session(cache_salt, name_of(session))
         keys = own_keys(name, self._turn(self._sessions.known))
         whole = [*keys, *self._others(keys)]
-        reason = self.remove(whole[i : i + _PART] for i in range(0, len(whole), _PART))
-        self._turn(partial(self._sessions.forget, name))
-        return len(keys), reason
+        left, shared = self._remove_all(whole[i : i + _PART] for i in range(0, len(whole), _PART))
+        if not left:  # else the command is run again
+            self._turn(partial(self._sessions.forget, name))
+        return len(keys), _joined(left, shared)
 
     def release_session(self, session: str, cache_salt: str) -> int:
         """A conversation has ended: its blocks need not be retained, and those that no other one
@@ -248,6 +244,18 @@ class OperatorCalls:
         self._sessions.forget_all()
         logger.info("an operator cleared the cache, which had %d blocks in host memory", before)
         return before
+
+    def _remove_all(self, parts: Iterable[Sequence[bytes]]) -> tuple[str, str]:
+        """See `remove`. Returns why some may stay on this machine, and why in shared stores."""
+        self._refuse_shared()
+        whole, late = list(parts), time.monotonic() + _REMOVE_SECONDS
+        stay = f"{self._shared} keep theirs: a shared store drops no single blocks"
+        shared = stay if self._shared else ""
+        while left := sum(self._turn(partial(self._remove, keys)) for keys in whole):
+            if time.monotonic() > late:
+                return f"{left} are still being stored or written; run the command again", shared
+            time.sleep(_PAUSE_SECONDS)
+        return await_removals(self._turn(self._cache.sync)), shared
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._poll_busy()
@@ -315,6 +323,10 @@ class OperatorCalls:
                     f"the engine's scheduler has let no other call in for {seconds:g} s"
                 )
             time.sleep(_PAUSE_SECONDS)
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def _owner(name: str) -> tuple[str, str]:

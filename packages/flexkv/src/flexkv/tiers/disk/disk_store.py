@@ -280,6 +280,14 @@ class DiskStore:
         offset = table.record_offset(slot)
         write_fully(self._files, self._table, memoryview(record), offset)
 
+    def sync(self) -> None:
+        """Wait until the table's records survive a power failure.
+
+        Raises:
+            OSError: a record may not have been written.
+        """
+        self._files.sync(self._table)
+
     def seal_of(self, epoch: int) -> int:
         """The seal of records and checksums once the table has this epoch."""
         return replace(self._header, epoch=epoch).seal

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -157,7 +158,6 @@ class Drive:
         self._described = DescribedSlots(None, self.index.num_slots)
         self._ages = store.ages
         self.expired_blocks = 0 if self._ages is None else len(self._ages.old_slots)
-        self._unerased: set[int] = set()
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         store.ledger.circuits = {"reads": self.reads, "writes": self.writes}
@@ -320,12 +320,14 @@ class Drive:
         self._seal = new_epoch() if self._is_private else self._store.seal_of(epoch)
         self._upkeep.reset(epoch)
 
+    def sync(self) -> Future[str]:
+        """Begin to make all removals so far durable; see `Upkeep.sync`."""
+        return self._upkeep.sync()
+
     def poll(self, *, all_writes: bool = False) -> list[Job]:
         """Jobs of `read` and `write` that have ended. Returns all reads, because requests wait for
         them, and some or all of the writes. The next calls return the other writes."""
-        for slot, done in self._upkeep.poll():
-            if not done:
-                self._unerased.add(slot)
+        for slot in self._upkeep.poll():
             self.index.release(slot)
         for job in self.link.note_hung():
             self._note(job, True, self._running[job].writes)
@@ -380,9 +382,9 @@ class Drive:
             logger.warning(_HANGS_AT_CLOSE, self.path)
             return False
         self.poll(all_writes=True)
-        # Blocks of dropped writes and of failed erasures must not return after a restart.
+        # Blocks of dropped writes must not return after a restart.
         dropped = [slot for job in self._running.values() if job.writes for slot in job.slots]
-        for slot in {*dropped, *self._unerased}:
+        for slot in dropped:
             self._upkeep.erase(slot)
         self._upkeep.count()
         if not self._upkeep.close(CLOSE_SECONDS):
@@ -455,7 +457,6 @@ class Drive:
         ledger = self._store.ledger
         if outcome is Outcome.DONE:
             ledger.written_blocks += 1
-            self._unerased.discard(slot)
         # Else the record is erased, which may be that of the block that was here before.
         if checksum is None or not self.index.publish(slot, checksum):
             self._erase(slot)

@@ -234,6 +234,11 @@ def _remove_in(above: int, path: str) -> Removal:
             os.unlink(name, dir_fd=folder.fd)
         if alone:
             os.rmdir(base, dir_fd=above)
+        try:
+            os.fsync(above if alone else folder.fd)
+        except OSError as error:
+            reason = f"is removed, but a power failure may bring it back ({error.strerror})"
+            raise OSError(error.errno, reason, path) from None
     finally:
         folder.release()
     return Removal.REMOVED if alone else Removal.FOREIGN_FILES

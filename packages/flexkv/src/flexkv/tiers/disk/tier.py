@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 from flexkv.eviction import (
     FOLLOWING,
@@ -257,6 +258,12 @@ class DiskTier:
             opening.emptied = True
         for drive in self._drives:
             drive.empty()
+
+    def sync(self) -> list[Future[str]]:
+        unopened: Future[str] = Future()
+        roots = ", ".join(opening.root for opening in self.connecting)
+        unopened.set_result(f"{roots} cannot be reached now, and keeps its blocks" if roots else "")
+        return [unopened, *(drive.sync() for drive in self._drives)]
 
     def cancel(self, ticket: int) -> None:
         for drive, jobs in self._jobs_of(ticket).items():

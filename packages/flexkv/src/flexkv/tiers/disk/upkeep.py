@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from flexkv.system.retries import Failures
 from flexkv.tiers.disk import table
@@ -53,6 +54,11 @@ class _Task:
         self._pause = pause
         self._failure = failure
         self._failures = Failures()
+
+    @property
+    def failure(self) -> str:
+        """The text of the last failure; empty after a success."""
+        return self._failures.text
 
     def is_due(self, now: float) -> bool:
         return self.wanted and self.due <= now
@@ -102,8 +108,16 @@ class Upkeep:
             SAVE_SECONDS,
             "the counters of %s cannot be written (%s); FlexKV retries",
         )
-        self._records: deque[tuple[int, bytes]] = deque()
-        self._written: deque[tuple[int, bool]] = deque()
+        self._erasures = _Task(
+            self._erase_left,
+            0.0,
+            "the records of removed blocks in %s cannot be erased (%s); FlexKV retries until they "
+            "can. If the process ends before, the next start finds these blocks",
+        )
+        self._records: deque[tuple[int, bytes] | Future[str]] = deque()
+        self._left: list[int] = []  # slots whose erasure has failed
+        self._written: deque[int] = deque()
+        self._unsynced = ""  # the error of the last sync
         self._described: deque[tuple[int, int, bytes, bytes]] = deque()
         self._read: DescribedSlots | None = None
         self._description_failures = Failures()
@@ -121,13 +135,23 @@ class Upkeep:
             self._work.notify()
 
     def erase(self, slot: int) -> None:
-        """Erase the record of a slot. `poll` returns the slot afterwards."""
+        """Erase the record of a slot, again until that succeeds. `poll` returns the slot
+        afterwards."""
         self._write(slot, table.EMPTY_RECORD)
 
     def renew(self, slot: int, record: bytes) -> None:
         """Write the record of a slot again, before any later erasure. `poll` returns the slot
         afterwards."""
         self._write(slot, record)
+
+    def sync(self) -> Future[str]:
+        """Have the drive keep all resets and erasures so far over a power failure. The result says
+        what may return; it is empty if nothing does."""
+        asked: Future[str] = Future()
+        with self._work:
+            self._records.append(asked)
+            self._work.notify()
+        return asked
 
     def count(self) -> None:
         """Save the ledger, which has changed, when it is due."""
@@ -169,11 +193,11 @@ class Upkeep:
         """The slots that `poll` has not returned yet, once for each time that it will."""
         with self._work:
             # The record that is being written is the first of these until it is in `_written`.
-            return [slot for slot, _ in (*self._written, *self._records)]
+            records = [each[0] for each in self._records if not isinstance(each, Future)]
+            return [*self._written, *self._left, *records]
 
-    def poll(self) -> list[tuple[int, bool]]:
-        """Slots whose records were written since the last call, and whether they need no
-        erasure."""
+    def poll(self) -> list[int]:
+        """Slots whose records were written since the last call."""
         written = self._written
         return [written.popleft() for _ in range(len(written))]
 
@@ -193,9 +217,9 @@ class Upkeep:
             if self._reset.is_due(self._now()):
                 self._reset.run(self._store.path, self._closing)
             elif self._records:
-                written = self._write_next(*self._records[0])
-                with self._work:
-                    self._written.append((self._records.popleft()[0], written))
+                self._do_next(self._records[0])
+            elif self._erasures.is_due(self._now()):
+                self._erasures.run(self._store.path, self._closing)
             elif self._described:
                 self._describe(*self._described.popleft())
             elif self._reads:
@@ -207,7 +231,8 @@ class Upkeep:
         """Wait until a task is due. False once the upkeep ends."""
         with self._work:
             while True:
-                wanted = [task for task in (self._reset, self._save) if task.wanted]
+                tasks = self._reset, self._erasures, self._save
+                wanted = [task for task in tasks if task.wanted]
                 waits = self._records or self._described or self._reads
                 if waits or any(task.is_due(self._now()) for task in wanted):
                     return True
@@ -225,14 +250,64 @@ class Upkeep:
             self._records.append((slot, record))
             self._work.notify()
 
-    def _write_next(self, slot: int, record: bytes) -> bool:
-        """Write a record. Returns whether the slot needs no erasure."""
+    def _do_next(self, first: tuple[int, bytes] | Future[str]) -> None:
+        """Write the first record, or answer the first `sync`."""
+        if isinstance(first, Future):
+            first.set_result(self._sync())
+            self._records.popleft()
+            return
+        slot, record = first
+        done = self._try_write(slot, record) is None or record != table.EMPTY_RECORD
+        with self._work:
+            self._records.popleft()
+            (self._written if done else self._left).append(slot)
+            self._erasures.wanted |= not done
+
+    def _try_write(self, slot: int, record: bytes) -> Exception | None:
         try:
             self._store.write_record(slot, record)
-        except Exception:  # noqa: BLE001
-            # Whatever it is: the slot would stay in use for ever.
-            return record != table.EMPTY_RECORD
-        return True
+        except Exception as error:  # noqa: BLE001 - whatever it is: the thread has more to do
+            return error
+        return None
+
+    def _erase_left(self) -> None:
+        """Erase the records again whose erasure has failed.
+
+        Raises:
+            Exception: the last error, if one could not be erased.
+        """
+        error = None
+        left, written = [], []
+        for slot in self._left:
+            failure = self._try_write(slot, table.EMPTY_RECORD)
+            (written if failure is None else left).append(slot)
+            error = failure or error
+        with self._work:
+            self._written += written
+            self._left = left
+        if error is not None:
+            raise error
+
+    def _sync(self) -> str:
+        """See `sync`."""
+        path = self._store.path
+        for task in (self._reset, self._erasures):
+            if task.wanted:
+                task.run(path, self._closing)
+        try:
+            self._store.sync()
+        except Exception as error:  # noqa: BLE001 - whatever it is: the caller is told
+            self._unsynced = str(error) or repr(error)
+        reasons = []
+        if self._reset.failure:
+            reasons.append(f"the reset of {path} cannot be written ({self._reset.failure})")
+        if self._left:
+            reasons.append(
+                f"{len(self._left)} records in {path} cannot be erased ({self._erasures.failure})"
+            )
+        if self._unsynced:
+            reasons.append(f"a power failure may undo removals in {path} ({self._unsynced})")
+        return "; ".join(reasons)
 
     @property
     def _reads(self) -> bool:
@@ -269,6 +344,7 @@ class Upkeep:
 
     def _invalidate(self) -> None:
         self._store.invalidate(self._epoch)
+        self._unsynced = ""
 
     def _save_ledger(self) -> None:
         self._store.save_ledger(self._store.ledger.dump())
