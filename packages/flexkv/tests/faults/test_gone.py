@@ -6,20 +6,31 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_blocks import FINGERPRINT, names, opened
+from disk_blocks import FINGERPRINT, SLOT, Client, names, opened
+from faults.faulty_files import HangingFiles
 
+from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import upkeep
-from flexkv.tiers.job import Outcome
+from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.errors import DiskError
+from packages.conftest import PATIENCE_SECONDS
 
 SLOTS = 40
 KEYS = names(SLOTS)
 DONE = Outcome.DONE
 NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are looked at more often than in use."""
+    monkeypatch.setattr(upkeep, "LOOK_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -38,46 +49,167 @@ def user(tmp_path: Path) -> Iterator[Path]:
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("below", ["", FINGERPRINT])
-def test_a_directory_removed_while_in_use_is_used_to_the_end(
-    tmp_path: Path, faults: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, below: str
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("..", "it was removed or replaced"),
+        (".", "it was removed or replaced"),
+        ("lock", "its file lock was removed"),
+        ("table", "its file table was removed"),
+        ("slab-00000", "its file slab-00000 was removed"),
+    ],
+)
+def test_what_is_removed_while_in_use_is_noticed_and_made_again(
+    tmp_path: Path,
+    faults: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    why: str,
 ) -> None:
-    monkeypatch.setattr(upkeep, "SAVE_SECONDS", 0.0)
     root = tmp_path / "cache"
+    path = root / FINGERPRINT
     with opened(root, slots=SLOTS) as client:
         client.write(KEYS)
         client.settle()
-        while (root / below).exists():  # counters may come as it is emptied
-            shutil.rmtree(root / below, ignore_errors=True)
-        assert client.read(KEYS) == [DONE] * SLOTS
-        client.settle()  # slots whose records are written again are in use
-        assert client.write(names(20, first=100)) == [DONE] * 20
-        client.delete(KEYS[:5])
-        client.tier.clear()
-        client.settle()
-        assert client.write(KEYS) == [DONE] * SLOTS
-        assert client.read(KEYS) == [DONE] * SLOTS
-    with opened(root, slots=SLOTS) as client:
+        client.tier.watch()
+        client.tier.drain_changes(SLOTS)
+        if name.startswith("."):
+            while (path / name).exists():  # counters may come as it is emptied
+                shutil.rmtree(path / name, ignore_errors=True)
+        else:
+            (path / name).unlink()
+        await_lost(client)
+        assert f"{path} is not used any more, and its blocks are lost: {why}; " in caplog.text
+        figures = client.tier.figures
+        connecting = {CircuitState.CONNECTING: 1}
+        assert (figures.reads, figures.writes) == (connecting, connecting)
         assert client.found(KEYS) == []
-        assert client.write(KEYS) == [DONE] * SLOTS
+        assert client.tier.drives[0].room == 0
+        client.tier.remove(KEYS[:5])
+        await_open(client)
+        assert client.tier.drain_changes(SLOTS) == dict.fromkeys(KEYS, False)
+        assert client.tier.figures.reads == {CircuitState.CLOSED: 1}
+        assert client.write(KEYS[5:]) == [DONE] * (SLOTS - 5)
+        assert client.read(KEYS[5:]) == [DONE] * (SLOTS - 5)
+        # A save of counters may have met a folder that was half removed.
+        assert [each.levelname for each in caplog.records][-2:] == ["ERROR", "WARNING"]
+    with opened(root, slots=SLOTS) as client:
+        assert client.read(KEYS) == [Outcome.MISSING] * 5 + [DONE] * (SLOTS - 5)
     faults(1)
 
 
-@pytest.mark.parametrize("name", ["slab-00000", "table", "lock", "counters.json"])
-def test_a_file_removed_while_in_use_is_used_to_the_end(
-    tmp_path: Path, faults: Callable[[int], None], name: str
+def test_files_that_are_cut_or_replaced_or_of_another_user_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / FINGERPRINT
+
+    def cut(name: str) -> Callable[[], None]:
+        return lambda: os.truncate(path / name, 4096)
+
+    def replace() -> None:
+        shutil.copy(path / "table", path / "other")
+        os.replace(path / "other", path / "table")
+
+    harms = [cut("slab-00000"), cut("table"), replace]
+    if os.geteuid() == 0:
+        harms.append(lambda: os.chown(path, NOBODY, NOBODY))
+    with opened(tmp_path, slots=SLOTS) as client:
+        for harm in harms:
+            assert client.write(KEYS) == [DONE] * SLOTS
+            harm()
+            await_lost(client)
+            if path.stat().st_uid == NOBODY:
+                os.chown(path, 0, 0)
+            await_open(client)
+            assert client.found(KEYS) == []
+            assert client.read(KEYS) == [Outcome.MISSING] * SLOTS
+
+
+def test_a_read_under_way_ends_before_the_files_are_opened_again(tmp_path: Path) -> None:
+    files = HangingFiles()
+    with opened(tmp_path, slots=SLOTS, files=files) as client, files:
+        client.write(KEYS)
+        files.hang(tmp_path)
+        ticket = client.tier.read(KEYS[:1], client.buffers[:1], Priority.LOAD)
+        assert files.hanging.wait(PATIENCE_SECONDS)
+        (tmp_path / FINGERPRINT / "slab-00000").unlink()
+        await_lost(client)
+        client.pump()
+        assert client.tier.drives[0].is_lost
+        files.release()
+        assert client.check(KEYS[:1], client.wait(ticket, 1)) == [DONE]
+        await_open(client)
+        assert client.write(KEYS) == [DONE] * SLOTS
+
+
+def test_a_folder_that_another_process_took_meanwhile_is_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / FINGERPRINT
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS)
+        (path / "lock").unlink()
+        other = claim(str(tmp_path), FINGERPRINT, 1)
+        await_lost(client)
+        until(client, lambda: "cannot be opened again" in caplog.text)
+        assert client.found(KEYS) == []
+        other.release()
+        await_open(client)
+        assert client.write(KEYS) == [DONE] * SLOTS
+
+
+def test_a_reset_of_lost_files_holds_for_those_that_follow(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.write(KEYS)
+        (tmp_path / FINGERPRINT / "slab-00000").unlink()
+        await_lost(client)
+        client.tier.clear()
+        client.salt = b"new weights"
+        await_open(client)
+        assert client.write(KEYS) == [DONE] * SLOTS
+        assert client.read(KEYS) == [DONE] * SLOTS
+    with opened(tmp_path, slots=SLOTS) as client:
+        assert client.found(KEYS) == []
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut"])
+def test_a_start_does_not_count_slots_that_no_file_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
 ) -> None:
     with opened(tmp_path, slots=SLOTS) as client:
         client.write(KEYS)
-    with opened(tmp_path, slots=SLOTS) as client:
-        (tmp_path / FINGERPRINT / name).unlink()
-        assert client.read(KEYS) == [DONE] * SLOTS
-        client.settle()  # slots whose records are written again are in use
-        assert client.write(names(20, first=100)) == [DONE] * 20
-    with opened(tmp_path, slots=SLOTS) as client:
-        outcomes = client.read([*KEYS, *names(20, first=100)])
-        assert outcomes.count(DONE) == (SLOTS if name in {"lock", "counters.json"} else 0)
-    faults(1)
+        slots = client.slots_of(KEYS)
+    slab = tmp_path / FINGERPRINT / "slab-00000"
+    kept = [] if harm == "removed" else [key for key in KEYS if slots[key] < 10]
+    if harm == "removed":
+        slab.unlink()
+    else:
+        os.truncate(slab, 10 * SLOT + 4096)
+    for _ in range(2):
+        with opened(tmp_path, slots=SLOTS) as client:
+            assert client.found(KEYS) == kept
+            assert client.read(kept) == [DONE] * len(kept)
+    assert caplog.text.count("were removed or cut") == 1
+    assert f"the {SLOTS - len(kept)} blocks that they had are lost" in caplog.text
+
+
+def until(client: Client, condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        client.pump()
+        time.sleep(0.001)
+
+
+def await_lost(client: Client) -> None:
+    """Wait for the upkeep alone, as in an engine at rest."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not client.tier.drives[0].is_lost:
+        assert time.monotonic() < end, "nothing is noticed"
+        time.sleep(0.001)
+
+
+def await_open(client: Client) -> None:
+    until(client, lambda: not client.tier.drives[0].is_lost)
+    client.settle()
 
 
 @pytest.mark.parametrize("name", [".", "slab-00000", "table", "lock", "counters.json"])

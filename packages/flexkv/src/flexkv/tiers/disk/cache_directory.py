@@ -124,7 +124,7 @@ def lock_folder(path: str, above: int | None = None) -> Folder | None:
     try:
         folder.lock = _open_lock(folder)
         free = try_lock(folder.lock)
-        if not _is_at(path, folder.fd, above) or os.fstat(folder.lock).st_nlink == 0:
+        if not is_at(path, folder.fd, above) or os.fstat(folder.lock).st_nlink == 0:
             # This is the lock of a removed folder. Another process may create the folder again.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if not free:
@@ -362,7 +362,7 @@ def may_be_ours(path: str, above: int | None = None) -> bool:
         return error.errno != errno.ENOENT
 
 
-def _is_at(path: str, folder: int, above: int | None) -> bool:
+def is_at(path: str, folder: int, above: int | None = None) -> bool:
     """Whether `path`, whose last component is in the open directory `above` if that is given, names
     the open directory `folder`."""
     name = path if above is None else os.path.basename(path)

@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from flexkv.tiers.disk import cache_directory, table
 from flexkv.tiers.disk.descriptions import Descriptions
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Record: TypeAlias = tuple[int, bytes, bytes, int, int]
 _PAGE = 4096
 _RESERVED_BYTES = 6 * _PAGE
 """Part of the bound that is kept for the lock, the ledger, its successor, two pages of the identity
@@ -118,6 +119,7 @@ class DiskStore:
         capacity: int,
         *,
         ages: BlockAges | None = None,
+        claim: Callable[[], cache_directory.Folder] | None = None,
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
 
@@ -128,12 +130,14 @@ class DiskStore:
             slot_bytes: bytes of a block.
             capacity: bytes on disk at most.
             ages: of the cache's blocks; None if their age does not matter.
+            claim: claims the folder again for `reopen`; None without it.
 
         Raises:
             DiskError: there is no room, or the system refuses. `folder` is released.
         """
         self._files = files
         self._folder = folder
+        self._claim = claim
         self._fingerprint = fingerprint
         self._table = -1
         self._slabs: Slabs | None = None
@@ -166,8 +170,9 @@ class DiskStore:
                 error,
             ) from None
 
-    def _open(self) -> None:
-        """Open the files. Creates, grows or truncates them if need be.
+    def _open_files(self, *, anew: bool) -> None:
+        """Open the files. Creates, grows or truncates them if need be. `anew`: without the blocks
+        that are there.
 
         Raises:
             OSError: a system call failed.
@@ -177,7 +182,7 @@ class DiskStore:
         pages = read_pages(files, self._table)
         header = self._header_in(pages)
         reset = is_regular(folder, cache_directory.RESET)
-        if header is None or header.slot_bytes != self.slot_bytes or reset:
+        if header is None or header.slot_bytes != self.slot_bytes or reset or anew:
             serial = header.serial if header is not None else 0
             header = table.Header(self.slot_bytes, 1, new_epoch(), self._fingerprint, serial)
             files.truncate(self._table, 0)
@@ -192,17 +197,74 @@ class DiskStore:
             self._save_header(self._header)
         self.seal = self._header.seal
         self.direct = self._slabs.direct
+        self._owner = os.fstat(folder).st_uid
+        self.descriptions = Descriptions(files, folder, self._num_slots)
+
+    def _open(self) -> None:
+        """Open the files and read the records.
+
+        Raises:
+            OSError: a system call failed.
+        """
+        self._open_files(anew=False)
+        assert self._slabs is not None
         self.index = SlotIndex(self._num_slots)
-        records = read_records(files, self._table, self._header)
+        lost: list[int] = []
+        records = read_records(self._files, self._table, self._header)
+        if not self._slabs.were_whole:
+            records = self._held(records, lost)
         if self.ages is None:
             self.generation, outdated = self.index.restore(each[:4] for each in records)
         else:
             self.generation, outdated = self.index.restore(self.ages.restore(records))
             outdated += self.ages.old_slots
-        for slot in outdated:
+        for slot in (*outdated, *lost):
             self.erase(slot)
-        self.ledger = load_ledger(folder)
-        self.descriptions = Descriptions(files, folder, self._num_slots)
+        if lost:
+            logger.warning(
+                "data files in %s were removed or cut; the %d blocks that they had are lost",
+                self.path,
+                len(lost),
+            )
+        self.ledger = load_ledger(self._folder.fd)
+
+    def lost(self) -> str:
+        """Why the open files are not those of the folder any more; empty if they are.
+
+        Raises:
+            OSError: a system call failed.
+        """
+        folder = self._folder
+        if not cache_directory.is_at(folder.path, folder.fd):
+            return "it was removed or replaced"
+        if os.fstat(folder.fd).st_uid != self._owner:
+            return "it belongs to another user now"
+        assert self._slabs is not None
+        lock = cache_directory.LOCK, folder.lock, 0
+        first = cache_directory.TABLE, self._table, table.table_bytes(self._num_slots)
+        for name, fd, size in (lock, first, *self._slabs.files()):
+            try:
+                there = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return f"its file {name} was removed"
+            if not os.path.samestat(there, os.fstat(fd)):
+                return f"its file {name} was replaced"
+            if there.st_size < size:
+                return f"its file {name} was cut"
+        return ""
+
+    def reopen(self) -> None:
+        """Open the files anew, in a folder that is created if it is gone, without a block. Nothing
+        reads or writes meanwhile.
+
+        Raises:
+            OSError, DiskError: they cannot be opened. Call again, or `close`.
+        """
+        self._close_files()
+        assert self._claim is not None
+        self._folder = self._claim()
+        self.path = self._folder.path
+        self._open_files(anew=True)
 
     def read(
         self,
@@ -323,6 +385,9 @@ class DiskStore:
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
+        self._close_files()
+
+    def _close_files(self) -> None:
         if self._slabs is not None:
             self._slabs.close()
         if self._table >= 0:
@@ -331,8 +396,17 @@ class DiskStore:
         if self.descriptions is not None:
             with contextlib.suppress(OSError):
                 self.descriptions.close()
-        self._slabs, self._table = None, -1
+        self._slabs, self._table, self.descriptions = None, -1, None
         self._folder.release()
+
+    def _held(self, records: Iterable[_Record], lost: list[int]) -> Iterator[_Record]:
+        """The records whose slots the data files had. Adds the slots of the others to `lost`."""
+        assert self._slabs is not None
+        for record in records:
+            if self._slabs.held(record[0]):
+                yield record
+            else:
+                lost.append(record[0])
 
     def _save_header(self, header: table.Header) -> None:
         """Write all copies of a header, with a higher number than all before it.

@@ -151,6 +151,7 @@ class Drive:
         self._day_bytes = day_bytes
         self._seal = store.seal
         self._is_private = False
+        self._is_lost = False
         self._generation = store.generation
         self._running: dict[Job, _Running] = {}
         self._ended = EndedJobs(link)
@@ -176,13 +177,19 @@ class Drive:
     @property
     def readable(self) -> bool:
         """Whether the circuit allows reads and the link is not stalled."""
-        return self.reads.allows and not self.link.stalled
+        return self.reads.allows and not self.link.stalled and not self.is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the files were removed, and are not open again yet."""
+        return self._is_lost or bool(self._upkeep.lost)
 
     @property
     def room(self) -> int:
         """The number of blocks that may be written now, bounded by the queue, the write budget and
-        the slots that are not in use. 0 if the circuit is open or the link is stalled."""
-        if not self.writes.allows or self.link.stalled:
+        the slots that are not in use. 0 if the circuit is open, the link is stalled, or the
+        files are lost."""
+        if not self.writes.allows or self.link.stalled or self.is_lost:
             return 0
         queue_bytes = max(0, self.link.queue_bytes - self.link.queued_bytes)
         left_bytes = min(queue_bytes, self._store.ledger.left(self._day_bytes))
@@ -311,14 +318,17 @@ class Drive:
 
     def empty(self) -> None:
         """Remove all blocks; see `LowerTier.empty`."""
-        self.index.clear()
-        self._upkeep.stop_reading()
-        self._described = DescribedSlots(None, self.index.num_slots)
+        self._forget()
         epoch = new_epoch()
         # No table has the seal of blocks whose keys have another meaning in this process. A restart
         # finds none of them.
         self._seal = new_epoch() if self._is_private else self._store.seal_of(epoch)
         self._upkeep.reset(epoch)
+
+    def _forget(self) -> None:
+        self.index.clear()
+        self._upkeep.stop_reading()
+        self._described = DescribedSlots(None, self.index.num_slots)
 
     def sync(self) -> Future[str]:
         """Begin to make all removals so far durable; see `Upkeep.sync`."""
@@ -329,6 +339,8 @@ class Drive:
         them, and some or all of the writes. The next calls return the other writes."""
         for slot in self._upkeep.poll():
             self.index.release(slot)
+        if self.is_lost:
+            self._open_again()
         for job in self.link.note_hung():
             self._note(job, True, self._running[job].writes)
         ended = self._ended.take(all_writes)
@@ -352,6 +364,17 @@ class Drive:
             # Requested earlier, the save could miss the counts of these jobs.
             self._upkeep.count()
         return ended
+
+    def _open_again(self) -> None:
+        """Forget the blocks of lost files. Open the files once no job uses them."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._forget()
+        elif not self._upkeep.lost:
+            self._is_lost = False
+            self.empty()  # no table has had the epoch
+        elif not self._running:
+            self._upkeep.reopen()
 
     def drain(self) -> bool:
         """See `LowerTier.drain`. Blocks that were being written are forgotten."""

@@ -13,11 +13,12 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flexkv.system.retries import Retried
 from flexkv.tiers.base import States
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.cache_directory import Folder, claim
 from flexkv.tiers.disk.disk_store import DiskStore, bytes_of, check_table
 from flexkv.tiers.disk.drive import THREADS, WRITE_BYTES, Drive
 from flexkv.tiers.disk.exposure import close_to_others
@@ -210,10 +211,8 @@ class Opening:
         spec = self._spec
         try:
             with contextlib.ExitStack() as undo:
-                folder = claim(spec.root, spec.fingerprint, spec.owners)
+                folder = _claim(spec)
                 undo.callback(folder.release)
-                check_table(folder)
-                close_to_others(folder)
                 size = bytes_of(spec.capacity, spec.slot_bytes)
                 check_room(spec.root, folder.path, size, spec.owners, spec.capacity)
                 self._checked.set()
@@ -228,6 +227,7 @@ class Opening:
                     spec.slot_bytes,
                     spec.capacity,
                     ages=spec.ages,
+                    claim=partial(_claim, spec, again=True),
                 )
                 undo.callback(store.close)
                 if not len(store.index):
@@ -269,6 +269,24 @@ class Opening:
     def _end_report(self) -> None:
         if self._states is not None and self._reported:
             self._states.close()
+
+
+def _claim(spec: DriveSpec, *, again: bool = False) -> Folder:
+    """Claim the folder of a drive, and check that it may be used. `again`: while the engine runs.
+
+    Raises:
+        DiskError, OSError: it may not be used now.
+    """
+    folder = claim(spec.root, spec.fingerprint, spec.owners)
+    try:
+        check_table(folder)
+        close_to_others(folder)
+        if again:
+            save_identity(folder.fd, spec.identity)
+    except BaseException:
+        folder.release()
+        raise
+    return folder
 
 
 def _drive_of(store: DiskStore, spec: DriveSpec) -> Drive:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flexkv.tiers.disk.files import (
     Files,
@@ -41,6 +42,8 @@ class Slabs:
         self._slot_bytes = slot_bytes
         self._slots_per_slab = slots_per_slab(slot_bytes)
         self._fds: list[int] = []
+        self._sizes: list[int] = []
+        self._held: list[int] = []  # bytes that each file had before
         self.direct = True
         created = []
         try:
@@ -52,7 +55,9 @@ class Slabs:
                 self._fds.append(fd)
                 self.direct = self.direct and direct
                 slots = min(self._slots_per_slab, num_slots - slab * self._slots_per_slab)
-                self._size(fd, slots * slot_bytes)
+                self._held.append(os.fstat(fd).st_size)
+                self._sizes.append(slots * slot_bytes)
+                self._size(fd, self._sizes[-1])
             self._remove_from(folder, len(self._fds))
         except OSError:
             self.close()
@@ -96,6 +101,21 @@ class Slabs:
             return self._files.pwritev(fd, buffers, offset) == len(buffers) * self._slot_bytes
         except OSError:
             return False
+
+    @property
+    def were_whole(self) -> bool:
+        """Whether the files had all slots before they were opened."""
+        return all(map(operator.ge, self._held, self._sizes))
+
+    def held(self, slot: int) -> bool:
+        """Whether the files had this slot before they were opened."""
+        slab, place = divmod(slot, self._slots_per_slab)
+        return self._held[slab] >= (place + 1) * self._slot_bytes
+
+    def files(self) -> Iterator[tuple[str, int, int]]:
+        """Name, descriptor and size of each file."""
+        for slab, (fd, size) in enumerate(zip(self._fds, self._sizes, strict=True)):
+            yield slab_name(slab), fd, size
 
     def close(self) -> None:
         """Idempotent."""

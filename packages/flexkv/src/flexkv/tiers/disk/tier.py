@@ -103,8 +103,9 @@ class DiskTier:
             expired += drive.expired_blocks
             queued += link.queued_bytes
             stalled = link.stalled
-            reads[drive.reads.shown(stalled)] += 1
-            writes[drive.writes.shown(stalled)] += 1
+            lost = CircuitState.CONNECTING if drive.is_lost else None
+            reads[lost or drive.reads.shown(stalled)] += 1
+            writes[lost or drive.writes.shown(stalled)] += 1
             openings += drive.reads.openings + drive.writes.openings
         return TierFigures(
             written_blocks=written,

@@ -28,6 +28,9 @@ SAVE_SECONDS = 1.0
 counts since the last save. Not tuned."""
 
 
+LOOK_SECONDS = 1.0
+"""Seconds between two looks whether a cleaner has removed the files. Not tuned."""
+
 _WAITING_DESCRIPTIONS = 8192
 """The most descriptions that wait to be written: about 8 MB. Not tuned."""
 
@@ -90,6 +93,10 @@ class Upkeep:
     Args:
         name: of the thread.
         store: opened; borrowed until `close` returned True.
+
+    Attributes:
+        lost: why the files are not those of the folder any more; empty if they are. The caller
+            calls `reopen` once no job uses them.
     """
 
     def __init__(self, name: str, store: DiskStore) -> None:
@@ -113,6 +120,18 @@ class Upkeep:
             0.0,
             "the records of removed blocks in %s cannot be erased (%s); FlexKV retries until they "
             "can. If the process ends before, the next start finds these blocks",
+        )
+        self.lost = ""
+        self._looks = _Task(
+            self._look,
+            LOOK_SECONDS,
+            "FlexKV cannot check the files of %s (%s), and retries; check the drive",
+        )
+        self._looks.wanted, self._looks.due = True, time.monotonic() + LOOK_SECONDS
+        self._reopening = _Task(
+            self._reopen,
+            0.0,
+            "%s cannot be opened again (%s); FlexKV goes on without it and retries",
         )
         self._records: deque[tuple[int, bytes] | Future[str]] = deque()
         self._left: list[int] = []  # slots whose erasure has failed
@@ -143,6 +162,13 @@ class Upkeep:
         """Write the record of a slot again, before any later erasure. `poll` returns the slot
         afterwards."""
         self._write(slot, record)
+
+    def reopen(self) -> None:
+        """Open the files again, which are `lost`; see `DiskStore.reopen`. Idempotent."""
+        if not (self._reopening.wanted or self._reopening.running):
+            with self._work:
+                self._reopening.wanted = True
+                self._work.notify()
 
     def sync(self) -> Future[str]:
         """Have the drive keep all resets and erasures so far over a power failure. The result says
@@ -214,7 +240,11 @@ class Upkeep:
 
     def _run(self) -> None:
         while self._wait():
-            if self._reset.is_due(self._now()):
+            if self.lost and not self._closing:
+                self._reopening.run(self._store.path, last=False)
+            elif self._looks.is_due(self._now()) and not self._closing:
+                self._looks.run(self._store.path, self._closing)
+            elif self._reset.is_due(self._now()):
                 self._reset.run(self._store.path, self._closing)
             elif self._records:
                 self._do_next(self._records[0])
@@ -231,9 +261,12 @@ class Upkeep:
         """Wait until a task is due. False once the upkeep ends."""
         with self._work:
             while True:
-                tasks = self._reset, self._erasures, self._save
-                wanted = [task for task in tasks if task.wanted]
+                tasks = [self._reset, self._erasures, self._save]
+                tasks += [] if self._closing else [self._looks]
                 waits = self._records or self._described or self._reads
+                if self.lost and not self._closing:
+                    tasks, waits = [self._reopening], False
+                wanted = [task for task in tasks if task.wanted]
                 if waits or any(task.is_due(self._now()) for task in wanted):
                     return True
                 if self._closing:
@@ -346,5 +379,32 @@ class Upkeep:
         self._store.invalidate(self._epoch)
         self._unsynced = ""
 
+    def _look(self) -> None:
+        lost = self._store.lost()
+        if lost:
+            logger.error(
+                "%s is not used any more, and its blocks are lost: %s; FlexKV opens it again; let "
+                "no other program remove files there while an engine runs",
+                self._store.path,
+                lost,
+            )
+            self.lost = lost
+        else:
+            self._looks.wanted = True
+
+    def _reopen(self) -> None:
+        self._store.reopen()
+        logger.warning("%s is open again, without blocks", self._store.path)
+        self.lost = ""
+        self._looks.wanted = True
+        self._save.wanted = True
+
     def _save_ledger(self) -> None:
-        self._store.save_ledger(self._store.ledger.dump())
+        if self.lost:
+            return
+        try:
+            self._store.save_ledger(self._store.ledger.dump())
+        except FileNotFoundError:
+            self._look()  # the folder was removed, which says more than the error of one file
+            if not self.lost:
+                raise
