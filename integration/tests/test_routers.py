@@ -44,7 +44,7 @@ def engine(
         "publisher": "zmq",
         "endpoint": events.replace("127.0.0.1", "*"),
     }
-    chosen = connector.plugin(**flexkv())
+    chosen = connector.plugin(**flexkv(block_tokens=ENGINE_BLOCK))
     engine = host.get(engine_config(chosen, extra_args={"kv_events_config": published}))
     engine.reset_prefix_cache(reset_connector=True)
     return engine

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, TypeAlias
 
 from engine_world import World
@@ -10,8 +11,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
-from flexkv_vllm.compat.events import event_hash
-from packages.inside import below_of
+from flexkv_vllm.compat.events import MEDIA, event_hash
 from packages.inside_adapters import groups_of, keys_of_side
 
 HOST, DISK = "CPU", "STORAGE"
@@ -63,23 +63,20 @@ def drain(subscriber: Subscriber) -> None:
     subscriber.listen()
 
 
-def loadable(world: World, whole: bool = True) -> Blocks:
-    """What lookups find of every FlexKV block that a request can have had: all of vLLM's blocks in
-    it, or only the last one."""
+def loadable(world: World, *others: World) -> Blocks:
+    """The last of vLLM's hashes of every FlexKV block that a request of any of these worlds can
+    have had and lookups of the first one find."""
     found: Blocks = {HOST: set(), DISK: set()}
-    tiers = below_of(world.cache).tiers
     side = world.side
-    for request in world.requests.values():
+    for request in chain(*(each.requests.values() for each in (world, *others))):
         tracked = TrackedRequest(request, RequestOptions())
         names = [event_hash(each) for each in request.block_hashes]
         for group in groups_of(side):
-            step = group.engine_blocks
-            for position, key in enumerate(keys_of_side(side).of(tracked, group)):
-                stop = (position + 1) * step
-                first = stop - step if whole else stop - 1
-                blocks = {(group.index, name) for name in names[first:stop]}
-                if world.cache.lookup([key]):
-                    found[HOST] |= blocks
-                if tiers and tiers[0].contains([key])[0]:
-                    found[DISK] |= blocks
+            keys, step = keys_of_side(side).of(tracked, group), group.engine_blocks
+            for medium, there in world.cache.where(keys).items():
+                found[MEDIA[medium]] |= {
+                    (group.index, names[(position + 1) * step - 1])
+                    for position, is_there in enumerate(there)
+                    if is_there
+                }
     return found

@@ -21,9 +21,16 @@ from world_config import IN_TREE, PLUGIN
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.types.mover import Status
+from flexkv_vllm import events
 from flexkv_vllm.compat.events import event_hash
 from packages.inside import arena_of, below_of, described, index_of
-from packages.inside_adapters import expect_stamps, groups_of, keys_of_side
+from packages.inside_adapters import (
+    adapter_of,
+    expect_stamps,
+    failures_of,
+    groups_of,
+    keys_of_side,
+)
 from packages.inside_tiers import store_of
 
 
@@ -47,36 +54,43 @@ def test_a_stored_block_is_told_once_with_all_that_vllm_tells_of_it(
     # Stores of two steps may end in any order.
     stored = sorted(subscriber.stored, key=lambda event: names.index(event.block_hashes[0]))
     for number, event in enumerate(stored):
-        assert event.block_hashes == names[number * step : (number + 1) * step]
+        assert event.block_hashes == [names[(number + 1) * step - 1]]
         assert event.parent_block_hash == (names[number * step - 1] if number else None)
         assert event.token_ids == prompt[number * block_tokens : (number + 1) * block_tokens]
-        assert event.block_size == BLOCK_TOKENS
+        assert event.block_size == block_tokens
         assert event.group_idx == 0
     # As vLLM tells of the same blocks in its own cache.
     keys = list(itertools.chain(*(event.extra_keys or [None] * step for event in own)))
-    ours = [e.extra_keys or [None] * step for e in stored]
-    assert list(itertools.chain(*ours)) == keys[: blocks * step]
+    ours = [event.extra_keys or [None] for event in stored]
+    assert list(itertools.chain(*ours)) == keys[: blocks * step : step]
     assert keys[0] == ("salt",)
     kinds = {event.kv_cache_spec_kind for event in subscriber.stored}
     assert kinds == ({own[0].kv_cache_spec_kind} if entry == PLUGIN else {None})
 
 
-def test_blocks_that_begin_alike_share_what_is_told(make_world: MakeWorld) -> None:
-    """Their common vLLM blocks are told with the first FlexKV block, and removed with the last."""
+def test_no_router_credits_more_of_a_prompt_than_is_loaded(make_world: MakeWorld) -> None:
+    """A FlexKV block of several of vLLM's is loaded whole: what another prompt has in common with
+    its beginning is not promised."""
     world = make_world(events=True, block_tokens=64, slots=4)
     subscriber = Subscriber(world)
     rng = random.Random(2)
-    stem = random_prompt(rng, 40)
-    for _ in range(12):
-        world.generate(stem + random_prompt(rng, 100))
+    stem = random_prompt(rng, 64 + 40)
+
+    def credited(request: Any) -> int:
+        """Tokens up to the furthest hash that a router knows, wherever it begins to walk."""
+        names = [event_hash(each) for each in request.block_hashes]
+        known = [at for at, name in enumerate(names) if (0, name) in subscriber.told[HOST]]
+        return BLOCK_TOKENS * (1 + max(known, default=-1))
+
+    for number in range(12):
+        asked = world.add(stem + random_prompt(rng, 60))
+        believed = credited(world.requests[asked])
+        world.run()
+        assert believed == world.external_tokens[asked] == 64 * (number > 0)
         drain(subscriber)
         assert subscriber.told == loadable(world)
-    # Each request fills two blocks; the first vLLM blocks of the first one are the stem.
-    first, _, later, _ = subscriber.stored[:4]
-    assert len(first.block_hashes) == 4
-    assert later.parent_block_hash == first.block_hashes[1]
-    assert len(later.block_hashes) == 2
-    assert len(later.token_ids) == 2 * BLOCK_TOKENS
+        world.forget()
+        drain(subscriber)
 
 
 def test_only_blocks_in_host_memory_are_described(make_world: MakeWorld) -> None:
@@ -136,9 +150,9 @@ def test_what_the_disk_held_at_the_start_is_told(make_world: MakeWorld) -> None:
     drain(subscriber)
     found = loadable(world)
     assert found[HOST] == subscriber.told[HOST]
-    assert len(found[DISK]) == 6  # of the text that was asked for
+    assert len(found[DISK]) == 3  # of the text that was asked for
     assert found[DISK] <= subscriber.told[DISK]
-    assert len(subscriber.told[DISK]) == 6 + 6
+    assert len(subscriber.told[DISK]) == 9
 
 
 def await_descriptions(world: World) -> None:
@@ -167,17 +181,13 @@ def test_after_a_restart_the_disk_is_told_in_full(make_world: MakeWorld) -> None
     again = {tuple(each.block_hashes): each for each in subscriber.stored}
     whole = [each for each in again.values() if each.token_ids]
     assert len(again) == 4 * 3
-    # Only the first block of a prompt has its salt, in vLLM's own events too.
-    assert len(whole) == 4 * 3 - 1
+    assert len(whole) == 4 * 3
     for each in whole:
         same = told[tuple(each.block_hashes)]
-        assert (each.parent_block_hash, each.token_ids, each.block_size, each.group_idx) == (
-            same.parent_block_hash,
-            same.token_ids,
-            same.block_size,
-            same.group_idx,
-        )
+        for field in set(each.__struct_fields__) - {"session_id"}:
+            assert getattr(each, field) == getattr(same, field)
         assert each.medium == DISK
+    assert [each.extra_keys for each in whole if each.extra_keys] == [[("salt",)]]
     tokens = [each.token_ids for each in whole]
     assert all(text[at : at + 32] in tokens for text in texts for at in (0, 32, 64))
     assert subscriber.told[DISK] >= loadable(world)[DISK]
@@ -214,7 +224,7 @@ def test_the_blocks_of_all_groups_on_disk_are_told_at_the_start(make_world: Make
     first = make_world(**options)
     first.generate(random_prompt(random.Random(9), 200))
     first.settle()
-    written = loadable(first, whole=False)[DISK]
+    written = loadable(first)[DISK]
     assert {group for group, _ in written} == {0, 1}
     first.close()
     world = make_world(**options, events=True)
@@ -286,10 +296,10 @@ def test_all_blocks_are_told_again_once_vllm_has_cleared_its_own(
         subscriber.listen()
         assert len(subscriber.stored) <= seen + 2
         steps += 1
-    assert steps > len(before[HOST]) * BLOCK_TOKENS // block_tokens // 2
+    assert steps > len(before[HOST]) // 2
     assert subscriber.told == before
     in_host = [event for event in subscriber.stored if event.medium == HOST]
-    assert all(len(event.token_ids) == len(event.block_hashes) * 16 for event in in_host)
+    assert all(len(event.token_ids) == block_tokens for event in in_host)
     told: set[Any] = {None}
     for event in in_host:
         assert event.parent_block_hash in told, "before the block that it builds on"
@@ -353,12 +363,148 @@ def test_a_block_that_host_memory_loses_while_it_is_written_is_told_in_full(
     world.recorder.events += world.connector.take_events()
     subscriber.listen()
     assert subscriber.told[HOST] == loadable(world)[HOST]
-    assert len(subscriber.told[HOST]) == 4
+    assert len(subscriber.told[HOST]) == 2
     written.set()
     drain(subscriber)
-    assert len(subscriber.told[DISK]) == 6
+    assert len(subscriber.told[DISK]) == 3
     assert subscriber.told == loadable(world)
     assert len(described(world.events)) == world.cache.ready_blocks
+
+
+def step_until_told(world: World, subscriber: Subscriber) -> None:
+    """Until exactly that is told which can be loaded."""
+
+    def is_told() -> bool:
+        world.step()
+        subscriber.listen()
+        return subscriber.told == loadable(world)
+
+    wait_until(is_told, lambda: None)
+
+
+def test_after_an_error_all_is_told_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of changes that were drained, and of blocks that have left meanwhile."""
+    world = make_world(events=True, slots=14, disk_slots=20)
+    subscriber = Subscriber(world)
+    rng = random.Random(11)
+    made, errors = events.block_stored, iter([True, True])
+
+    def fail(**fields: Any) -> Any:
+        if next(errors, False):
+            raise ValueError
+        return made(**fields)
+
+    for _ in range(4):
+        world.generate(random_prompt(rng, 101))
+        drain(subscriber)
+    before = {medium: {*told} for medium, told in subscriber.told.items()}
+    monkeypatch.setattr(events, "block_stored", fail)
+    world.generate(random_prompt(rng, 101))
+    world.settle()
+    step_until_told(world, subscriber)
+    assert next(errors, None) is None
+    assert before[HOST] - subscriber.told[HOST]
+    assert failures_of(adapter_of(world.connector)) == {"telling events": 2}
+
+
+def test_lasting_errors_list_the_blocks_in_few_steps(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(events=True)
+    watched: list[int] = []
+    drain(Subscriber(world))
+    monkeypatch.setattr(events, "block_stored", lambda **_: 1 // 0)
+    monkeypatch.setattr(world.cache, "watch", lambda: watched.append(1))
+    world.generate(random_prompt(random.Random(12), 101))
+    world.settle()
+    world.step()
+    monkeypatch.setattr(world.cache, "drain_changes", lambda: 1 // 0)
+    for _ in range(100):
+        world.step()
+    assert 2 < len(watched) < 8
+    assert not world.connector.has_pending_push_work()
+
+
+@pytest.mark.parametrize("lost", ["added", "removed"])
+def test_an_audit_finds_what_was_never_told(
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lost: str,
+) -> None:
+    """Changes that somebody else has drained."""
+    monkeypatch.setattr(events, "_AUDIT_TAKES", 1)
+    monkeypatch.setattr(events, "_AUDITED", 4096)
+    world = make_world(events=True, slots=14, disk_slots=100)
+    subscriber = Subscriber(world)
+    rng = random.Random(13)
+    for _ in range(2):
+        world.generate(random_prompt(rng, 101))
+    drain(subscriber)
+    for _ in range(20):
+        world.step()
+    assert "events differ" not in caplog.text
+    if lost == "added":
+        take, stolen = world.cache.drain_changes, list[Any]()
+
+        def steal() -> list[Any]:
+            changes = take()
+            if stolen or not changes:
+                return changes
+            stolen.append(changes)
+            return []
+
+        monkeypatch.setattr(world.cache, "drain_changes", steal)
+        world.generate(random_prompt(rng, 33), max_tokens=1)
+    else:
+        index_of(world.cache).clear()
+        assert world.cache.drain_changes()
+    world.settle()
+    step_until_told(world, subscriber)
+    assert "KV events differ from the cache" in caplog.text
+
+
+@pytest.mark.parametrize("named_by", ["salt", "adapter"])
+def test_the_beginning_of_a_prompt_on_disk_is_told_in_full_after_a_reset(
+    make_world: MakeWorld, tmp_path: Path, named_by: str
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"one")
+    adapter = LoRARequest("name", 7, str(tmp_path / "adapter"))
+    world = make_world(events=True, slots=8, disk_slots=100)
+    if named_by == "adapter":
+        expect_stamps(world.events)
+    subscriber = Subscriber(world)
+    rng = random.Random(14)
+    text = random_prompt(rng, 101)
+    by_salt = named_by == "salt"
+    request = world.requests[
+        world.add(text, salt="salt" if by_salt else None, adapter=None if by_salt else adapter)
+    ]
+    world.run()
+    drain(subscriber)
+    for _ in range(2):
+        world.generate(random_prompt(rng, 140))
+        drain(subscriber)
+    names = [(0, event_hash(each)) for each in request.block_hashes[:6]]
+    assert not subscriber.told[HOST].intersection(names)
+    told = {each.block_hashes[0]: each for each in subscriber.stored if each.medium == DISK}
+    subscriber.stored.clear()
+    world.forget()
+    world.step()
+    await_descriptions(world)
+    drain(subscriber)
+    assert subscriber.told == loadable(world)
+    again = {each.block_hashes[0]: each for each in subscriber.stored if each.medium == DISK}
+    for name in again.keys() & {name for _, name in names}:
+        for field in set(again[name].__struct_fields__) - {"session_id"}:
+            assert getattr(again[name], field) == getattr(told[name], field)
+    root = again[names[0][1]]
+    assert root.parent_block_hash is None
+    assert root.token_ids == text[:BLOCK_TOKENS]
+    assert root.extra_keys == [("salt" if by_salt else "name",)]
 
 
 def test_nobody_listens_and_nothing_is_kept(make_world: MakeWorld) -> None:
@@ -370,10 +516,10 @@ def test_nobody_listens_and_nothing_is_kept(make_world: MakeWorld) -> None:
 
 
 def live_and_compare(
-    world: World, rng: random.Random, stems: list[list[int]], directory: Path, whole: bool
+    world: World, rng: random.Random, stems: list[list[int]], directory: Path, *, first: bool
 ) -> None:
-    """After every request exactly that was told which can be loaded: all hashes of its blocks if
-    `whole`, else at least the last ones."""
+    """After every request exactly that was told which can be loaded; in a later life, also what
+    requests of the `first` one have stored."""
     subscriber = Subscriber(world)
     index = drive_of(world).index
     compared = 0
@@ -390,10 +536,10 @@ def live_and_compare(
         take()
         wait_until(lambda: not index.has_changes, take)
         subscriber.listen()
-        found = loadable(world, whole)
+        found = loadable(world)
         assert subscriber.told[HOST] >= found[HOST]
         assert subscriber.told[DISK] >= found[DISK]
-        if whole:
+        if first:
             assert subscriber.told == found
         compared += len(found[DISK])
 
@@ -435,5 +581,5 @@ def test_random_traffic_tells_exactly_what_can_be_loaded(
         delay_reads(world, random.Random(seed))
         if life:
             await_descriptions(world)
-        live_and_compare(world, rng, stems, tmp_path, whole=life == 0)
+        live_and_compare(world, rng, stems, tmp_path, first=life == 0)
         world.close()

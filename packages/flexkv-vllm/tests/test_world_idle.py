@@ -180,17 +180,22 @@ def test_an_error_in_telling_events_lets_the_engine_rest(
     world = make_world(events=True)
     clock, subscriber = Clock(world), Subscriber(world)
 
-    def broken() -> None:
+    def broken(_: object) -> None:
         raise RuntimeError("broken by the test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.events, "_take", broken)
+        patch.setattr(world.events, "_fill", broken)
         serve(world, random_prompt(random.Random(5), 4 * FEW * BLOCK_TOKENS + 1))
         rest_long(world, clock)
         subscriber.listen()
         assert subscriber.told[HOST] == set()
     serve(world, [1])
     rest_long(world, clock)
-    subscriber.listen()
-    assert len(subscriber.told[HOST]) == 4 * FEW
+
+    def is_told() -> bool:
+        world.step()
+        subscriber.listen()
+        return len(subscriber.told[HOST]) == 4 * FEW
+
+    wait_until(is_told, lambda: None)
     assert subscriber.told == loadable(world)

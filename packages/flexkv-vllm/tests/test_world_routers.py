@@ -61,16 +61,15 @@ def engine(tmp_path: Path) -> Iterator[FollowedEngine]:
         engine.close()
 
 
-@pytest.mark.parametrize("block_tokens", [BLOCK_TOKENS, 2 * BLOCK_TOKENS])
 def test_dynamo_credits_the_disks_blocks_after_a_restart(
-    make_world: MakeWorld, engine: FollowedEngine, block_tokens: int
+    make_world: MakeWorld, engine: FollowedEngine
 ) -> None:
     options: dict[str, Any] = {
         "slots": 14,
         "disk_slots": 100,
         "events": True,
         "entry": PLUGIN,
-        "block_tokens": block_tokens,
+        "block_tokens": BLOCK_TOKENS,
     }
     rng = random.Random(4)
     texts = [random_prompt(rng, PROMPT_TOKENS + 5) for _ in range(3)]

@@ -13,8 +13,11 @@ from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import PATIENCE_SECONDS, wait_until
 from served_world import MakeService, ServedWorld
-from subscriber import DISK, HOST, Subscriber, drain
+from subscriber import DISK, HOST, Subscriber, drain, loadable
+from traffic import Traffic, make_stems
 
+from flexkv.service import attached, membership, pool_changes, reattachment
+from flexkv_vllm import events
 from packages.flexkv.tests.service.served import Service
 from packages.inside import stores_of
 
@@ -125,3 +128,79 @@ def test_after_a_restart_of_all_the_disk_is_told_in_full(service: Service, liste
     again = listen()
     wait_until(lambda: len(again.told[DISK]) >= len(told), lambda: drain(again))
     assert told.items() <= in_full(again).items()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is done in parts takes several, and nobody waits long for a new service."""
+    monkeypatch.setattr("flexkv.service.pool_descriptions._PART", 4)
+    monkeypatch.setattr(pool_changes, "_AT_ONCE", 4)
+    monkeypatch.setattr(events, "_BLOCKS_PER_CALL", 8)
+    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_router_knows_what_two_engines_load_through_resets_and_restarts(
+    make_service: MakeService,
+    make_world: MakeWorld,
+    tmp_path: Path,
+    *,
+    seed: int,
+    windows: tuple[int, ...],
+) -> None:
+    """It hears of events alone, and is compared after every request. Blocks are evicted from memory
+    and disk, engines reset their own caches and FlexKV's, sleep, and the service ends."""
+    service = make_service(
+        48 * (1 + len(windows)),
+        ssd_cache_gb=0.0008,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=2 * PATIENCE_SECONDS,
+    )
+    rng = random.Random(seed)
+    settings = {"service": service.root, "always_load": True}
+    worlds = [
+        make_world(ServedWorld, settings=settings, events=True, windows=windows) for _ in range(2)
+    ]
+    routers = [Subscriber(world) for world in worlds]
+    stems = make_stems(rng, 8, longest=150)
+    compared: set[str] = set()
+    evicted = 0
+
+    def is_alike(router: Subscriber, other: Subscriber) -> bool:
+        world = router.world
+        world.poll()
+        world.recorder.events += world.scheduler.kv_cache_manager.take_events() or []
+        world.recorder.events += world.connector.take_events()
+        router.listen()
+        return router.told == loadable(world, other.world)
+
+    def difference(router: Subscriber, other: Subscriber) -> str:
+        there = loadable(router.world, other.world)
+        untold = {medium: there[medium] - told for medium, told in router.told.items()}
+        gone = {medium: told - there[medium] for medium, told in router.told.items()}
+        return f"not told {untold}, told and gone {gone}"
+
+    def compare() -> None:
+        nonlocal evicted
+        if rng.random() < 0.1:
+            evicted += sum(each.cache.counters.evicted_blocks for each in service.server.pools)
+            service.close()
+            service.start()
+        for router, other in (routers, routers[::-1]):
+            pair = router, other
+            wait_until(
+                lambda pair=pair: is_alike(*pair),
+                lambda: None,
+                lambda pair=pair: difference(*pair),
+            )
+            compared.update(medium for medium, told in router.told.items() if told)
+
+    for _ in range(3):
+        for world in worlds:
+            Traffic(world, rng, stems, reset_rate=0.2, disturb=compare).run(10, [])
+    assert compared == {HOST, DISK}
+    assert evicted + service.evicted()

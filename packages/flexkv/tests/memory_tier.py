@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -109,6 +109,9 @@ class MemoryTier:
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Nothing emits events."""
+
+    def listed(self) -> Iterator[list[bytes]]:
+        yield list(self.blocks)
 
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         return {}

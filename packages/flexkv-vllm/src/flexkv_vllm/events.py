@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: reports the blocks that FlexKV can load to vLLM's subscribers.
 
-A FlexKV block holds several of vLLM's blocks, and is loadable as a whole. Events contain vLLM's own
-block hashes, since a router looks these up. Each hash of a FlexKV block is reported once for each
-medium. FlexKV blocks that begin alike and end differently share their first vLLM blocks: these are
-reported with the first FlexKV block that has them, and removed with the last.
+An event names a FlexKV block by vLLM's hash of its end, since a router looks these up. A block that
+holds several of vLLM's is loaded whole or not at all, so the hashes within it are not announced.
+
+Blocks count as told once vLLM has taken their events. After an error nobody knows what subscribers
+know: all that was told is taken back, and all blocks are told again. Now and then some blocks are
+compared with what the cache has; if they differ, the same happens.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+import logging
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flexkv.client import CacheClient
 from flexkv.engine.key_epoch import KeyEpoch
@@ -36,12 +39,15 @@ from flexkv_vllm.kept_descriptions import (
     unpack_tokens,
 )
 from flexkv_vllm.pool import Pool
+from flexkv_vllm.settings import emits_events
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 _LOCALITY = "LOCAL"
 
@@ -52,6 +58,23 @@ again: some milliseconds of work, as for the changes of a tier. Not tuned."""
 _LOST = 4096
 """The most descriptions that are kept of blocks that host memory has lost and no lower tier has
 reported: more than the blocks of a failed load whose writes to disk have not ended. Not tuned."""
+
+
+_SAMPLED = 4096
+"""Blocks, of those seen lately, that the audit knows. Not tuned."""
+
+_AUDITED = 32
+"""Blocks that one audit looks at: some microseconds. Not tuned."""
+
+_AUDIT_TAKES = 64
+"""Calls of `take` between two audits, so that the sample is seen in 8,192 steps. Not tuned."""
+
+_MOST_PAUSES = 10
+"""After so many errors in a row, 1,023 calls of `take` pass before all is told again: listing all
+blocks in each step would cost much. Not tuned."""
+
+Name: TypeAlias = tuple[int, bytes] | None
+"""Group and hash of a block in events; None if there is no event for it."""
 
 
 class NamedKeys(Protocol):
@@ -74,94 +97,78 @@ class Description:
     Attributes:
         position: position of the block in its prefix, in FlexKV blocks.
         group: vLLM's number of its KV cache group.
-        block_size: tokens of each of its vLLM blocks.
-        hashes: for each vLLM block, the last hash that covers it.
-        parent: hash of the vLLM block before it; None at the beginning of a prompt.
+        hash: the last hash that covers it.
+        parent: hash of the block before it; None at the beginning of a prompt.
         tokens: all its tokens.
         extra_keys: see `event_extra_keys`.
-        request: fields that identify the request's adapter.
+        adapter: number and name of the request's adapter; None for both if it has none.
+        session: the id of the request's session; None if it is not known.
     """
 
     position: int
     group: int
-    block_size: int
-    hashes: Sequence[bytes]
+    hash: bytes
     parent: bytes | None
     tokens: Sequence[int]
     extra_keys: list[Any] | None
-    request: dict[str, Any]
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the disk keeps it: it has no adapter, and no keys beside its tokens."""
-        return self.request["lora_id"] is None and not any(self.extra_keys or ())
+    adapter: tuple[int | None, str | None]
+    session: str | None = None
 
     def encode(self) -> bytes:
         """What the disk keeps of it."""
         kept = KeptDescription(
             self.position,
             self.group,
-            self.block_size,
-            tuple(self.hashes),
+            self.hash,
             self.parent,
             pack_tokens(self.tokens),
+            self.extra_keys,
+            self.adapter,
         )
         return encode(kept)
 
     @classmethod
-    def decode(cls, text: bytes, origin: tuple[int, bytes]) -> Description | None:
-        """What the disk has kept of the block of `origin`; None if `text` describes another."""
-        kept = decode(text, origin)
+    def decode(cls, text: bytes, key: bytes) -> Description | None:
+        """What the disk has kept of the block of `key`; None if `text` describes another."""
+        kept = decode(text, key)
         if kept is None:
             return None
         return cls(
             kept.position,
             kept.group,
-            kept.block_size,
-            kept.hashes,
+            kept.hash,
             kept.parent,
             unpack_tokens(kept.tokens),
-            None,
-            {"lora_id": None, "lora_name": None},
+            kept.extra_keys,
+            kept.adapter,
         )
 
 
-class _Reported:
-    """The blocks of a medium for which there are events.
+@dataclass(slots=True)
+class _Batch:
+    """What one call of `take` tells.
 
     Attributes:
-        named: by key, the group and the hashes of each block as its events named them.
+        gone, new: by medium and key, blocks that are told no more, and those that are.
+        outdated: blocks of an earlier epoch that are told no more, and where they are noted.
+        removed: hashes of `gone`, by medium and group.
+        stored: events of `new`, each after the position of its block in its prefix.
     """
 
-    def __init__(self) -> None:
-        self.named: dict[bytes, tuple[int, Sequence[bytes]]] = {}
-        self._shared: Counter[bytes] = Counter()  # blocks with each hash that is not their last
+    gone: set[tuple[Medium, bytes]] = field(default_factory=set)
+    new: dict[tuple[Medium, bytes], Name] = field(default_factory=dict)
+    outdated: list[tuple[dict[bytes, Name], bytes]] = field(default_factory=list)
+    removed: dict[tuple[Medium, int], list[bytes]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    stored: list[tuple[int, KVCacheEvent]] = field(default_factory=list)
 
-    def add(self, key: bytes, group: int, hashes: Sequence[bytes]) -> int:
-        """Note a new block. Returns how many of its hashes, from the first on, others have."""
-        self.named[key] = group, hashes
-        shared, known = self._shared, 0
-        # The last one is the block's own.
-        for each in hashes[:-1]:
-            shared[each] += 1
-            known += shared[each] > 1
-        return known
-
-    def remove(self, key: bytes) -> tuple[int, Sequence[bytes]]:
-        """Forget a block. Returns its group and those of its hashes that no other block has; none
-        for an unknown block: an error may have lost the changes of an earlier call."""
-        group, hashes = self.named.pop(key, (0, ()))
-        shared, gone = self._shared, []
-        for each in hashes[:-1]:
-            shared[each] -= 1
-            if not shared[each]:
-                del shared[each]
-                gone.append(each)
-        return group, [*gone, *hashes[-1:]]
-
-    def is_shared(self, block_hash: bytes) -> bool:
-        """Whether several blocks begin with vLLM's block of this hash."""
-        return self._shared[block_hash] > 1
+    def remove(self, medium: Medium, key: bytes, name: Name) -> None:
+        """Tell that a block has left."""
+        self.new.pop((medium, key), None)
+        self.gone.add((medium, key))
+        if name is not None:
+            self.removed[medium, name[0]].append(name[1])
 
 
 class BlockEvents:
@@ -192,18 +199,22 @@ class BlockEvents:
         self._has_stamps = has_stamps
         self._traits = traits
         self._epoch = keys.epoch.end
-        self._outdated: deque[tuple[Medium, _Reported]] = deque()
+        self._told: dict[Medium, dict[bytes, Name]] = {medium: {} for medium in Medium}
+        self._outdated: deque[tuple[Medium, dict[bytes, Name]]] = deque()
         self._described: dict[bytes, Description] = {}
-        self._reported = {medium: _Reported() for medium in Medium}
+        self._own: set[bytes] = set()  # on disk, and described by this process
         self._bare: set[bytes] = set()  # on disk, and reported without a description
         self._again: list[bytes] = []  # described after the event for the disk
         self._unsure: set[bytes] = set()  # described, and may have no slot in host memory
         self._lost: dict[bytes, None] = {}  # described, not in host memory, not yet on disk
         self._failed = self._was_cleared = False
+        self._errors = self._pauses = 0
+        self._takes = self._audited = self._heard = 0
+        self._sample: dict[int, bytes] = {}
+        self._suspects: tuple[int, set[tuple[Medium, bytes]]] = 0, set()
         self._pool: Pool | None = None
         self._pool_blocks: object = None
         self._repeated: Iterator[tuple[Medium, bytes]] | None = None
-        self._named_again: set[tuple[Medium, bytes]] = set()
         cache.watch()
 
     def bind_pool(self, pool: Pool) -> None:
@@ -226,6 +237,7 @@ class BlockEvents:
             self._described[key] = fresh[key] = self._description(request, group, position)
             self._lost.pop(key, None)
             self._unsure.add(key)
+            self._note(key)
             if key in self._bare:
                 self._again.append(key)
         if self._cache.info.is_shared:
@@ -247,57 +259,118 @@ class BlockEvents:
     def take(self) -> list[KVCacheEvent]:
         """The events of changes since the last call, removals first. Many changes take several
         calls; see `pending`."""
-        self._failed = True
-        events = self._take()
-        self._failed = False
+        if self._pauses:
+            self._pauses -= 1
+            return []
+        failed, self._failed = self._failed, True
+        self._pauses = (1 << self._errors) - 1
+        self._errors = min(self._errors + 1, _MOST_PAUSES)
+        if failed:
+            self._begin_anew()
+        batch = _Batch()
+        self._fill(batch)
+        # A block's prefix before the block.
+        batch.stored.sort(key=lambda each: each[0])
+        events = [self._removed(*where, hashes) for where, hashes in batch.removed.items()]
+        events += [event for _, event in batch.stored]
+        # From here on vLLM has them.
+        for medium, key in batch.gone:
+            self._told[medium].pop(key, None)
+        for (medium, key), name in batch.new.items():
+            self._told[medium][key] = name
+        for told, key in batch.outdated:
+            del told[key]
+        while self._outdated and not self._outdated[0][1]:
+            self._outdated.popleft()
+        self._failed, self._errors, self._pauses = False, 0, 0
         return events
 
-    def _take(self) -> list[KVCacheEvent]:
+    def _fill(self, batch: _Batch) -> None:
         self._follow_epoch()
         self._follow_reset()
-        early = self._take_outdated() if self._outdated else []
         if self._outdated:
-            return early  # before new blocks, which may have the same hashes
+            self._take_outdated(batch)
+            return  # before new blocks, which may have the same hashes
         if self._repeated is not None:
-            early += self._repeat(self._repeated)
-            if self._repeated is not None:
-                return early
+            self._repeat(batch, self._repeated)
+            return
         changes = self._cache.drain_changes()
-        removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
-        stored: list[tuple[int, KVCacheEvent]] = []
+        self._heard += bool(changes)
         for each in changes:
             for key in each.removed:
-                self._remove(each.medium, key, removed)
+                self._remove(batch, each.medium, key)
             if each.medium is Medium.HOST:
                 self._unsure.update(self._described.keys() & each.removed)
-        texts = {} if self._has_stamps else self._kept_of(changes)
+        texts = self._kept_of(changes)
         fresh: dict[bytes, Description] = {}
         again, self._again = self._again, []
         for key in again:
             description = self._described.get(key)
             if description and key in self._bare:
-                self._remove(Medium.DISK, key, removed)
+                self._remove(batch, Medium.DISK, key)
                 fresh[key] = description
-                self._add(Medium.DISK, key, stored, description)
-        fresh |= self._add_all(changes, texts, stored)
+                self._add(batch, Medium.DISK, key, description)
+        fresh |= self._add_all(batch, changes, texts)
         if not self._cache.info.is_shared:
             self._keep(fresh)
         if self._unsure:
-            self._forget()
+            self._forget(batch)
         self._was_cleared = self._was_cleared and self._cache.has_changes
-        # A block's prefix before the block.
-        stored.sort(key=lambda each: each[0])
-        early += [self._removed(*each, hashes) for each, hashes in removed.items() if hashes]
-        return early + [event for _, event in stored]
+        self._takes += 1
+        cache = self._cache
+        comes = batch.new or batch.gone or cache.has_changes or cache.awaits_changes
+        if self._takes >= _AUDIT_TAKES and not (comes or cache.disabled):
+            self._takes = 0
+            self._audit()
+
+    def _begin_anew(self) -> None:
+        """Take back all that was told, and tell all blocks that are there."""
+        self._outdate()
+        self._bare.clear()
+        self._again.clear()
+        self._repeated = None
+        self._cache.watch()
+
+    def _outdate(self) -> None:
+        """What was told is to be taken back before anything else is told."""
+        self._outdated += (each for each in self._told.items() if each[1])
+        self._told = {medium: {} for medium in Medium}
+
+    def _audit(self) -> None:
+        """Compare some blocks with what the cache has. A service's messages may be older than its
+        index: a block differs if it does so twice, and the service has said something since."""
+        start, self._audited = self._audited, (self._audited + _AUDITED) % _SAMPLED
+        found = (self._sample.get(start + at) for at in range(_AUDITED))
+        heard, suspects = self._suspects
+        keys = [*{*(key for key in found if key), *(key for _, key in suspects)}]
+        differing: set[tuple[Medium, bytes]] = set()
+        for medium, there in self._cache.where(keys).items():
+            if medium.is_shared:
+                continue
+            # A stalled disk of this process has no block, and counts as having all.
+            only_new = medium is not Medium.HOST and not self._cache.info.is_shared
+            told = self._told[medium]
+            differing.update(
+                (medium, key)
+                for key, is_there in zip(keys, there, strict=True)
+                if is_there is not None and is_there != (key in told) and (is_there or not only_new)
+            )
+        if differing & suspects and (self._heard > heard or not self._cache.info.is_shared):
+            logger.warning(
+                "KV events differ from the cache in %d of %d blocks that were compared; "
+                "all blocks are told again",
+                len(differing & suspects),
+                len(keys),
+            )
+            self._begin_anew()
+            differing = set()
+        if not differing & suspects:
+            self._suspects = self._heard, differing
 
     def _add_all(
-        self,
-        changes: Iterable[Changes],
-        texts: Mapping[bytes, bytes],
-        stored: list[tuple[int, KVCacheEvent]],
+        self, batch: _Batch, changes: Iterable[Changes], texts: Mapping[bytes, bytes]
     ) -> dict[bytes, Description]:
-        """Append the events of new blocks to `stored`. Returns what the disk has not kept of its
-        own."""
+        """Tell of new blocks. Returns what the disk has not kept of its own."""
         fresh: dict[bytes, Description] = {}
         for each in changes:
             for key in each.added:
@@ -307,7 +380,7 @@ class BlockEvents:
                 description = description or self._decoded(key, texts)
                 if each.medium is Medium.HOST and description is not None:
                     self._described[key] = description
-                self._add(each.medium, key, stored, description)
+                self._add(batch, each.medium, key, description)
         return fresh
 
     def _kept_of(self, changes: Iterable[Changes]) -> Mapping[bytes, bytes]:
@@ -318,27 +391,25 @@ class BlockEvents:
         return self._cache.take_descriptions(added) if added else {}
 
     def _decoded(self, key: bytes, texts: Mapping[bytes, bytes]) -> Description | None:
-        origin = self._keys.origin(key) if key in texts else None
-        return None if origin is None else Description.decode(texts[key], origin)
+        if key not in texts or (self._has_stamps and key not in self._own):
+            return None
+        return None if self._keys.origin(key) is None else Description.decode(texts[key], key)
 
     def _keep(self, fresh: Mapping[bytes, Description]) -> None:
-        """Let the cache keep the descriptions of new blocks. Those of adapters may have changed by
-        the next start."""
-        if self._has_stamps:
-            return
-        kept = {key: each.encode() for key, each in fresh.items() if each.is_kept}
-        if kept:
-            self._cache.describe(kept)
+        """Let the cache keep the descriptions of new blocks."""
+        if fresh:
+            self._cache.describe({key: each.encode() for key, each in fresh.items()})
 
     def _follow_epoch(self) -> None:
         """If the keys have changed, no lookup finds a block that was reported or described."""
         if self._epoch == self._keys.epoch.end:
             return
         self._epoch = self._keys.epoch.end
-        self._outdated += (each for each in self._reported.items() if each[1].named)
-        self._reported = {medium: _Reported() for medium in Medium}
-        for described in (self._described, self._bare, self._again, self._unsure, self._lost):
+        self._outdate()
+        for described in (self._described, self._own, self._bare, self._again, self._unsure):
             described.clear()
+        self._lost.clear()
+        self._sample.clear()
         self._repeated = None
 
     @property
@@ -351,100 +422,89 @@ class BlockEvents:
         if self._pool is None or not self._was_reset:
             return
         self._pool_blocks = self._pool.blocks_by_hash
-        self._named_again.clear()
         # The disk has the descriptions of its blocks: they are reported as after a restart, unless
         # they are about to be removed.
-        watches_again = not (self._has_stamps or self._was_cleared)
-        if watches_again and self._cache.watch_lower_again():
-            self._reported |= {medium: _Reported() for medium in BELOW}
+        if not self._was_cleared:
+            self._cache.watch_lower_again()
+            self._told |= {medium: {} for medium in BELOW}
             self._bare.clear()
             self._again.clear()
         # Until the last of them is reported, nothing is added or removed. A block comes after those
         # that it builds on.
-        reported = self._reported.items()
-        self._repeated = ((medium, key) for medium, each in reported for key in each.named)
+        self._repeated = ((medium, key) for medium, told in self._told.items() for key in told)
 
-    def _repeat(self, repeated: Iterator[tuple[Medium, bytes]]) -> list[KVCacheEvent]:
+    def _repeat(self, batch: _Batch, repeated: Iterator[tuple[Medium, bytes]]) -> None:
         """Report some of the blocks again that were reported before the reset."""
-        events: list[KVCacheEvent] = []
         some = list(islice(repeated, _BLOCKS_PER_CALL))
-        for medium, key in some:
-            reported = self._reported[medium]
-            group, hashes = reported.named[key]
-            shared = [(medium, each) for each in hashes[:-1] if reported.is_shared(each)]
-            known = len(self._named_again.intersection(shared))
-            self._named_again.update(shared)
-            if hashes:
+        for at, (medium, key) in enumerate(some):
+            name = self._told[medium][key]
+            if name is not None:
                 description = self._described.get(key)
-                events.append(self._stored(medium, group, hashes[known:], description))
+                batch.stored.append((at, self._stored(medium, name, description)))
         if len(some) < _BLOCKS_PER_CALL:
             self._repeated = None
-            self._named_again.clear()
-        return events
 
-    def _take_outdated(self) -> list[KVCacheEvent]:
+    def _take_outdated(self, batch: _Batch) -> None:
         """Report the removal of some outdated blocks."""
-        removed: dict[tuple[Medium, int], list[bytes]] = defaultdict(list)
         left = _BLOCKS_PER_CALL
-        while self._outdated and left:
-            medium, reported = self._outdated[0]
-            keys = list(islice(reversed(reported.named), left))
-            for key in keys:
-                group, hashes = reported.remove(key)
-                removed[medium, group] += hashes
-            left -= len(keys)
-            if not reported.named:
-                self._outdated.popleft()
-        return [self._removed(*where, hashes) for where, hashes in removed.items() if hashes]
+        for medium, told in self._outdated:
+            for key, name in islice(reversed(told.items()), left):
+                batch.outdated.append((told, key))
+                if name is not None:
+                    batch.removed[medium, name[0]].append(name[1])
+            left = _BLOCKS_PER_CALL - len(batch.outdated)
 
-    def _name(self, key: bytes, description: Description | None) -> tuple[int, Sequence[bytes]]:
-        """The group of a block and the hashes to report of it."""
+    def _name(self, key: bytes, description: Description | None) -> Name:
+        """What to report of a block."""
         if description is not None:
-            return description.group, description.hashes
-        if self._has_stamps:
-            return 0, ()
-        origin = self._keys.origin(key)
-        return (0, ()) if origin is None else (origin[0], (origin[1],))
+            return description.group, description.hash
+        return None if self._has_stamps else self._keys.origin(key)
 
     def _add(
-        self,
-        medium: Medium,
-        key: bytes,
-        stored: list[tuple[int, KVCacheEvent]],
-        description: Description | None,
+        self, batch: _Batch, medium: Medium, key: bytes, description: Description | None
     ) -> None:
-        """Append the event of a new block to `stored`, after its position in its prefix."""
-        group, hashes = self._name(key, description)
-        known = self._reported[medium].add(key, group, hashes)
-        if medium is Medium.DISK and description is None:
-            self._bare.add(key)
-        if hashes:
+        """Tell of a new block."""
+        name = self._name(key, description)
+        batch.new[medium, key] = name
+        self._note(key)
+        if medium is Medium.DISK:
+            if description is None:
+                self._bare.add(key)
+            elif self._has_stamps:
+                self._own.add(key)
+        if name is not None:
             position = -1 if description is None else description.position
-            stored.append((position, self._stored(medium, group, hashes[known:], description)))
+            batch.stored.append((position, self._stored(medium, name, description)))
         if key in self._lost:
             del self._lost[key]
             if medium is not Medium.HOST:
-                del self._described[key]
+                self._unsure.add(key)
 
-    def _remove(
-        self, medium: Medium, key: bytes, removed: dict[tuple[Medium, int], list[bytes]]
-    ) -> None:
-        """Add the hashes of a block to `removed`, by medium and group, but those that another block
-        has."""
-        group, hashes = self._reported[medium].remove(key)
-        removed[medium, group] += hashes
+    def _remove(self, batch: _Batch, medium: Medium, key: bytes) -> None:
+        batch.remove(medium, key, self._told[medium].get(key))
         if medium is Medium.DISK:
             self._bare.discard(key)
+            self._own.discard(key)
 
-    def _forget(self) -> None:
+    def _is_told(self, batch: _Batch, medium: Medium, key: bytes) -> bool:
+        """Whether a block is told once vLLM has the events of `batch`."""
+        place = medium, key
+        return place in batch.new or (key in self._told[medium] and place not in batch.gone)
+
+    def _note(self, key: bytes) -> None:
+        """The audit looks at this block, until another takes its place."""
+        self._sample[int.from_bytes(key[:4], "little") % _SAMPLED] = key
+
+    def _forget(self, batch: _Batch) -> None:
         """Discard the descriptions of blocks without a slot in host memory, unless a lower tier may
         be writing them: a failed load removes a block that is being written."""
-        keys, on_disk = list(self._unsure), self._reported[Medium.DISK].named
+        keys = list(self._unsure)
         absent = {keys[i] for i in self._cache.missing(keys)}
         # A block that is stored has a slot, and may lose it without a change.
-        self._unsure -= absent | self._reported[Medium.HOST].named.keys()
-        for key in absent:
-            if key in on_disk:
+        unsure = self._unsure - absent
+        self._unsure = {key for key in unsure if not self._is_told(batch, Medium.HOST, key)}
+        for key in absent & self._described.keys():
+            if self._is_told(batch, Medium.DISK, key):
                 del self._described[key]
             else:
                 self._lost[key] = None
@@ -452,56 +512,47 @@ class BlockEvents:
             del self._lost[key], self._described[key]
 
     def _description(self, request: Request, group: Group, position: int) -> Description:
-        size, hash_tokens = group.engine_block_tokens, self._keys.hash_tokens
-        begin = position * group.block_tokens
-        starts = range(begin, begin + group.block_tokens, size)
+        hash_tokens = self._keys.hash_tokens
+        begin, end = position * group.block_tokens, (position + 1) * group.block_tokens
         adapter = request.lora_request
         return Description(
             position=position,
             group=group.index,
-            block_size=size,
-            hashes=tuple(request.block_hashes[(at + size) // hash_tokens - 1] for at in starts),
+            hash=request.block_hashes[end // hash_tokens - 1],
             parent=request.block_hashes[begin // hash_tokens - 1] if begin else None,
-            tokens=request.all_token_ids[starts.start : starts.stop],
-            extra_keys=event_extra_keys(request, starts, size),
-            request={
-                "lora_id": None if adapter is None else adapter.adapter_id,
-                "lora_name": None if adapter is None else adapter.name,
-                "session_id": getattr(request, "session_id", None),
-            },
+            tokens=request.all_token_ids[begin:end],
+            extra_keys=event_extra_keys(request, begin, end),
+            adapter=(None, None) if adapter is None else (adapter.adapter_id, adapter.name),
+            session=getattr(request, "session_id", None),
         )
 
     def _stored(
-        self,
-        medium: Medium,
-        group: int,
-        hashes: Sequence[bytes],
-        description: Description | None,
+        self, medium: Medium, name: tuple[int, bytes], about: Description | None
     ) -> KVCacheEvent:
-        """The event of the last `hashes` of a block; unknown fields are empty, as in the events of
-        vLLM's own connectors."""
-        if description is None:
-            fields: dict[str, Any] = {
-                "parent_block_hash": None,
-                "token_ids": [],
-                "block_size": 0,
-                "lora_id": None,
-                "lora_name": None,
-            }
-        else:
-            known = len(description.hashes) - len(hashes)
-            parent = description.hashes[known - 1] if known else description.parent
-            extra_keys = description.extra_keys
+        """The event of a block; unknown fields are empty, as in the events of vLLM's own
+        connectors."""
+        group, block_hash = name
+        fields: dict[str, Any] = {
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "lora_id": None,
+            "lora_name": None,
+        }
+        if about is not None:
+            lora_id, lora_name = about.adapter
             fields = {
-                "parent_block_hash": None if parent is None else event_hash(parent),
-                "token_ids": list(description.tokens[known * description.block_size :]),
-                "block_size": description.block_size,
-                "extra_keys": None if extra_keys is None else extra_keys[known:],
-                **description.request,
+                "parent_block_hash": None if about.parent is None else event_hash(about.parent),
+                "token_ids": list(about.tokens),
+                "block_size": len(about.tokens),
+                "extra_keys": about.extra_keys,
+                "lora_id": lora_id,
+                "lora_name": lora_name,
+                "session_id": about.session,
                 **self._traits.get(group, {}),
             }
         return block_stored(
-            block_hashes=[event_hash(each) for each in hashes],
+            block_hashes=[event_hash(block_hash)],
             medium=MEDIA[medium],
             group_idx=group,
             locality=_LOCALITY,
@@ -524,8 +575,7 @@ def make_events(
     keys: BlockKeys,
 ) -> BlockEvents | None:
     """What tells KV events; None if the user did not turn them on in vLLM."""
-    events = vllm_config.kv_events_config
-    if events is None or not events.enable_kv_cache_events:
+    if not emits_events(vllm_config):
         return None
     return BlockEvents(
         cache,

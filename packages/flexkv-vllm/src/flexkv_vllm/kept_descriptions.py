@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,18 +19,19 @@ class KeptDescription(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         position: position of the block in its prefix, in FlexKV blocks.
         group: vLLM's number of its KV cache group.
-        block_size: tokens of each of its vLLM blocks.
-        hashes: for each vLLM block, the last hash that covers it.
-        parent: hash of the vLLM block before it; None at the beginning of a prompt.
+        hash: the last hash that covers it.
+        parent: hash of the block before it; None at the beginning of a prompt.
         tokens: all its tokens, 4 bytes each, little-endian.
+        extra_keys, adapter: as of a `Description`.
     """
 
     position: int
     group: int
-    block_size: int
-    hashes: tuple[bytes, ...]
+    hash: bytes
     parent: bytes | None
     tokens: bytes
+    extra_keys: list[Any] | None
+    adapter: tuple[int | None, str | None]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -51,21 +53,29 @@ def encode(description: KeptDescription) -> bytes:
     return _encoder.encode(description)
 
 
-def decode(text: bytes, origin: tuple[int, bytes]) -> KeptDescription | None:
-    """Read a text; None if it does not describe the block of `origin`.
+def decode(text: bytes, key: bytes) -> KeptDescription | None:
+    """Read a text; None if it does not describe the block of `key`.
 
     Args:
         text: as `encode` made it, in this process or another.
-        origin: group and hash of the block.
+        key: begins with the block's hash.
     """
     try:
         kept = _decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    hashes, item = kept.hashes, array(_TOKEN).itemsize
-    fits = bool(hashes) and (kept.group, hashes[-1]) == origin and kept.block_size > 0
-    whole = len(kept.tokens) == kept.block_size * len(hashes) * item
-    return kept if fits and whole else None
+    if not kept.hash or not key.startswith(kept.hash) or len(kept.tokens) % array(_TOKEN).itemsize:
+        return None
+    return msgspec.structs.replace(kept, extra_keys=_tuples(kept.extra_keys))
+
+
+def _tuples(keys: list[Any] | None) -> list[Any] | None:
+    """Extra keys with tuples in place of lists, as they were before `encode`."""
+
+    def made(each: Any) -> Any:
+        return tuple(map(made, each)) if isinstance(each, list) else each
+
+    return None if keys is None else [made(each) for each in keys]
 
 
 def _ordered(tokens: array[int]) -> array[int]:

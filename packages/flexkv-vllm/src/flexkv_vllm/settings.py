@@ -137,6 +137,12 @@ def flush_seconds(vllm_config: VllmConfig) -> float:
     return timeout / 2
 
 
+def emits_events(vllm_config: VllmConfig) -> bool:
+    """Whether the user has turned on KV events in vLLM."""
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
 def engine_id_of(vllm_config: VllmConfig) -> str:
     """The engine's id, which names its session.
 

@@ -21,7 +21,7 @@ from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import model_identity, served_model
 from flexkv_vllm.pages import cached_layers, describe_pages
-from flexkv_vllm.settings import engine_id_of
+from flexkv_vllm.settings import emits_events, engine_id_of
 from flexkv_vllm.stages import Place, Stages
 
 if TYPE_CHECKING:
@@ -64,10 +64,12 @@ def make_worker_side(
     stages = Stages.of(vllm_config)
     engine_blocks = 1
     if groups.plain:
+        tokens = groups.members[0].engine_block_tokens
         engine_blocks = choose_engine_blocks(
-            groups.members[0].engine_block_tokens,
+            tokens,
             stages.total_bytes(layout.block_bytes * sharding.parts, place.stage),
-            config.block_tokens,
+            # Routers know vLLM's blocks, and events announce FlexKV's.
+            config.block_tokens or (tokens if emits_events(vllm_config) else None),
         )
     pages = RankPages(layout, engine_blocks, sharding, place.rank, place.stage, stages.count)
     return start_worker(

@@ -20,12 +20,12 @@ from flexkv_vllm.compat.events import event_hash
 
 
 def expected(prompt: list[int], request: Any, chunk: int) -> list[tuple[Any, ...]]:
-    """Hashes, parent and tokens of each complete block of a prompt in one group."""
+    """Hash, parent and tokens of each complete block of a prompt in one group."""
     names = [event_hash(each) for each in request.block_hashes]
     blocks = len(prompt) // (chunk * BLOCK_TOKENS)
     return [
         (
-            names[at * chunk : (at + 1) * chunk],
+            [names[(at + 1) * chunk - 1]],
             names[at * chunk - 1] if at else None,
             prompt[at * chunk * BLOCK_TOKENS : (at + 1) * chunk * BLOCK_TOKENS],
         )
@@ -33,10 +33,10 @@ def expected(prompt: list[int], request: Any, chunk: int) -> list[tuple[Any, ...
     ]
 
 
-def told(subscriber: Subscriber, medium: str) -> list[tuple[Any, ...]]:
+def told(subscriber: Subscriber, medium: str, chunk: int = 1) -> list[tuple[Any, ...]]:
     """The same of what was stored in a medium, in the order of the prompt."""
     events = [each for each in subscriber.stored if each.medium == medium]
-    assert all(each.block_size == BLOCK_TOKENS for each in events)
+    assert all(each.block_size == chunk * BLOCK_TOKENS for each in events)
     known = [(each.block_hashes, each.parent_block_hash, each.token_ids) for each in events]
     ordered: list[tuple[Any, ...]] = []
     parent = None
@@ -66,7 +66,7 @@ def test_a_stored_block_is_told_in_full(
     request = world.requests[world.generate(prompt, salt="salt", max_tokens=1)]
     drain(subscriber)
     for medium in (HOST, DISK):
-        assert told(subscriber, medium) == expected(prompt, request, chunk)
+        assert told(subscriber, medium, chunk) == expected(prompt, request, chunk)
     own = {each.kv_cache_spec_kind for each in subscriber.stored}
     assert own == {"full_attention"}
     assert subscriber.stored[0].extra_keys is not None
@@ -99,7 +99,7 @@ def test_after_a_restart_the_disk_is_told_in_full(
     subscriber = Subscriber(world)
     await_descriptions(world)
     drain(subscriber)
-    assert told(subscriber, DISK) == expected(prompt, request, chunk)
+    assert told(subscriber, DISK, chunk) == expected(prompt, request, chunk)
 
 
 def test_a_block_that_was_stored_without_events_is_told_in_full_when_it_is_fetched(

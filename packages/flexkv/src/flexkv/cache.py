@@ -120,7 +120,7 @@ class KVCache:
         self._pins = HostPins(self._index, pin_seconds)
         self._counters = Counters()
         self._meter = Meter()
-        self._off = self._stopped = self._recovering = False
+        self._off = self._stopped = self._recovering = self.awaits_changes = False
         self._device: DeviceLink[BlockRow] = DeviceLink(arena.board, self._meter)
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
@@ -458,10 +458,9 @@ class KVCache:
         host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
         return host + self._below.drain_changes(_CHANGES)
 
-    def watch_lower_again(self) -> bool:
+    def watch_lower_again(self) -> None:
         """See `CacheClient.watch_lower_again`."""
         self._below.watch()
-        return True
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `CacheClient.describe`."""

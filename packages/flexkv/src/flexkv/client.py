@@ -439,12 +439,18 @@ class CacheClient(Protocol):
         ...
 
     def watch(self) -> None:
-        """Record changes for `drain_changes` from now on. All present blocks count as changes."""
+        """Record changes for `drain_changes` from now on. All present blocks count as changes, also
+        if it is called again: the reader knows of none."""
         ...
 
     @property
     def has_changes(self) -> bool:
         """Whether `drain_changes` may return any."""
+        ...
+
+    @property
+    def awaits_changes(self) -> bool:
+        """Whether blocks that count as changes after `watch` are still to be had from elsewhere."""
         ...
 
     def drain_changes(self) -> list[Changes]:
@@ -454,9 +460,9 @@ class CacheClient(Protocol):
         `watch`."""
         ...
 
-    def watch_lower_again(self) -> bool:
-        """Let all blocks below host memory count as changes again, with their descriptions. Returns
-        whether they do; if not, nothing has changed."""
+    def watch_lower_again(self) -> None:
+        """Let all blocks below host memory count as changes again, with their descriptions: the
+        reader knows of none."""
         ...
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:

@@ -132,7 +132,7 @@ class Chance:
             lambda: wire.ExtendFetch(self.integer(), self.keys()),
             lambda: wire.RaiseFetch(self.integer()),
             lambda: wire.EndFetch(self.integer()),
-            wire.Watch,
+            lambda: wire.Watch(self.integer()),
             self.describe,
             lambda: wire.Query(self.keys(), self.keys()),
         )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flexkv.service import messages as wire
-from flexkv.service.pool_descriptions import ENTRY_BYTES, PoolDescriptions
+from flexkv.service.ask import clear_pools
+from flexkv.service.pool_descriptions import ENTRY_BYTES, PoolDescriptions, joined
 from flexkv.service.tier_keys import TierKeys
 from flexkv.types.changes import Changes, Medium
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
@@ -23,6 +24,12 @@ class NoCache:
 
     def missing(self, keys: list[bytes]) -> list[int]:
         return [at for at, key in enumerate(keys) if key not in self.present]
+
+    def reported(self, keys: list[bytes]) -> list[bool]:
+        return [key in self.present for key in keys]
+
+    def listed(self) -> list[list[bytes]]:
+        return [[*self.present]]
 
     def describe(self, described: dict[bytes, bytes]) -> None: ...
     def take_descriptions(self, keys: list[bytes]) -> dict[bytes, bytes]:
@@ -48,8 +55,10 @@ def test_old_descriptions_give_way() -> None:
     for key in keys:
         kept.add({key: key.ljust(100)})
     kept.add({keys[-1]: keys[-1].ljust(100)})
-    found = texts_of(list(kept.again()))
-    assert found == {(Medium.HOST, key): key.ljust(100) for key in keys[-4:]}
+    found = texts_of([each for some in kept.again() for each in some])
+    assert found == {
+        (Medium.HOST, key): key.ljust(100) if key in keys[-4:] else b"" for key in keys
+    }
     below.close()
 
 
@@ -67,7 +76,8 @@ def test_what_is_nowhere_is_forgotten(monkeypatch: pytest.MonkeyPatch, on_disk: 
     told = list(kept.messages([Changes(Medium.HOST, keys, [])]))
     assert [each.removed for each in told] == [keys]
     cache.present.update(keys)  # to see what is left
-    left = {key for medium, key in texts_of(list(kept.again())) if medium is Medium.HOST}
+    again = texts_of([each for some in kept.again() for each in some])
+    left = {key for (medium, key), text in again.items() if text and medium is Medium.HOST}
     assert left == {*(keys if on_disk else keys[-2:])}
     below.close()
 
@@ -75,18 +85,18 @@ def test_what_is_nowhere_is_forgotten(monkeypatch: pytest.MonkeyPatch, on_disk: 
 def test_an_engine_that_does_not_read_gets_few_messages() -> None:
     keys = keys_of("a", 1200)
     one = [wire.Changed(Medium.DISK, [], [key], [b"text"]) for key in keys]
-    joined = [one[0]]
+    parts = [one[0]]
     for message in one[1:]:
-        both = wire.joined(joined[-1], message)
+        both = joined(parts[-1], message)
         if both is None:
-            joined.append(message)
+            parts.append(message)
         else:
-            joined[-1] = both
-    assert [key for each in joined for key in each.added] == keys
-    assert len(joined) == -(-1200 // wire.MOST_KEYS)
+            parts[-1] = both
+    assert [key for each in parts for key in each.added] == keys
+    assert len(parts) == -(-1200 // wire.MOST_KEYS)
     removal = wire.Changed(Medium.DISK, [b"x"], [], [])
-    assert wire.joined(one[0], removal) is None is wire.joined(removal, one[0])
-    assert wire.joined(one[0], wire.Changed(Medium.HOST, [], [b"x"], [b"t"])) is None
+    assert joined(one[0], removal) is None is joined(removal, one[0])
+    assert joined(one[0], wire.Changed(Medium.HOST, [], [b"x"], [b"t"])) is None
 
 
 def test_messages_fit_into_packets_and_leave_out_what_does_not() -> None:
@@ -116,3 +126,46 @@ def test_a_description_comes_with_its_block_and_to_those_that_begin_later(
         assert (change.medium, change.added) == (Medium.HOST, keys)
         assert each.cache.take_descriptions(keys) == {key: key + b" text" for key in keys}
         assert each.cache.take_descriptions(keys) == {}
+
+
+def listen(engine: Scheduler) -> None:
+    until(lambda: not (engine.cache.awaits_changes or engine.cache.busy), engine.cache.poll)
+
+
+def test_blocks_that_are_listed_again_come_once(service: Service, attach: Attach) -> None:
+    """Whether or not they had been drained, and have a description."""
+    one, other = attach(service), attach(service)
+    described, bare = keys_of("a", 3), keys_of("b", 3)
+    one.cache.describe(dict.fromkeys(described, b"text"))
+    assert one.store(described) == described
+    assert one.store(bare) == bare
+    for _ in range(3):
+        other.cache.watch()
+        assert not other.cache.has_changes
+        listen(other)
+    for _ in range(2):
+        (change,) = other.cache.drain_changes()
+        assert (change.medium, change.removed) == (Medium.HOST, [])
+        assert sorted(change.added) == sorted([*described, *bare])
+        found = other.cache.take_descriptions(change.added)
+        assert {key for key, text in found.items() if text} == {*described}
+        other.cache.watch()
+        listen(other)
+
+
+def test_a_block_that_leaves_before_it_is_repeated_is_not_told(
+    service: Service, attach: Attach
+) -> None:
+    one, other = attach(service), attach(service)
+    one.store(keys_of("a", 3))
+    other.cache.watch()
+    listen(other)
+    assert other.cache.drain_changes()
+    clear_pools(service.root, None)
+    other.cache.watch()  # before it has read that they have left
+    until(lambda: not service.pool.cache.has_changes, lambda: None)
+    listen(other)
+    until(lambda: other.cache.drain_changes() == [], other.cache.poll)
+    other.cache.watch()
+    listen(other)
+    assert other.cache.drain_changes() == []

@@ -82,7 +82,7 @@ TICKET = wire.Ticket(1, b"guess")
     [
         (b"GET / HTTP/1.1\r\n\r\n", 1, "18 bytes are no messages of an engine"),
         (b"\xdd\xff\xff\xff\xff", 1, "no messages of an engine"),
-        (packet(wire.Watch()), 1, "Watch is no greeting"),
+        (packet(wire.Watch(1)), 1, "Watch is no greeting"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 0, "one message with one pidfd"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 2, "one message with one pidfd"),
         (packet(wire.Join(wire.PROTOCOL, TICKET)), 1, "the ticket is of no engine"),

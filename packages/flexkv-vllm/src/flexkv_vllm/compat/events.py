@@ -4,7 +4,6 @@ module looks up the fields of the installed vLLM rather than infer them from its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_events
@@ -44,11 +43,10 @@ def event_hash(block_hash: bytes) -> bytes | int:
     return converted
 
 
-def event_extra_keys(request: Request, starts: Sequence[int], tokens: int) -> list[Any] | None:
-    """The extra keys in vLLM's events (adapter, salt, images), for each of the engine blocks of
-    `tokens` tokens that begin at `starts`. None if there are none."""
-    make = kv_cache_utils.generate_block_hash_extra_keys
-    keys = [make(request, start, start + tokens, 0)[0] for start in starts]
+def event_extra_keys(request: Request, begin: int, end: int) -> list[Any] | None:
+    """The extra keys in vLLM's events (adapter, salt, images) of the block of these tokens, in a
+    list. None if there are none."""
+    keys = [kv_cache_utils.generate_block_hash_extra_keys(request, begin, end, 0)[0]]
     if not any(keys):
         return None
     convert = getattr(kv_cache_utils, "to_event_extra_keys", None)

@@ -94,6 +94,11 @@ class EpochCache:
         """See `CacheClient.has_changes`."""
         return self._cache.has_changes
 
+    @property
+    def awaits_changes(self) -> bool:
+        """See `CacheClient.awaits_changes`."""
+        return self._cache.awaits_changes
+
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
         return self._cache.lookup(self._own(keys))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flexkv.eviction import OTHERWISE, POLICIES, RequestContext
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
@@ -166,6 +166,9 @@ class ModelTier:
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Nothing emits events."""
+
+    def listed(self) -> Iterator[list[bytes]]:
+        yield [key for key in map(self._index.key_of, range(self._index.num_slots)) if key]
 
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         return {}

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
@@ -24,6 +24,7 @@ from flexkv.service.engine_uses import EngineUses
 from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
+from flexkv.service.pool_descriptions import joined
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
 from flexkv.types.tenants import NO_TENANT
@@ -40,10 +41,6 @@ _IDLE_SLOTS = 64
 _IDLE_SHARE = 16
 """Engines at rest together keep one of so many slots of a pool, or `_IDLE_SLOTS` each if that is
 more. Not tuned."""
-
-_REPEATED = 8
-"""Messages of blocks that were there before the engine, of up to 33 KB, between two of its reads.
-Not tuned."""
 
 _MANY = 64
 """With so many messages waiting, changes join others: after a start of the service, those of a disk
@@ -134,7 +131,7 @@ class AttachedEngine:
         self._stored_at = time.monotonic()
         self._is_recalled = False
         self._watches = False
-        self._repeated: Iterator[wire.Changed] | None = None
+        self._repeated: Iterator[Sequence[wire.ToEngine]] | None = None
         self._messages: list[wire.ToEngine] = []
         self._waiting: deque[bytes] = deque()
         self._figures_at = 0.0
@@ -312,7 +309,9 @@ class AttachedEngine:
             case wire.Query():
                 self._queries.handle(message)
             case wire.Watch():
-                self._watches, self._repeated = True, self.pool.descriptions.again()
+                self._watches = True
+                end: Sequence[wire.ToEngine] = [wire.Repeated(message.number)]
+                self._repeated = chain(self.pool.descriptions.again(), [end])
             case wire.Describe():
                 self.pool.descriptions.add(dict(zip(message.keys, message.texts, strict=True)))
             case wire.Claim():
@@ -385,9 +384,9 @@ class AttachedEngine:
         waiting = self._messages
         if len(waiting) > _MANY and isinstance(message, wire.Changed):
             last = waiting[-1]
-            joined = wire.joined(last, message) if isinstance(last, wire.Changed) else None
-            if joined is not None:
-                waiting[-1] = joined
+            both = joined(last, message) if isinstance(last, wire.Changed) else None
+            if both is not None:
+                waiting[-1] = both
                 return
         waiting.append(message)
 
@@ -412,12 +411,12 @@ class AttachedEngine:
             shared = {name: float(value) for name, value in cache.figures().shared.items()}
             self.tell(wire.NodeFigures(shared, cache.disabled))
 
-    def _repeat(self, repeated: Iterator[wire.Changed]) -> None:
+    def _repeat(self, repeated: Iterator[Sequence[wire.ToEngine]]) -> None:
         """Tell some of the blocks that were there before. The engine has read all others."""
-        some = list(islice(repeated, _REPEATED))
-        self._messages += some
-        if not some:
-            self._repeated = None
+        for some in repeated:
+            self._messages += some
+            return
+        self._repeated = None
 
     def _grant(self, now: float) -> None:
         if self._holds is not None and self._holds.is_over:

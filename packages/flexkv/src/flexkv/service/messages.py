@@ -48,7 +48,7 @@ MOST_KEYS = 512
 MOST_FETCHES = 4096
 """Fetches that an engine has not ended, half of them for queued requests. Not tuned."""
 
-_DESCRIBED_BYTES = 1 << 15
+DESCRIBED_BYTES = 1 << 15
 """Keys and descriptions in one message; together with another of this size they fit into a
 packet. A longer description is not sent."""
 
@@ -294,7 +294,9 @@ class Query(Message, frozen=True, tag="query"):
 
 
 class Watch(Message, frozen=True, tag="watch"):
-    """The engine wants to know of all described blocks, and of changes from now on."""
+    """The engine wants to know of all blocks, and of changes from now on."""
+
+    number: int
 
 
 class Describe(Message, frozen=True, tag="describe"):
@@ -411,21 +413,17 @@ class Changed(Message, frozen=True, tag="changed"):
     texts: list[bytes]
 
 
+class Repeated(Message, frozen=True, tag="repeated"):
+    """The engine has been told of all blocks that were there at the `Watch` of this number."""
+
+    number: int
+
+
 class Answered(Message, frozen=True, tag="answered"):
     """Which blocks of queries a tier has, and which none has."""
 
     there: list[bytes]
     absent: list[bytes]
-
-
-def joined(change: Changed, later: Changed) -> Changed | None:
-    """Two changes that follow each other as one; None if they are none, or too many blocks."""
-    alike = change.medium is later.medium and bool(change.texts) == bool(later.texts)
-    added, texts = change.added + later.added, change.texts + later.texts
-    if not alike or change.removed or later.removed or len(added) > MOST_KEYS:
-        return None
-    size = sum(map(len, added)) + sum(map(len, texts)) + 2 * _HEAD * len(added)
-    return None if size > _DESCRIBED_BYTES else Changed(change.medium, [], added, texts)
 
 
 class NodeFigures(Message, frozen=True, tag="figures"):
@@ -450,6 +448,7 @@ ToEngine: TypeAlias = (
     | Recall
     | Fetched
     | Changed
+    | Repeated
     | Answered
     | NodeFigures
 )
@@ -468,9 +467,9 @@ def described_parts(described: Mapping[bytes, bytes]) -> Iterator[dict[bytes, by
     part: dict[bytes, bytes] = {}
     size = 0
     for key, text in described.items():
-        sent = text if len(text) + MAX_KEY_BYTES < _DESCRIBED_BYTES else b""
-        taken = len(key) + len(sent) + 2 * _HEAD
-        if part and (len(part) == MOST_KEYS or size + taken > _DESCRIBED_BYTES):
+        sent = text if len(text) + MAX_KEY_BYTES < DESCRIBED_BYTES else b""
+        taken = len(key) + len(sent) + 2 * HEAD
+        if part and (len(part) == MOST_KEYS or size + taken > DESCRIBED_BYTES):
             yield part
             part, size = {}, 0
         part[key] = sent
@@ -489,17 +488,17 @@ def packets(messages: Sequence[ToService] | Sequence[ToEngine]) -> list[bytes]:
     size = MAX_PACKET
     for message in messages:
         encoded = _encoder.encode(message)
-        if len(encoded) > MAX_PACKET - _HEAD:
-            raise WireError(f"a message has {len(encoded)} bytes; allowed: {MAX_PACKET - _HEAD}")
+        if len(encoded) > MAX_PACKET - HEAD:
+            raise WireError(f"a message has {len(encoded)} bytes; allowed: {MAX_PACKET - HEAD}")
         if size + len(encoded) > _FULL:
             made.append([])
-            size = _HEAD
+            size = HEAD
         made[-1].append(encoded)
         size += len(encoded)
     return [_array(parts) for parts in made]
 
 
-_HEAD = 5
+HEAD = 5
 """Bytes of an array's beginning in msgpack, at most."""
 
 

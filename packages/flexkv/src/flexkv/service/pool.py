@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -41,6 +41,9 @@ _THREADS = 4
 _SHORT = 8
 """A pool is short of room if evictions have met one in so many of its slots that engines hold. Not
 tuned."""
+
+_LISTED = 2048
+"""Blocks of one part of `SharedCache.listed`: below a millisecond. Not tuned."""
 
 _DESCRIBED, _LEAST_BYTES = 128, 1 << 20
 """Descriptions of blocks take at most this part of a pool's bytes, and so many at least. Not tuned:
@@ -123,6 +126,21 @@ class SharedCache(KVCache):
     def remove_reader(self, reader: int) -> None:
         """See `BlockIndex.remove_reader`."""
         self._index.remove_reader(reader)
+
+    def reported(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each of `keys` whether host memory has it by what `drain_changes` has returned."""
+        changes = self._index.changes or {}
+        return [
+            there != (key in changes)
+            for key, there in zip(keys, self._index.present(keys), strict=True)
+        ]
+
+    def listed(self) -> Iterator[list[bytes]]:
+        """Keys of all blocks, a part at a time; they come and leave between two parts."""
+        blocks = self._index.blocks
+        for start in range(0, len(blocks), _LISTED):
+            yield blocks[start : start + _LISTED].keys
+        yield from self._below.listed()
 
     def look_at_holds(self) -> int:
         """See `BlockIndex.look_at_holds`."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flexkv.index.block_index import IndexReader
 from flexkv.index.key_set import KeySet
@@ -17,8 +17,7 @@ _AT_ONCE = 2048
 
 class PoolChanges:
     """Single-threaded. It remembers the key of each block that it has reported, so that it finds
-    those that left while the engine was not attached. Of the blocks that came meanwhile, it reports
-    those that the engine has stored itself.
+    those that left while the engine was not attached. Those that came meanwhile are repeated.
 
     Args:
         reader: of the pool's index; borrowed.
@@ -35,7 +34,8 @@ class PoolChanges:
         self._changed: dict[Medium, dict[bytes, bool]] = {medium: {} for medium in Medium}
         self._known: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
         self._unsure: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
-        self._lost: list[bytes] = []
+        self._again: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self._watch = self._ended = 0
         self._texts: dict[bytes, bytes] = {}
         self._drained_texts: dict[bytes, bytes] = {}
 
@@ -43,6 +43,11 @@ class PoolChanges:
     def is_empty(self) -> bool:
         """Whether `drain` returns nothing."""
         return not any(self._changed.values())
+
+    @property
+    def awaits_changes(self) -> bool:
+        """See `CacheClient.awaits_changes`."""
+        return self._ended != self._watch
 
     def drain(self) -> list[Changes]:
         """See `CacheClient.drain_changes`."""
@@ -54,17 +59,27 @@ class PoolChanges:
         return changes
 
     def watch(self) -> None:
-        """See `CacheClient.watch`. Called again, if there is a new connection."""
+        """See `CacheClient.watch`."""
         self.watches = True
-        self._line.put(wire.Watch())
+        self._list_again(Medium)
 
-    def watch_lower_again(self) -> bool:
+    def watch_lower_again(self) -> None:
         """See `CacheClient.watch_lower_again`."""
-        if not self._line.put(wire.Watch()):
-            return False
-        self._known[Medium.DISK].clear()
-        self._unsure[Medium.DISK].clear()
-        return True
+        self._list_again([Medium.DISK])
+
+    def resume(self) -> None:
+        """Go on with a new connection."""
+        if self.watches:
+            self._line.put(wire.Watch(self._watch))
+
+    def _list_again(self, media: Iterable[Medium]) -> None:
+        """Report all blocks again. Those that the service repeats come first, with their
+        descriptions; the others are compared with what is there."""
+        for medium in media:
+            self._changed[medium] = {}
+            self._again[medium] = self._known[medium] | self._unsure[medium]
+        self._watch += 1
+        self.resume()
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `CacheClient.describe`."""
@@ -76,28 +91,33 @@ class PoolChanges:
         texts = self._drained_texts
         return {key: texts.pop(key) for key in keys if key in texts} if texts else {}
 
-    def hear(self, message: wire.Changed) -> None:
-        """The service tells of a change. After its start it repeats which blocks are there."""
+    def hear(self, message: wire.Changed | wire.Repeated) -> None:
+        """The service tells of a change, or has repeated all that is there."""
+        if isinstance(message, wire.Repeated):
+            self._end_repetition(message)
+            return
         known, unsure = self._known[message.medium], self._unsure[message.medium]
+        again = self._again[message.medium]
         removed = [key for key in message.removed if key in known or key in unsure]
         known.difference_update(removed)
         unsure.difference_update(removed)
-        added = [key for key in message.added if key not in known and key not in unsure]
-        known.update(added)
+        new = {key for key in message.added if key not in known and key not in unsure}
+        known |= new
+        added = [key for key in message.added if key in new or key in again]
         if message.texts:
             texts = dict(zip(message.added, message.texts, strict=True))
             self._texts.update((key, texts[key]) for key in added if texts[key])
         self._report(message.medium, removed, added)
 
-    def lose(self, stored: Sequence[Sequence[bytes]]) -> None:
-        """The service is gone, and what it says no more is missed from now on.
+    def _end_repetition(self, message: wire.Repeated) -> None:
+        self._ended = message.number
+        if message.number == self._watch:
+            for medium, again in self._again.items():
+                self._known[medium] -= again
+                self._unsure[medium] |= again
 
-        Args:
-            stored: keys of stores that it has published, or has not.
-        """
-        if not self.watches:
-            return
-        self._lost += (key for keys in stored for key in keys)
+    def lose(self) -> None:
+        """The service is gone, and what it says no more is missed from now on."""
         for medium, unsure in self._unsure.items():
             known = self._known[medium]
             if len(unsure) < len(known):
@@ -107,8 +127,8 @@ class PoolChanges:
 
     def compares(self, below: KeySet) -> bool:
         """Whether `compare` has more to do now."""
-        is_unsure = self._lost or self._unsure[Medium.HOST]
-        return bool(is_unsure or (self._unsure[Medium.DISK] and below.is_complete))
+        unsure = self._unsure
+        return bool(unsure[Medium.HOST] or (unsure[Medium.DISK] and below.is_complete))
 
     def compare(self, below: KeySet) -> None:
         """Compare some of the blocks that were reported with those that are there. The engine is
@@ -120,11 +140,6 @@ class PoolChanges:
         if self._unsure[Medium.HOST]:
             keys = self._some(Medium.HOST)
             self._compare(Medium.HOST, keys, self._reader.present(keys))
-        elif self._lost:
-            keys, self._lost = self._lost, []
-            there = self._reader.present(keys)
-            added = [key for key, is_there in zip(keys, there, strict=True) if is_there]
-            self.hear(wire.Changed(Medium.HOST, [], added, []))
         elif below.is_complete:
             keys = self._some(Medium.DISK)
             self._compare(Medium.DISK, keys, below.contains(keys))
@@ -136,11 +151,14 @@ class PoolChanges:
     def _compare(self, medium: Medium, keys: Sequence[bytes], there: Sequence[bool]) -> None:
         here = list(zip(keys, there, strict=True))
         self._known[medium].update(key for key, is_there in here if is_there)
-        self._report(medium, [key for key, is_there in here if not is_there], ())
+        added = [key for key, is_there in here if is_there and key in self._again[medium]]
+        self._report(medium, [key for key, is_there in here if not is_there], added)
 
     def _report(self, medium: Medium, removed: list[bytes], added: Collection[bytes]) -> None:
-        changed = self._changed[medium]
+        changed, again = self._changed[medium], self._again[medium]
         for key in removed:
-            note(changed, key, False)
+            if key not in again:
+                note(changed, key, False)
         for key in added:
             note(changed, key, True)
+        again.difference_update(removed, added)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress, islice
+from typing import Protocol
 
-from flexkv.cache import KVCache
 from flexkv.service import messages as wire
 from flexkv.service.tier_keys import TierKeys
 from flexkv.types.changes import Changes, Medium
@@ -16,7 +16,17 @@ ENTRY_BYTES = 200
 _LEAVING = 4096
 """Blocks that have left a tier, and may be on their way to another. Not tuned."""
 _PART = 128
-"""Blocks that one step of `again` looks at. Not tuned."""
+"""Blocks that one step of `again` looks at, between two reads of an engine. Not tuned."""
+
+
+class DescribedCache(Protocol):
+    """The cache of a pool; see `SharedCache`."""
+
+    def missing(self, keys: Sequence[bytes], /) -> list[int]: ...
+    def describe(self, described: Mapping[bytes, bytes], /) -> None: ...
+    def take_descriptions(self, keys: Sequence[bytes], /) -> dict[bytes, bytes]: ...
+    def reported(self, keys: Sequence[bytes], /) -> list[bool]: ...
+    def listed(self) -> Iterator[list[bytes]]: ...
 
 
 class PoolDescriptions:
@@ -30,7 +40,7 @@ class PoolDescriptions:
         most_bytes: of descriptions. Those that have been kept for longest give way to others.
     """
 
-    def __init__(self, cache: KVCache, below: TierKeys, most_bytes: int) -> None:
+    def __init__(self, cache: DescribedCache, below: TierKeys, most_bytes: int) -> None:
         self._cache = cache
         self._below = below
         self._most_bytes = most_bytes
@@ -55,15 +65,23 @@ class PoolDescriptions:
             if self._texts and change.removed:
                 self._note_leaving(change.removed)
 
-    def again(self) -> Iterator[wire.Changed]:
-        """What an engine that begins is told: the blocks that have a description, a part at a
-        time."""
+    def again(self) -> Iterator[list[wire.Changed]]:
+        """What an engine that begins is told: all blocks, a part at a time; first those that have a
+        description. Each part is as old as the last of `messages`: an engine that has read those
+        and goes on to read the next ones is told of each block that leaves."""
         for keys in _parts(list(self._texts), _PART):
-            absent = set(self._cache.missing(keys))
-            in_host = [key for at, key in enumerate(keys) if at not in absent]
-            yield from _added(Medium.HOST, in_host, self._texts)
-            on_disk = list(compress(keys, self._below.contains(keys)))
-            yield from _added(Medium.DISK, on_disk, self._texts)
+            yield self._repeated(keys)
+        for listed in self._cache.listed():
+            keys = [key for key in listed if key not in self._texts]
+            yield [each for part in _parts(keys, _PART) for each in self._repeated(part)]
+
+    def _repeated(self, keys: list[bytes]) -> list[wire.Changed]:
+        in_host = compress(keys, self._cache.reported(keys))
+        on_disk = compress(keys, self._below.contains(keys))
+        return [
+            *_added(Medium.HOST, list(in_host), self._texts),
+            *_added(Medium.DISK, list(on_disk), self._texts),
+        ]
 
     def _keep(self, described: Mapping[bytes, bytes]) -> None:
         for key, text in described.items():
@@ -100,3 +118,13 @@ def _added(
 
 def _parts(keys: list[bytes], most: int) -> Iterator[list[bytes]]:
     return (keys[start : start + most] for start in range(0, len(keys), most))
+
+
+def joined(change: wire.Changed, later: wire.Changed) -> wire.Changed | None:
+    """Two changes that follow each other as one; None if they are none, or too many blocks."""
+    alike = change.medium is later.medium and bool(change.texts) == bool(later.texts)
+    added, texts = change.added + later.added, change.texts + later.texts
+    if not alike or change.removed or later.removed or len(added) > wire.MOST_KEYS:
+        return None
+    size = sum(map(len, added)) + sum(map(len, texts)) + 2 * wire.HEAD * len(added)
+    return None if size > wire.DESCRIBED_BYTES else wire.Changed(change.medium, [], added, texts)

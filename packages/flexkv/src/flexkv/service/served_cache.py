@@ -429,9 +429,8 @@ class ServedCache:
             self._line.come.clear()
             self._tiers.lose()
             self._uses.lose()
-            told = self._stores.lose_told()
-            self._changes.lose([store.keys for store in told])
-            for store in told:
+            self._changes.lose()
+            for store in self._stores.lose_told():
                 self._device.free_cell(store.cell)
         attachment = self._reattachment.take()
         if attachment is None:
@@ -442,8 +441,7 @@ class ServedCache:
         self._has_shares = attachment.has_shares
         self._is_alone = False
         self._stores.claim()
-        if self._changes.watches:
-            self._changes.watch()
+        self._changes.resume()
         self._line.send()
         logger.info("attached to the service of FlexKV again")
 
@@ -457,7 +455,7 @@ class ServedCache:
                 self._stores.recall(message.count)
             case wire.Fetched():
                 self._tiers.hear(message)
-            case wire.Changed():
+            case wire.Changed() | wire.Repeated():
                 self._changes.hear(message)
             case wire.Answered():
                 self._tiers.hear_answer(message)
@@ -569,6 +567,11 @@ class ServedCache:
     def has_changes(self) -> bool:
         """See `CacheClient.has_changes`."""
         return not self._changes.is_empty
+
+    @property
+    def awaits_changes(self) -> bool:
+        """See `CacheClient.awaits_changes`."""
+        return self._changes.awaits_changes
 
     def figures(self) -> Figures:
         """See `CacheClient.figures`."""

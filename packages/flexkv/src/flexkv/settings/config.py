@@ -294,7 +294,8 @@ class CacheConfig:
         "Tokens of one FlexKV block, the unit of lookup, eviction and copies; a multiple of the "
         "engine's block size. Small blocks waste less of a prompt's tail; large blocks cost less "
         "to manage. Default: the smallest multiple whose block over all layers and ranks has 2 "
-        "MiB, at most 128 tokens, at least one engine block.",
+        "MiB, at most 128 tokens, at least one engine block. With the engine's KV events on: one "
+        "engine block, since a block is announced as a whole.",
         read_by=ReadBy.ENGINE,
     )
     load_mode: str = setting(

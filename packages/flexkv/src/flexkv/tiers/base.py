@@ -13,7 +13,7 @@ such a store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -302,6 +302,11 @@ class IndexedTier(LowerTier, Protocol):
         """About `limit` blocks that the tier got or lost since the last call, the oldest change
         first; for the key of each whether the tier got it. A stall is not a change. Empty without
         `watch`."""
+        ...
+
+    def listed(self) -> Iterator[list[bytes]]:
+        """Keys of the blocks that the tier has or is writing, a part at a time; they come and leave
+        between two parts."""
         ...
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:

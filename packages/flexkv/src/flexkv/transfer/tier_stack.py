@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from flexkv.eviction import RequestContext
 from flexkv.figures.counters import TierCounters
@@ -270,6 +271,10 @@ class TierStack:
         """See `IndexedTier.drain_changes`; `limit` is for each tier."""
         drained = [changes_of(tier.medium, tier.drain_changes(limit)) for tier in self._indexed]
         return [changes for each in drained for changes in each]
+
+    def listed(self) -> Iterator[list[bytes]]:
+        """See `IndexedTier.listed`."""
+        return chain.from_iterable(tier.listed() for tier in self._indexed)
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `IndexedTier.describe`."""
