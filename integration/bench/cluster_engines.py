@@ -29,8 +29,8 @@ from integration.harness.mooncake_master import MooncakeMaster
 from integration.harness.s3_server import BUCKET, S3Server
 from integration.harness.store_process import StoreProcess
 
-MISS_LENGTH = 4096
-HIT_LENGTHS = (4096, 8192)
+MISS_LENGTH = 4090
+HIT_LENGTHS = (4090, 8190)
 TOKEN_BYTES = 4096
 BLOCK_TOKENS = 128
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES

@@ -19,7 +19,7 @@ from integration.bench.setup import Bench
 from integration.harness import connector
 from integration.harness.engine import Engine
 
-LENGTHS = (8192, 21000)
+LENGTHS = (8190, 21000)
 TOKEN_BYTES = 4096
 BLOCK_BYTES = 128 * TOKEN_BYTES
 ARENA_GB = 1.1 * 21000 * TOKEN_BYTES / (1 << 30)

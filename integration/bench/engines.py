@@ -17,8 +17,8 @@ from integration.harness import connector
 from integration.harness.answers import Completion
 from integration.harness.engine import Engine
 
-COLD_LENGTHS = (4096, 8192)
-EXAMPLE_LENGTH = 4096
+COLD_LENGTHS = LENGTHS[:2]
+EXAMPLE_LENGTH = LENGTHS[0]
 BATCH = 8
 BATCH_PROMPT = 256
 # Every request fills one block of 128 tokens and stores it on the way.

@@ -18,7 +18,7 @@ from integration.bench.setup import Bench
 from integration.harness.engine import Engine
 
 MODES = ("async", "layerwise", "auto")
-LENGTHS = (8192, 21000)
+LENGTHS = (8190, 21000)
 DECODING = 8
 DECODING_PROMPT = 256
 # They decode until all hits of a round have been measured.

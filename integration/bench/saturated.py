@@ -33,7 +33,7 @@ QUEUED = 3
 LONG = 2048
 CONVERSATION = 1024
 NEW_TOKENS = 64
-IDLE_HIT = 8192
+IDLE_HIT = 8190
 DEFAULT, ALWAYS, NEVER = "default", "always_load", "never"
 
 Pairs = dict[str, list[tuple[Completion, Completion]]]

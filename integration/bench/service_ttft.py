@@ -19,7 +19,7 @@ from integration.bench.setup import Bench
 from integration.harness import connector
 from integration.harness.engine import Engine
 
-LENGTH = 8192
+LENGTH = 8190
 PROMPTS = 3
 _TOKEN_BYTES = 4096
 ARENA_GB = 1.1 * LENGTH * _TOKEN_BYTES / (1 << 30)

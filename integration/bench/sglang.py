@@ -23,9 +23,9 @@ from integration.sglang.hicache import hicache_config
 from integration.sglang.linker import linker_config
 from integration.sglang.server import ServerConfig, SglangServer
 
-LENGTHS = (4096, 8192)
-MISS_LENGTH = 4096
-"""Computing 8,192 tokens takes SGLang's attention for CPUs three times as long."""
+LENGTHS = (4090, 8190)
+MISS_LENGTH = 4090
+"""Computing 8,190 tokens takes SGLang's attention for CPUs three times as long."""
 PAGE_TOKENS = 64
 """What the quickstart recommends."""
 KV_TOKENS = 4 * LENGTHS[-1]

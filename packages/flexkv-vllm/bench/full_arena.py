@@ -33,7 +33,9 @@ from flexkv.types.presence import Presence
 
 PROMPT_BLOCKS = 1312
 PRESENCE_BLOCKS = 8000
-DECODING = ((16, 1312), (64, 1312), (256, 328))
+ARENA_SLOTS = 1 << 18
+"""At least: 64 GiB and more of large models' blocks."""
+DECODING = ((16, 1312), (64, 1312), (256, 328), (1024, 256))
 """Requests that decode, and blocks of each. Every request fills a block in another step."""
 PROMPTS: dict[str, dict[str, Any]] = {
     "one group": {},
@@ -60,7 +62,7 @@ def run(repeats: int = 101) -> list[dict[str, Any]]:
                 world, requests, blocks, repeats
             ),
             num_blocks=requests * (blocks + _ANSWER_BLOCKS) + 2 * PROMPT_BLOCKS,
-            slots=requests * blocks,
+            slots=ARENA_SLOTS,
             max_requests=requests,
         )
         case = f"{requests} requests of {blocks:,} blocks"
@@ -69,7 +71,7 @@ def run(repeats: int = 101) -> list[dict[str, Any]]:
         found = _in_world(
             lambda world: _prompts(world, max(5, repeats // 5)),
             num_blocks=6 * PROMPT_BLOCKS,
-            slots=4 * PROMPT_BLOCKS,
+            slots=ARENA_SLOTS,
             **options,
         )
         rows += [_row(name, case, taken) for name, taken in found.items()]
@@ -101,6 +103,8 @@ def _in_world(measure: Callable[[World], Any], **options: Any) -> Any:
 
 def _decoding(world: World, requests: int, blocks: int, repeats: int) -> list[float]:
     rng = random.Random(0)
+    while world.cache._index.free_slots > requests * blocks:
+        world.generate(_prompt(rng), max_tokens=1)
     for i in range(requests):
         length = blocks * BLOCK_TOKENS - 1 - i % BLOCK_TOKENS
         world.add(random_prompt(rng, length), max_tokens=_ANSWER_BLOCKS * BLOCK_TOKENS)

@@ -25,7 +25,9 @@ from engine_world import BLOCK_TOKENS, World, random_prompt
 from stopwatch import Stopwatch, leave_out_workers
 
 
-def run(repeats: int = 501, decoding: tuple[int, ...] = (0, 8, 64)) -> list[dict[str, Any]]:
+def run(
+    repeats: int = 501, decoding: tuple[int, ...] = (0, 8, 64, 256, 1024)
+) -> list[dict[str, Any]]:
     """Median microseconds per step, with so many requests decoding and no block filling up."""
     return [
         {"name": "idle step", "decoding": count, "repeats": repeats, "microseconds": microseconds}
@@ -36,7 +38,9 @@ def run(repeats: int = 501, decoding: tuple[int, ...] = (0, 8, 64)) -> list[dict
 
 def measure(decoding: int, repeats: int) -> float:
     with tempfile.TemporaryDirectory() as directory:
-        world = World(Path(directory), num_blocks=4096, slots=4096, budget=2048, max_requests=64)
+        world = World(
+            Path(directory), num_blocks=1 << 16, slots=1 << 18, budget=2048, max_requests=1024
+        )
         try:
             leave_out_workers(world)
             gc.collect()
@@ -51,7 +55,7 @@ def _measure(world: World, decoding: int, repeats: int) -> float:
     rng = random.Random(0)
     for _ in range(decoding):
         world.add(random_prompt(rng, BLOCK_TOKENS), max_tokens=1900)
-    for _ in range(4):
+    for _ in range(4 + decoding * BLOCK_TOKENS // 2048):
         world.step()
     watch = Stopwatch(world.connector)
     taken: list[float] = []
