@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 from flexkv.eviction import OTHERWISE, POLICIES, RequestContext
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
@@ -149,6 +150,9 @@ class ModelTier:
         self._index.clear()
 
     empty = clear
+
+    def sync(self) -> list[Future[str]]:
+        return []
 
     def watch(self) -> None:
         self._index.watch()

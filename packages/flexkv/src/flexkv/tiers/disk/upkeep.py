@@ -310,7 +310,8 @@ class Upkeep:
             Exception: the last error, if one could not be erased.
         """
         error = None
-        left, written = [], []
+        left: list[int] = []
+        written: list[int] = []
         for slot in self._left:
             failure = self._try_write(slot, table.EMPTY_RECORD)
             (written if failure is None else left).append(slot)
