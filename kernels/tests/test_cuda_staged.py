@@ -145,10 +145,10 @@ class Model:
         tokens, heads, numbers = self.tokens, self.heads, self.numbers
         if self.latent:
             strides = (tokens * numbers, numbers, 1)
-            return TensorView("", base, (blocks, tokens, numbers), strides, self.size, None)
+            return TensorView("", base, (blocks, tokens, numbers), strides, self.size, None, 0)
         inner = (numbers, heads * numbers) if self.nhd else (tokens * numbers, numbers)
         strides = (heads * tokens * numbers, *inner, 1)
-        return TensorView("", base, (blocks, heads, tokens, numbers), strides, self.size, 1)
+        return TensorView("", base, (blocks, heads, tokens, numbers), strides, self.size, 1, 0)
 
     def world(self, blocks: int, block_tokens: int | None) -> tuple[World, list[int]]:
         """Pages of so many blocks, and where each has its place: those of a slot side by side."""

@@ -69,7 +69,7 @@ def views(layout: ModelLayout, blocks: int) -> list[TensorView]:
     shape = (blocks, layout.heads, tokens, row)
     strides = (layout.heads * tokens * row, row, layout.heads * row, 1)
     size = 2 * strides[0] * blocks
-    return [TensorView(str(n), n * size, shape, strides, 2, 1) for n in range(layout.layers)]
+    return [TensorView(str(n), n * size, shape, strides, 2, 1, 0) for n in range(layout.layers)]
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -52,6 +52,7 @@ class Rank:
                 layer.strides,
                 1,
                 1 if split else None,
+                page_dim=0,
             )
             for i, layer in enumerate(self.kv)
         ]

@@ -161,7 +161,7 @@ def of_an_engine(shape: Shape, tokens: int, row: int) -> list[tuple[int, ...]]:
     sizes = (blocks, heads, tokens, row // 2)
     strides = (tokens * heads * row // 2, row // 2, heads * row // 2, 1)
     views = [
-        TensorView(str(layer), layer * blocks * tokens * heads * row, sizes, strides, 2, 1)
+        TensorView(str(layer), layer * blocks * tokens * heads * row, sizes, strides, 2, 1, 0)
         for layer in range(shape.layers)
     ]
     return [tuple(p) for p in KVLayout.from_tensors(views, blocks).place(shape.slot_blocks)]

@@ -254,6 +254,7 @@ def _layout_of(described: Sequence[_Described], pages: int, local: int | None) -
             tuple(each.tensor.stride()),
             each.tensor.element_size(),
             each.head_dim if each.has_heads(local) else None,
+            page_dim=0,
         )
         for each in described
     ]

@@ -74,7 +74,7 @@ def _cut(name: str, states: torch.Tensor, layers: list[int], most: int) -> CutSt
     parts = _parts_of(size, most // len(layers))
     tensors = {f"state {layer} {name}": row.view(count * parts, -1) for layer, row in rows.items()}
     views = [
-        TensorView(str(layer), row.data_ptr(), (count * parts,), (1,), size // parts)
+        TensorView(str(layer), row.data_ptr(), (count * parts,), (1,), size // parts, page_dim=0)
         for layer, row in rows.items()
     ]
     order = sorted(range(2, states.dim()), key=states.stride)

@@ -56,13 +56,16 @@ def describe_pages(
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     sharding = Sharding.by_head(heads, ranks)
     local_heads = model.get_num_kv_heads(parallel) if sharding is not None else None
-    layout = KVLayout.from_tensors(_views(kv_caches, local_heads), _num_blocks(vllm_config))
+    num_blocks = _num_blocks(vllm_config)
+    layout = KVLayout.from_tensors(_views(kv_caches, local_heads, num_blocks), num_blocks)
     if sharding is None or not layout.by_head:
         return layout, Sharding(ranks)
     return layout, sharding
 
 
-def _views(kv_caches: Mapping[str, torch.Tensor], local_heads: int | None) -> Iterable[TensorView]:
+def _views(
+    kv_caches: Mapping[str, torch.Tensor], local_heads: int | None, num_blocks: int
+) -> Iterable[TensorView]:
     for name, tensor in kv_caches.items():
         by_head = tensor.dim() == _BHNC_DIMS and tensor.shape[_HEAD_DIM] == local_heads
         yield TensorView(
@@ -72,6 +75,8 @@ def _views(kv_caches: Mapping[str, torch.Tensor], local_heads: int | None) -> It
             tuple(tensor.stride()),
             tensor.element_size(),
             _HEAD_DIM if by_head else None,
+            # A pair of keys and values may stand before the blocks.
+            page_dim=None if tensor.shape[0] % num_blocks else 0,
         )
 
 

@@ -239,6 +239,45 @@ def test_indescribable_layouts_are_refused(views: list[TensorView], message: str
         KVLayout.from_tensors(views, 3)
 
 
+@pytest.mark.parametrize(
+    ("shape", "blocks", "fits"),
+    [
+        ((16, 16, 64), 16, "0 and 1"),
+        ((2, 2, 8), 2, "0 and 1"),
+        ((4, 16, 16, 16), 16, "1 and 2 and 3"),
+        ((64, 2, 16), 16, "0 and 2"),  # smaller blocks of the kernels, or the tokens of a block
+        ((2, 32, 16), 16, "1 and 2"),
+        ((4, 6, 8), 2, "0 and 1"),
+    ],
+)
+def test_of_two_dimensions_that_may_count_pages_none_is_guessed(
+    shape: tuple[int, ...], blocks: int, fits: str
+) -> None:
+    view = dense("l0", shape, tuple(range(len(shape))))
+    with pytest.raises(LayoutError, match=f"dimensions {fits} that may count .*; allowed: .*page_"):
+        KVLayout.from_tensors([view], blocks)
+    for dim in map(int, fits.split(" and ")):
+        layout = KVLayout.from_tensors([replace(view, page_dim=dim)], blocks)
+        ratio = shape[dim] // blocks
+        for block in range(blocks):
+            own = range(block * ratio, (block + 1) * ratio)
+            assert set(page_addresses(layout, block)) == addresses(view, dim, own)
+
+
+def test_the_dimension_of_heads_counts_no_pages() -> None:
+    view = replace(dense("l0", (8, 8, 16), (0, 1, 2)), head_dim=0)
+    layout = KVLayout.from_tensors([view], 8)
+    assert layout.by_head
+    assert set(page_addresses(layout, 3)) == addresses(view, 1, range(3, 4))
+
+
+@pytest.mark.parametrize("page_dim", [-1, 1, 2, 3, 4])
+def test_a_page_dim_that_counts_no_pages_is_refused(page_dim: int) -> None:
+    view = replace(dense("l0", (3, 4, 0, 3), (0, 1, 2, 3)), head_dim=3, page_dim=page_dim)
+    with pytest.raises(LayoutError, match=f"no dimension .*, or page_dim={page_dim} is none; allo"):
+        KVLayout.from_tensors([view], 3)
+
+
 @pytest.mark.parametrize("blocks", [0, -1])
 def test_an_engine_has_blocks(blocks: int) -> None:
     with pytest.raises(LayoutError, match=f"reports {blocks} KV blocks"):
@@ -272,8 +311,8 @@ def test_where_heads_lie_makes_no_other_geometry() -> None:
 
 def test_an_arrays_view_has_its_address_strides_and_owner() -> None:
     array = np.zeros((6, 4, 8), np.float16).transpose(1, 0, 2)
-    view = TensorView.of("kv", array, head_dim=2)
-    assert view == TensorView("kv", array.ctypes.data, (4, 6, 8), (8, 32, 1), 2, 2)
+    view = TensorView.of("kv", array, head_dim=2, page_dim=1)
+    assert view == TensorView("kv", array.ctypes.data, (4, 6, 8), (8, 32, 1), 2, 2, 1)
     assert view.owner is array
     dense = TensorView.of("kv", np.zeros((3, 5), np.uint32))
     assert (dense.stride, dense.itemsize) == ((5, 1), 4)

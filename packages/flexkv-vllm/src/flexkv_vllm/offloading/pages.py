@@ -96,4 +96,5 @@ def _views(
             (tensor.shape[0], ref.page_size_bytes),
             (tensor.stride(0), 1),
             1,
+            page_dim=0,
         )

@@ -118,10 +118,11 @@ class KVLayout:
                 block holds one or the other: they are as long as the longest, and opaque. Tensors
                 of one name belong to one layer.
             num_blocks: number of the engine's blocks. One dimension of every tensor has this
-                extent, or a multiple of it if the engine's kernels use smaller blocks.
+                extent, or a multiple of it if the engine's kernels use smaller blocks. If several
+                may, `page_dim` of the view names it.
 
         Raises:
-            LayoutError: a tensor has no such dimension, or its pages overlap.
+            LayoutError: a tensor has no such dimension, or several, or its pages overlap.
         """
         if num_blocks <= 0:
             raise LayoutError(f"the engine reports {num_blocks} KV blocks; allowed: 1 or more")

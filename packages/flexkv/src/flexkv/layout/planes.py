@@ -37,6 +37,7 @@ class TensorView:
         itemsize: bytes of one element.
         head_dim: the dimension that counts this rank's KV heads; None if there is none, or if its
             entries cannot be divided.
+        page_dim: the dimension that counts blocks; None if only one has a fitting extent.
         owner: owner of the memory, kept alive by the view and layouts made of it; None if the
             caller keeps the memory alive.
     """
@@ -47,10 +48,17 @@ class TensorView:
     stride: tuple[int, ...]
     itemsize: int
     head_dim: int | None = None
+    page_dim: int | None = None
     owner: object = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, name: str, array: object, head_dim: int | None = None) -> TensorView:
+    def of(
+        cls,
+        name: str,
+        array: object,
+        head_dim: int | None = None,
+        page_dim: int | None = None,
+    ) -> TensorView:
         """The view of a numpy array, or of another object with `__array_interface__`, which it
         keeps alive.
 
@@ -58,6 +66,7 @@ class TensorView:
             name: what to call it in an error.
             array: array of numbers, in host memory, writable.
             head_dim: see `TensorView`.
+            page_dim: see `TensorView`.
 
         Raises:
             LayoutError: `array` is not such an array.
@@ -83,7 +92,7 @@ class TensorView:
                 f"{itemsize} bytes of an element"
             )
         stride = tuple(each // itemsize for each in strides)
-        return cls(name, address, shape, stride, itemsize, head_dim, array)
+        return cls(name, address, shape, stride, itemsize, head_dim, page_dim, array)
 
     def __str__(self) -> str:
         return f"KV cache tensor {self.name!r} of shape {self.shape} and strides {self.stride}"
@@ -150,7 +159,7 @@ def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
         LayoutError: the tensor is not paged by block.
     """
     block_dim, ratio = _find_block_dim(view, num_blocks)
-    if view.head_dim is None or view.head_dim == block_dim:
+    if view.head_dim is None:
         return None
     dims = _dims_within(view, block_dim, ratio, view.head_dim)
     row_bytes, outer = _fold(dims, view.itemsize)
@@ -200,21 +209,42 @@ def _dims_within(
 def _find_block_dim(view: TensorView, num_blocks: int) -> tuple[int, int]:
     """The dimension that counts blocks, and how many of its entries make one block.
 
-    The first dimension with exactly `num_blocks` entries wins, else the first dimension with a
-    multiple of it: engines put at most the K/V pair before the block dimension.
+    Without `page_dim`, a dimension fits if it has `num_blocks` entries. One of the first two also
+    fits with a multiple, unless one with `num_blocks` entries stands before it: engines put at most
+    the K/V pair before the block dimension. A single block is all of the tensor, whichever fits.
     """
     if len(view.shape) != len(view.stride):
         raise LayoutError(f"{view} has not one stride for each dimension")
-    for dim, size in enumerate(view.shape):
-        if size == num_blocks:
-            return dim, 1
-    for dim, size in enumerate(view.shape[:2]):
-        if size > 0 and size % num_blocks == 0:
-            return dim, size // num_blocks
+    sizes = [0 if dim == view.head_dim else size for dim, size in enumerate(view.shape)]
+    fits = [
+        dim
+        for dim, size in enumerate(sizes)
+        if size > 0
+        and size % num_blocks == 0
+        and (
+            dim == view.page_dim
+            if view.page_dim is not None
+            else size == num_blocks or (dim < _FIRST and num_blocks not in sizes[:dim])
+        )
+    ]
+    if len(fits) > 1 < num_blocks:
+        raise LayoutError(
+            f"{view} has dimensions {' and '.join(map(str, fits))} that may count the engine's "
+            f"{num_blocks} blocks; allowed: one such dimension, or page_dim in its TensorView"
+        )
+    if fits:
+        dim = min(fits, key=lambda dim: sizes[dim])
+        return dim, sizes[dim] // num_blocks
+    which = "" if view.page_dim is None else f", or page_dim={view.page_dim} is none"
     raise LayoutError(
-        f"{view} has no dimension that counts the engine's {num_blocks} blocks; "
-        f"allowed: a dimension of {num_blocks} or, as one of the first two, a multiple of it"
+        f"{view} has no dimension that counts the engine's {num_blocks} blocks{which}; "
+        f"allowed: a dimension of {num_blocks} or, as one of the first two or page_dim, a multiple "
+        f"of it; it counts no heads"
     )
+
+
+_FIRST = 2
+"""Of this many first dimensions, one may count smaller blocks: the K/V pair stands before it."""
 
 
 def _fold(dims: Sequence[Dim], itemsize: int) -> tuple[int, list[Dim]]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,12 +32,11 @@ def layouts(draw: st.DrawFn) -> KVLayout:
             (stride, 64, 1),
             1,
             1 if by_head else None,
+            page_dim=0,
         )
         views.append(view)
         if draw(st.booleans()):
-            views.append(
-                TensorView(f"twin{layer}", base, view.shape, view.stride, 1, view.head_dim)
-            )
+            views.append(replace(view, name=f"twin{layer}"))
     return KVLayout.from_tensors(views, BLOCKS)
 
 

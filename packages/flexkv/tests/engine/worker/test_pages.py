@@ -13,7 +13,7 @@ HEADS, DIM = 4, 16
 def layout_of(layers: int, blocks: int, heads: int) -> KVLayout:
     """Layers of heads with `DIM` bytes a page, which KV heads divide."""
     views = [
-        TensorView(str(i), 4096 * (1 + i), (blocks, heads, DIM), (heads * DIM, DIM, 1), 1, 1)
+        TensorView(str(i), 4096 * (1 + i), (blocks, heads, DIM), (heads * DIM, DIM, 1), 1, 1, 0)
         for i in range(layers)
     ]
     return KVLayout.from_tensors(views, blocks)
