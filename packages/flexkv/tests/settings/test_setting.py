@@ -201,6 +201,11 @@ def test_shares_are_a_mapping_a_text_or_pairs() -> None:
         {1: 1},
         {"x" * 129: 1},
         "a=1;a=2",
+        "a=40,b=20",
+        "a,b=20",
+        "a=40&b=20",
+        {"a=40,b": 20},
+        {"a=1": 20},
         "a",
         [["a"]],
         [["a", 1, 2]],
@@ -212,3 +217,10 @@ def test_shares_are_a_mapping_a_text_or_pairs() -> None:
 def test_wrong_shares_are_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match="is not a valid tenant_shares; allowed: NAME=PERCENT"):
         load_config({"tenant_shares": wrong})
+
+
+@pytest.mark.parametrize("wrong", ["a,b", "a=40,b", "a=1", "a;b", "a b"])
+def test_a_tenant_that_no_share_can_name_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="is not a valid tenant; allowed: 1 to 128 printable"):
+        load_config({"tenant": wrong})
+    assert load_config({"tenant": "c2FsdA=="}).tenant == "c2FsdA=="

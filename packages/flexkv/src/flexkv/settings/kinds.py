@@ -201,13 +201,15 @@ def shares() -> ValueKind[tuple[tuple[str, float], ...]]:
 _WHOLE = 100 + 1e-9
 """All of the memory, rounded up."""
 _PAIR = 2
-_TENANTS = f"1 to {NAME_CHARACTERS} printable characters without space and `;`"
+_TENANTS = (
+    f"1 to {NAME_CHARACTERS} printable characters without space, `;` and `,`, `=` only at its end"
+)
 
 
 def _parse_tenant(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= NAME_CHARACTERS:
         raise ValueError
-    if not value.isprintable() or " " in value or ";" in value:
+    if not value.isprintable() or set(" ;,") & set(value) or "=" in value.rstrip("="):
         raise ValueError
     return value
 
