@@ -144,6 +144,18 @@ def test_host_memory_is_larger_than_the_engines_own_cache(
         assert "100.00 GiB are available" in line
 
 
+@pytest.mark.parametrize(
+    ("setting", "pages", "size"), [(None, 1, 2), (None, 20, 40), (None, 60, 50), (3.0, 1, 3)]
+)
+def test_without_an_engine_the_pages_decide_the_default(
+    monkeypatch: pytest.MonkeyPatch, setting: float | None, pages: int, size: int
+) -> None:
+    monkeypatch.setattr(arena_module, "available_memory", lambda promised=(): 100 * GIB)
+    monkeypatch.setattr(arena_module, "free_huge_pages", lambda: 0)
+    block_format = BlockFormat(1, (1 << 20,))
+    assert plan_arena(block_format, setting, pages=pages << 10).slots_bytes == size * GIB
+
+
 def test_more_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ArenaError, match=r"cpu_cache_gb is 1000000 GiB; allowed: at most \d+"):
         plan_arena(FORMAT, 1e6)

@@ -344,6 +344,18 @@ def test_a_cache_that_nobody_holds_warns_and_frees_its_memory(pages: Pages) -> N
     assert mapped_arenas() == before
 
 
+@own
+def test_host_memory_is_twice_the_layout_by_default(pages: Pages) -> None:
+    rounds = [[b"%d %d" % (number, page) for page in range(PAGES)] for number in range(3)]
+    with open_cache({}, pages.layout) as cache:
+        for keys in rounds[:2]:
+            assert cache.store(keys, pages=range(PAGES)) == PAGES
+        assert [cache.lookup(keys) for keys in rounds[:2]] == [PAGES, PAGES]
+        assert cache.store(rounds[2], pages=range(PAGES)) == PAGES
+        found = sum(cache.lookup([key]) for keys in rounds for key in keys)
+    assert found == 2 * PAGES
+
+
 def test_arrays_live_as_long_as_a_cache_of_theirs() -> None:
     array = np.zeros((PAGES, 64), np.uint8)
     alive = weakref.ref(array)

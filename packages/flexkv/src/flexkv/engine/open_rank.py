@@ -34,6 +34,7 @@ def open_rank(
     model: str = "",
     pool_blocks: int = 0,
     engines: int = 1,
+    pages: int = 0,
 ) -> tuple[Session, Movers]:
     """Meet the other ranks, and start the movers between this rank's pages and the arena.
 
@@ -45,7 +46,7 @@ def open_rank(
         ranks: the number of ranks of the engine.
         start: makes the movers for an arena and a number of threads. May raise ValueError.
         model: the name by which the engine serves its model.
-        pool_blocks, engines: see `plan_arena`.
+        pool_blocks, engines, pages: see `plan_arena`.
 
     Returns:
         The session and the movers. The caller closes the movers, then the session.
@@ -66,6 +67,7 @@ def open_rank(
             model=model,
             pool_blocks=pool_blocks,
             engines=engines,
+            pages=pages,
         )
         with closed_on_error(session):
             try:
@@ -84,6 +86,7 @@ def meet(
     model: str = "",
     pool_blocks: int = 0,
     engines: int = 1,
+    pages: int = 0,
 ) -> Session:
     """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
     if shard.rank > 0 and engine_id is not None:
@@ -101,6 +104,7 @@ def meet(
             promised,
             pool_blocks=pool_blocks,
             engines=engines,
+            pages=pages,
             grows=config.memory_grows,
         )
 

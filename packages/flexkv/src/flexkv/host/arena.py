@@ -134,6 +134,7 @@ def plan_arena(
     *,
     pool_blocks: int = 0,
     engines: int = 1,
+    pages: int = 0,
     grows: bool = False,
 ) -> ArenaSpec:
     """Size the arena.
@@ -145,6 +146,7 @@ def plan_arena(
         pool_blocks: engine blocks of the engine's own KV cache on each rank; 0 if it has none. If
             host memory is no larger, a warning is logged.
         engines: engines of a server, of which each is about to take an arena of the default size.
+        pages: engine blocks of a program without an engine, which decide the default; else 0.
         grows: the setting `memory_grows`.
 
     Raises:
@@ -158,7 +160,10 @@ def plan_arena(
     pool_bytes = pool_slots * block_format.slot_bytes
     if cpu_cache_gb is None:
         least = DEFAULT_CACHE_GB * GIB / engines
-        wanted = int(min(max(least, _POOLS * pool_bytes), available / 2 / engines))
+        usual = max(least, _POOLS * pool_bytes)
+        if pages:
+            usual = _POOLS * pages / block_format.engine_blocks * block_format.slot_bytes
+        wanted = int(min(usual, available / 2 / engines))
         given, asked = "", f"is not set, and its default has {wanted} bytes now"
     else:
         wanted = int(cpu_cache_gb * GIB)

@@ -87,7 +87,8 @@ def open_cache(
         return where.make_mover(pool.planes, pool.stored, pool.num_blocks, arena, threads)
 
     shard = pages.shard(["engine: none", *parts], where.numa_node)
-    session, mover = open_rank(config, None, shard, 1, start, model=next(filter(None, parts), ""))
+    model = next(filter(None, parts), "")
+    session, mover = open_rank(config, None, shard, 1, start, model=model, pages=layout.num_blocks)
     with closed_on_error(session):
         try:
             cache = make_cache(

@@ -102,8 +102,9 @@ class CacheConfig:
         None,
         "Host memory for cached blocks, in GiB, for all ranks of an engine together. FlexKV "
         "allocates and fills it at start. Default: twice the size of the engine's own KV cache, "
-        "at least 16, and at most half of the memory that is available at start. Memory that "
-        "other starting engines of this user are about to take is not available.",
+        "at least 16, or without an engine twice the pages of the layout, and at most half of the "
+        "memory that is available at start. Memory that other starting engines of this user are "
+        "about to take is not available.",
     )
     memory_grows: bool = setting(
         flag(),
