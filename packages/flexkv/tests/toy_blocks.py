@@ -150,7 +150,8 @@ class ToyPages:
 
     def of_rank(self) -> RankPages:
         """All of the pages, which one rank has."""
-        layout = KVLayout.from_tensors([TensorView.of("layer", self.tensor)], len(self.tensor))
+        view = TensorView.of("layer", self.tensor, page_dim=0)
+        layout = KVLayout.from_tensors([view], len(self.tensor))
         return RankPages(layout, 1, Sharding(1))
 
     def compute(self, request: ToyRequest, count: int) -> int:
