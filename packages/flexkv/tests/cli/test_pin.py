@@ -95,6 +95,7 @@ def test_a_directory_without_an_engine_is_exit_code_1(
     [
         (("--seconds", "x"), "--seconds is 'x' on the command line; allowed: a number"),
         (("--seconds", "0"), "on the command line, seconds is 0; allowed: above 0, up to 2592000"),
+        (("--seconds", "2592001"), "seconds is 2592001; allowed: above 0, up to 2592000"),
         (("--seconds", "nan"), "on the command line, seconds is nan"),
         (("--name", ""), "on the command line, the name of a pin is ''"),
     ],

@@ -183,11 +183,11 @@ def test_a_setting_without_the_one_that_it_needs_is_an_error(setting: Setting) -
 
 
 def test_shares_are_a_mapping_a_text_or_pairs() -> None:
-    shares = (("team-a", 40.0), ("c2FsdA==", 12.5))
-    text = "team-a=40; c2FsdA===12.5"
-    for form in ({"team-a": 40, "c2FsdA==": "12.5"}, text, list(shares), shares):
+    shares = (("team-a", 40.0), ("c2FsdA==", 12.3456789))
+    text = "team-a=40; c2FsdA===12.3456789"
+    for form in ({"team-a": 40, "c2FsdA==": "12.3456789"}, text, list(shares), shares):
         assert load_config({"tenant_shares": form}).tenant_shares == shares
-    assert SETTINGS["tenant_shares"].written(shares) == "team-a=40;c2FsdA===12.5"
+    assert SETTINGS["tenant_shares"].written(shares) == "team-a=40;c2FsdA===12.3456789"
 
 
 @pytest.mark.parametrize(

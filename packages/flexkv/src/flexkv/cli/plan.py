@@ -22,7 +22,7 @@ from flexkv.plan.saving import LoadCost, PrefillCost, Savings
 from flexkv.plan.sizing import GIB, Limits, size_up
 from flexkv.types.deadline import call_beside
 from flexkv.types.errors import TraceError
-from flexkv.types.texts import size
+from flexkv.types.texts import exact, size
 
 NAME = "plan"
 HELP = "replay a trace: what memory, disk and policies would bring"
@@ -64,7 +64,7 @@ def _report(options: Options, model: ModelCache | None, progress: ProgressShown)
     most_memory = options.most_memory
     if most_memory is not None and not _blocks(most_memory, block_bytes):
         raise TraceError(
-            f"'{most_memory:g}' from --max-memory-gb is less than a block; allowed: at least "
+            f"'{exact(most_memory)}' from --max-memory-gb is less than a block; allowed: at least "
             f"{size(round(block_bytes))}, in GiB"
         )
     cost = _cost(read, options.prefill_rate, model)
@@ -122,7 +122,7 @@ def _cost(read: TraceFile, rate: float | None, model: ModelCache | None) -> Pref
         tokens = trace.prompt_tokens
         pairs = sum(each.prompt_tokens**2 for each in trace.requests) / 2
         per_token = tokens / rate / (tokens + (pairs / even if even else 0.0))
-        source = f"{rate:g} tokens a second, as given"
+        source = f"{exact(rate)} tokens a second, as given"
         if even:
             source += f"; attention costs as much as all else at token {even:,.0f}"
         return PrefillCost(per_token, per_token / even if even else 0.0, source)

@@ -15,6 +15,7 @@ from flexkv.plan.read import AUTO, FORMS, STANDARD_INPUT
 from flexkv.plan.sizing import GIB
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.errors import TraceError
+from flexkv.types.texts import exact
 
 _MOST_GIB = float(1 << 20)
 _MOST_TOKENS = 1 << 20
@@ -265,6 +266,6 @@ def _number(
     except ValueError:
         value = math.nan
     if not least <= value <= most:
-        allowed = allowed or f"a number from {least:g} to {most:g}"
+        allowed = allowed or f"a number from {exact(least)} to {exact(most)}"
         raise TraceError(f"{text!r} from {option}; allowed: {allowed}")
     return value

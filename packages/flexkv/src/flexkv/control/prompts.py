@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 
 from flexkv.control.http_door import RefusedError
+from flexkv.types.texts import exact
 
 MOST_TOKENS = 1 << 20
 """The most tokens, and the most hashes, of a question. Not tuned."""
@@ -253,7 +254,9 @@ def check_pin(question: PinQuestion) -> None:
     check_name(question.name)
     seconds = question.seconds
     if seconds is not None and not 0 < seconds <= MOST_PIN_SECONDS:
-        raise RefusedError(f"seconds is {seconds:g}; allowed: above 0, up to {MOST_PIN_SECONDS}")
+        raise RefusedError(
+            f"seconds is {exact(seconds)}; allowed: above 0, up to {MOST_PIN_SECONDS}"
+        )
 
 
 def check_name(name: str) -> None:

@@ -20,6 +20,7 @@ from flexkv.plan.fields import LineError, json_object, json_objects
 from flexkv.plan.starts import Starts
 from flexkv.plan.trace import Trace
 from flexkv.types.errors import TraceError
+from flexkv.types.texts import exact
 
 AUTO = "auto"
 FORMS = (
@@ -124,7 +125,7 @@ def read_trace(
         )
     if reading.sessions_per_hour is not None and not found.made_starts:
         raise TraceError(
-            f"'{reading.sessions_per_hour:g}' from --sessions-per-hour has no use, because "
+            f"'{exact(reading.sessions_per_hour)}' from --sessions-per-hour has no use, because "
             f"{path!r} has the start of every session; allowed: no --sessions-per-hour"
         )
     return found

@@ -14,6 +14,7 @@ from flexkv.settings import GIB, SETTINGS, CacheConfig
 from flexkv.settings.setting import show
 from flexkv.settings.settings_file import read_file
 from flexkv.types.errors import ConfigError
+from flexkv.types.texts import exact
 
 MEMORY, DISK, SHARES = "cpu_cache_gb", "ssd_cache_gb", "tenant_shares"
 _SIZES = (MEMORY, DISK)
@@ -106,9 +107,9 @@ class PoolSizes:
         taken = self._plan(model)
         if not _holds(taken.size.memory, slot_bytes):
             raise NoRoomError(
-                f"other pools have all {self._file.total.memory:g} GiB of total.{MEMORY} in "
-                f"{self._file.path}; allowed: an entry for the model {model!r}, or to end the "
-                f"engines of another that has none"
+                f"other pools have all {exact(self._file.total.memory or 0)} GiB of "
+                f"total.{MEMORY} in {self._file.path}; allowed: an entry for "
+                f"the model {model!r}, or to end the engines of another that has none"
             )
         if not _holds(taken.size.disk, slot_bytes):
             taken.size = replace(taken.size, disk=None)
@@ -277,6 +278,6 @@ class _Reader:
             needed = sum(size or 0.0 for size in sizes.values())
             if needed > total:
                 raise ConfigError(
-                    f"the entries of pools in {self._path} have {needed:g} GiB of {name} together, "
-                    f"and total.{name} is {total:g}; allowed: no more than the total"
+                    f"the entries of pools in {self._path} have {exact(needed)} GiB of {name} "
+                    f"together, and total.{name} is {exact(total)}; allowed: no more than the total"
                 )

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 
 from flexkv.settings.setting import ValueKind
 from flexkv.types.tenants import MOST_TENANTS, NAME_CHARACTERS, tenant_number
+from flexkv.types.texts import exact
 
 _LEAST_GIB = 1e-6
 """The least size, about 1 KiB. Tests use caches of some KiB."""
@@ -75,11 +76,8 @@ def number(least: float, most: float, unit: str, limit: str = "") -> ValueKind[f
             raise ValueError
         return number
 
-    def written(value: float) -> str:
-        return str(int(value) if value == int(value) else value)
-
-    allowed = f"a number from {written(least)} to {written(most)}{limit and f', {limit}'}"
-    return ValueKind(unit, allowed, parse, written)
+    allowed = f"a number from {exact(least)} to {exact(most)}{limit and f', {limit}'}"
+    return ValueKind(unit, allowed, parse, exact)
 
 
 def _refuse_underscores(value: object) -> None:
@@ -189,7 +187,7 @@ def shares() -> ValueKind[tuple[tuple[str, float], ...]]:
         return tuple(read)
 
     def written(value: tuple[tuple[str, float], ...]) -> str:
-        return ";".join(f"{name}={share:g}" for name, share in value)
+        return ";".join(f"{name}={exact(share)}" for name, share in value)
 
     allowed = (
         f"NAME=PERCENT;NAME=PERCENT or a mapping, of up to {MOST_TENANTS} tenants, each once, 100 "

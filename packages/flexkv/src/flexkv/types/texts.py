@@ -14,6 +14,11 @@ def size(count: int) -> str:
     return f"{value:.2f} {_UNITS[unit]}" if unit else f"{count} bytes"
 
 
+def exact(value: float) -> str:
+    """A number with all its digits, such as `2592001`, and without a needless fraction."""
+    return repr(float(value)).removesuffix(".0")
+
+
 def blocks(count: int) -> str:
     """`count` blocks as text, such as `1 block` or `1,600 blocks`."""
     return "1 block" if count == 1 else f"{count:,} blocks"
