@@ -38,7 +38,7 @@ def make(
 ) -> Iterator[Callable[..., PageCache]]:
     services: list[Service] = []
     tensor = np.ones((PAGES, 16, 64), np.uint8)
-    layout = KVLayout.from_tensors([TensorView.of("layer", tensor)], PAGES)
+    layout = KVLayout.from_tensors([TensorView.of("layer", tensor, page_dim=0)], PAGES)
 
     def make(question_seconds: float = PATIENCE_SECONDS) -> PageCache:
         settings: dict[str, Any] = {
