@@ -553,7 +553,8 @@ def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
     end of the connection.
 
     Raises:
-        OSError: the connection broke, timed out, or has no packet now.
+        OSError: the connection broke, timed out, or has no packet now; or this process has too many
+            open files to take the descriptors.
         WireError: the packet is too large, or has too many descriptors.
     """
     room, flags = socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC
@@ -566,6 +567,8 @@ def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
     if said & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for fd in fds:
             os.close(fd)
+        if not said & socket.MSG_TRUNC and len(fds) < _MOST_FDS:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise WireError(f"a packet has more than {MAX_PACKET} bytes or {_MOST_FDS} descriptors")
     return packet, fds
 
