@@ -59,6 +59,11 @@ def is_making(server: NodeServer) -> bool:
     return bool(server._maker._making)
 
 
+def waiting_newcomers(server: NodeServer) -> int:
+    """How many processes wait to be let in."""
+    return len(server._lobby._waiting)
+
+
 def below_of(cache: KVCache) -> TierStack:
     """The tiers below host memory, and what moves blocks from and to them."""
     return cache._below

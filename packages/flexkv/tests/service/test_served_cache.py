@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.client import Transfer
+from flexkv.host.board import CELLS
 from flexkv.service import messages as wire
 from flexkv.service.engine_page import PUBLISHED
 from flexkv.service.line import MOST_WAITING, READ, SENT
@@ -19,6 +20,7 @@ from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
 from packages.inside import (
     bell_of,
+    free_cells,
     index_of,
     line_of,
     reader_of,
@@ -417,3 +419,25 @@ def test_an_error_after_a_publication_frees_no_slot_of_the_index(
     assert not {*stores.free, *stores.granted} & {*transfer.slots}
     assert one.load(keys)
     assert one.store(keys_of("b", 2)) == keys_of("b", 2)
+    assert has_all_cells(one)
+
+
+def has_all_cells(one: Scheduler) -> bool:
+    """Whether no cell of the board is in use."""
+    return sorted(free_cells(one.arena.board)) == list(range(CELLS))
+
+
+def test_an_error_after_a_failed_store_loses_no_cell(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = attach(service)
+    transfer = ordered(one, keys_of("a", 3))
+    one.copy(transfer, Status.FAILED)
+    with monkeypatch.context() as patch:
+        patch.setattr(stores_of(one.cache), "undo", _raising)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            one.cache.poll()
+    one.cache.recover()
+    one.settle()
+    assert {*stores_of(one.cache).free} >= {*transfer.slots}
+    assert has_all_cells(one)

@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from flexkv.client import FetchId, FetchState
 from flexkv.eviction import RequestContext
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -26,10 +27,14 @@ from flexkv.service import messages as wire
 from flexkv.service import pool
 from flexkv.service.ask import state_of
 from flexkv.service.attach import Attached, join_pool, open_pool
+from flexkv.service.attached import AttachedEngine
+from flexkv.service.lobby import Newcomer
+from flexkv.service.pool_maker import PoolMaker
 from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.settings import CacheConfig
+from flexkv.types.changes import Changes, Medium
 from flexkv.types.errors import ArenaError
 from packages.flexkv.tests.service.served import (
     ABOUT,
@@ -39,10 +44,18 @@ from packages.flexkv.tests.service.served import (
     WORKER,
     Scheduler,
     Service,
+    attached_again,
     keys_of,
     until,
 )
-from packages.inside import index_of, is_making, line_of, pools_of, waiting_packets
+from packages.inside import (
+    index_of,
+    is_making,
+    line_of,
+    pools_of,
+    waiting_newcomers,
+    waiting_packets,
+)
 
 Attach = Callable[..., Scheduler]
 
@@ -314,6 +327,153 @@ def test_a_pool_that_cannot_be_polled_stops_nothing(
         until(lambda: len(failures) > 3)
         assert one.load(keys)
     assert one.store(keys_of("b", 3)) == keys_of("b", 3)
+
+
+def raising(*_: object) -> NoReturn:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "lobby.Lobby.serve",
+        "pool_maker.PoolMaker.drain",
+        "operators.Operators.serve",
+        "pool.SharedPool.poll",
+        "pool.SharedPool.busy",
+        "attached.AttachedEngine.is_gone",
+    ],
+)
+def test_an_error_in_a_part_of_a_turn_costs_no_engine_anything(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    one, other = attach(service), attach(service)
+    failures: list[int] = []
+
+    def fail(*_: object) -> NoReturn:
+        failures.append(1)
+        raising()
+
+    with monkeypatch.context() as patch:
+        is_property = part.endswith("busy")
+        patch.setattr(f"flexkv.service.{part}", property(fail) if is_property else fail)
+        until(lambda: len(failures) > 2)
+        keys = keys_of("a", 3)
+        assert one.store(keys) == keys
+        assert other.load(keys)
+        assert other.store(keys_of("b", 3)) == keys_of("b", 3)
+    another = attach(service)
+    assert another.load(keys)
+    assert state_of(service.root).pools
+    assert not any(engine.has_ended for engine in service.server.engines)
+
+
+@pytest.mark.parametrize("part", ["serve", "send", "look", "busy", "tell"])
+def test_an_error_of_one_engine_ends_the_attachment_of_that_one(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    bad, good = attach(service), attach(service)
+    for each in bad, good:
+        each.cache.watch()
+        each.settle()
+    engine, of_the_good = service.server.engines
+    whole = vars(AttachedEngine)[part]
+
+    def fail(self: AttachedEngine, *arguments: Any) -> Any:
+        if self is engine:
+            raising()
+        return whole.fget(self) if part == "busy" else whole(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AttachedEngine, part, property(fail) if part == "busy" else fail)
+        keys = keys_of("a", 3)
+        assert good.store(keys) == keys, "engines that watch are told of it"
+        until(lambda: engine.has_ended)
+        assert good.load(keys)
+        assert good.store(keys_of("b", 3)) == keys_of("b", 3)
+        told: list[bytes] = []
+
+        def read() -> None:
+            good.cache.poll()
+            for change in good.cache.drain_changes():
+                told.extend(change.added)
+
+        until(lambda: {*told} >= {*keys, *keys_of("b", 3)}, read)
+    assert not of_the_good.has_ended
+    assert bad.cache.lookup(keys) == 3
+    assert bad.load(keys)
+    until(lambda: attached_again(service, bad))
+
+
+@pytest.mark.parametrize("failures", [1, 2], ids=["at its end", "when its engine leaves, too"])
+def test_a_fetch_whose_end_fails_holds_nothing_afterwards(
+    with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    one = attach(with_disk)
+    on_disk = keys_of("d", 2)
+    with_disk.pool.below.note([Changes(Medium.DISK, [], on_disk)], are_all=True)
+    cache = with_disk.pool.cache
+    end_fetch, failed, ended = cache.end_fetch, list[FetchId](), list[FetchId]()
+
+    def fail(number: FetchId) -> FetchState:
+        if len(failed) < failures:
+            failed.append(number)
+            raising()
+        ended.append(number)
+        return end_fetch(number)
+
+    monkeypatch.setattr(cache, "end_fetch", fail)
+    fetch = one.cache.fetch(on_disk)
+    assert fetch is not None
+    one.settle_line()
+    (engine,) = with_disk.server.engines
+    until(lambda: engine.state.fetches)
+    one.cache.end_fetch(fetch)
+    one.settle_line()
+    until(lambda: ended)
+    assert {*failed} == {*ended}
+    assert len(failed) == failures
+    assert engine.has_ended
+
+
+def test_an_error_of_the_lobby_loses_no_process_that_waits(
+    service: Service,
+    attach: Attach,
+    filling: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: list[int] = []
+
+    def fail(*_: object) -> NoReturn:
+        failures.append(1)
+        raising()
+
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(attach, service, about=OTHER) for _ in range(2)]
+        until(lambda: waiting_newcomers(service.server) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr("flexkv.service.lobby.Lobby._receive", fail)
+            until(lambda: len(failures) > 2)
+        filling.set()
+        first, second = (each.result(60) for each in both)
+    first.store(keys_of("b", 3))
+    assert second.load(keys_of("b", 3))
+
+
+def test_pools_that_nobody_has_taken_come_again() -> None:
+    done = threading.Semaphore(0)
+    maker = PoolMaker(done.release)
+    with closing(maker):
+        all_blocks = [wire.PoolBlocks(name, 1, (4096,), 1, ()) for name in ("a", "b")]
+        with socket.socket() as connection:
+            for blocks in all_blocks:
+                greeting = wire.Open(wire.PROTOCOL, "toy", "toy", blocks)
+                maker.begin(blocks, Newcomer(connection, greeting, -1, []), raising)
+            for _ in all_blocks:
+                assert done.acquire(timeout=60)
+            assert next(iter(maker.drain())).blocks == all_blocks[0]
+            assert [made.blocks for made in maker.drain()] == all_blocks[1:]
+            assert not any(map(maker.is_making, all_blocks))
 
 
 def test_pools_without_engines_make_room_for_others(

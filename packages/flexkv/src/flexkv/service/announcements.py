@@ -104,10 +104,11 @@ class Announcements:
 
     def end(self, cell: int) -> None:
         """The store of this cell has ended. Idempotent."""
-        _, keys = self._stores.pop(cell, (0.0, ()))
+        _, keys = self._stores.get(cell, (0.0, ()))
         if keys:
-            self._blocks -= len(keys)
             self._keys.end(keys)
+            self._blocks -= len(keys)
+        self._stores.pop(cell, None)
 
     def begin_request(self, request: str, keys: Sequence[bytes]) -> None:
         """A request computes these blocks of its prompt. Blocks that another one of this engine
@@ -123,11 +124,12 @@ class Announcements:
 
     def end_request(self, request: str) -> None:
         """A request computes no more. Idempotent."""
-        ended = self._requests.pop(request, None)
+        ended = self._requests.get(request)
         if ended is not None:
-            for key in ended.keys:
-                del self._by_key[key]
             self._keys.end(list(ended.keys))
+            for key in ended.keys:
+                self._by_key.pop(key, None)
+            del self._requests[request]
 
     def end_requests(self) -> None:
         """What requests compute is not stored."""
@@ -139,6 +141,7 @@ class Announcements:
         there = [key for key in dict.fromkeys(keys) if key in self._by_key]
         if not there:
             return
+        self._keys.end(there)
         now = time.monotonic()
         for key in there:
             name = self._by_key.pop(key)
@@ -147,7 +150,6 @@ class Announcements:
             request.progressed = now
             if not request.keys:
                 del self._requests[name]
-        self._keys.end(there)
 
     def end_old(self, now: float) -> None:
         """End announcements whose time is over."""

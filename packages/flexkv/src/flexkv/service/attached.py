@@ -10,6 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
@@ -236,6 +237,7 @@ class AttachedEngine:
             raise RefusalError(f"engine {self.name!r} is not the one of the ticket")
         if self._scheduler is not None:
             raise RefusalError(f"engine {self.name!r} has a scheduler; allowed: one")
+        self._end_work()
         self.name, self.ticket = greeting.engine, greeting.ticket
         self._bell[SENT] = self._bell[READ] = self._bell[PUBLISHED] = 0
         self._claims = set()
@@ -265,7 +267,9 @@ class AttachedEngine:
             self._holds.limit(engines)
 
     def look(self, now: float) -> None:
-        """Look at what it holds, and whether it reads."""
+        """Look at what it holds, and whether it reads. Ends what an error has left of its work."""
+        if self._scheduler is None:
+            self._end_work()
         if self._holds is not None:
             self._holds.look(now, is_short=self.pool.is_short)
         if self._fetches is not None:
@@ -474,11 +478,17 @@ class AttachedEngine:
         self.has_ended = True
         self._waiting.clear()
         self._messages.clear()
-        self._announced.clear()
-        self._queries.clear()
-        if self._fetches is not None:
-            self._fetches.clear()
-        self._uses.clear()
+        self._end_work()
+
+    def _end_work(self) -> None:
+        """End what its requests do in the pool, each kind whatever becomes of the others.
+        Idempotent."""
+        with ExitStack() as ends:
+            ends.callback(self._uses.clear)
+            if self._fetches is not None:
+                ends.callback(self._fetches.clear)
+            ends.callback(self._queries.clear)
+            ends.callback(self._announced.clear)
 
     def joined(self, process: Process) -> None:
         """A process has attached, for the first time or again."""
@@ -488,9 +498,9 @@ class AttachedEngine:
 
     def ended(self, process: Process) -> None:
         """A process has ended. What the scheduler held may leave: no token can come of it."""
-        del self.processes[process.pidfd]
         if process is self._reading:
             self._let_go()
+        del self.processes[process.pidfd]
 
     def is_gone(self, now: float) -> bool:
         """Whether all its processes have ended, so that nobody writes to its slots any more."""
@@ -505,6 +515,7 @@ class AttachedEngine:
 
     def free(self) -> None:
         """All processes have ended."""
+        self._end_work()
         self.close()
         self._let_go()
         self.pool.cache.give_back(sorted(self._granted))

@@ -91,10 +91,13 @@ class EngineFetches:
                     priority=message.priority,
                 )
             return
-        fetch = self._open.get(message.fetch, _OpenFetch())
+        fetch = self._open.get(message.fetch)
+        if fetch is None:
+            return
         if isinstance(message, wire.EndFetch):
-            self._open.pop(message.fetch, None)
+            self._end(fetch)
             self._leave_row(message.fetch, fetch)
+            del self._open[message.fetch]
         if fetch.id is None:
             return
         match message:
@@ -103,8 +106,6 @@ class EngineFetches:
                     self._cache.extend_fetch(fetch.id, message.keys)
             case wire.RaiseFetch():
                 self._cache.raise_priority(fetch.id)
-            case wire.EndFetch():
-                self._cache.end_fetch(fetch.id)
 
     def tell(self, *, has_read: bool) -> Sequence[wire.Fetched]:
         """Let the engine know the states that have changed.
@@ -174,9 +175,13 @@ class EngineFetches:
     def _end_all(self) -> None:
         """What fetches have brought may leave. For the engine they have ended."""
         for fetch in self._open.values():
-            if fetch.id is not None:
-                self._cache.end_fetch(fetch.id)
-                fetch.id = None
+            self._end(fetch)
+
+    def _end(self, fetch: _OpenFetch) -> None:
+        """Idempotent."""
+        if fetch.id is not None:
+            self._cache.end_fetch(fetch.id)
+            fetch.id = None
 
 
 def _shortened(state: FetchState | None) -> FetchState | None:

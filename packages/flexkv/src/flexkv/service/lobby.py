@@ -95,15 +95,14 @@ class Lobby:
 
     def serve(self, now: float) -> None:
         """Let those in who have waited long enough, and dismiss those who say nothing."""
-        waiting, self._waiting = self._waiting, []
-        for newcomer in waiting:
+        for newcomer in list(self._waiting):
             self._receive(newcomer)
         late = [each for each, since in self._silent.items() if now - since > _GREETING_SECONDS]
         for connection in late:
             self._dismiss(connection)
 
     def refuse(self, newcomer: Newcomer, error: Exception) -> None:
-        """Dismiss a newcomer that waits."""
+        """Dismiss a newcomer."""
         if newcomer in self._waiting:
             self._waiting.remove(newcomer)
         newcomer.close_files()
@@ -145,6 +144,7 @@ class Lobby:
             self._forget(connection)
             newcomer = Newcomer(connection, greeting, fds.pop(0), fds)
             fds = []
+            self._waiting.append(newcomer)
         except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
             self._refuse(connection, error)
             return
@@ -156,12 +156,12 @@ class Lobby:
     def _receive(self, newcomer: Newcomer) -> None:
         try:
             if not self._is_ready(newcomer):
-                self._waiting.append(newcomer)
                 return
+            self._waiting.remove(newcomer)  # nobody is let in twice
             self._admit(newcomer)
+            newcomer.close_files()
         except Exception as error:  # noqa: BLE001 - as above
-            self._refuse(newcomer.connection, error)
-        newcomer.close_files()
+            self.refuse(newcomer, error)
 
     def _refuse(self, connection: socket.socket, error: Exception) -> None:
         reason, now = str(error) or type(error).__name__, time.monotonic()

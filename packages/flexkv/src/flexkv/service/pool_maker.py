@@ -4,7 +4,7 @@ serves all others meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -49,17 +49,16 @@ class PoolMaker:
         self._making[blocks] = newcomer, future
         future.add_done_callback(lambda _: self._wake())
 
-    def drain(self) -> list[Made]:
-        """What has come of pools since the last call."""
-        ended: list[Made] = []
+    def drain(self) -> Iterator[Made]:
+        """What has come of pools since the last call. What is not taken comes again."""
         for blocks, (newcomer, future) in list(self._making.items()):
             if future.done():
-                del self._making[blocks]
                 error = future.exception()
                 if error is not None and not isinstance(error, Exception):
                     raise error
-                ended.append(Made(blocks, newcomer, error or future.result()))
-        return ended
+                made = Made(blocks, newcomer, error or future.result())
+                del self._making[blocks]
+                yield made
 
     def close(self) -> None:
         """Make no more. A pool that is being made is closed once it is there."""

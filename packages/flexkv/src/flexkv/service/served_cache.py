@@ -97,7 +97,7 @@ class ServedCache:
         self._meter = Meter()
         self.counters = Counters()
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
-        self._stores = ServedStores(self._reader, self._line)
+        self._stores = ServedStores(self._reader, self._line, self._device.free_cell)
         self._changes = changes = PoolChanges(self._reader, self._line)
         self.watch, self.watch_lower_again = changes.watch, changes.watch_lower_again
         self.drain_changes, self.describe = changes.drain, changes.describe
@@ -406,16 +406,12 @@ class ServedCache:
     def _publish(self) -> None:
         """Go on with the stores that all ranks have copied."""
         self._end_published()
-        for store in self._stores.publish():
-            self._device.free_cell(store.cell)
+        self._stores.publish()
 
     def _end_published(self) -> None:
         """End the stores that the service has published."""
-        if self._line.is_cut:
-            return
-        for store in self._stores.drain_published():
+        if not self._line.is_cut and self._stores.drain_published():
             self._line.note_answer()
-            self._device.free_cell(store.cell)
 
     def _attach_again(self) -> None:
         """The service is gone, or serves this engine no more, until there is a new connection."""
@@ -430,8 +426,7 @@ class ServedCache:
             self._tiers.lose()
             self._uses.lose()
             self._changes.lose()
-            for store in self._stores.lose_told():
-                self._device.free_cell(store.cell)
+            self._stores.lose_told()
         attachment = self._reattachment.take()
         if attachment is None:
             return
@@ -483,9 +478,7 @@ class ServedCache:
             self.counters.stored_blocks += count
             self.counters.stored_bytes += count * self._block_bytes
             return
-        store = self._stores.end(number)
-        self._stores.undo(store)
-        self._device.free_cell(store.cell)
+        self._stores.undo(self._stores.end(number))
         self.counters.failed_stores += 1
         if self.counters.failed_stores == 1:
             logger.warning("a store of %d blocks failed; not cached (logged once)", count)

@@ -5,7 +5,7 @@ the service has granted for them."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.index.block_index import IndexReader
@@ -101,6 +101,7 @@ class ServedStores:
     Args:
         reader: of the pool's index; borrowed.
         line: to the service; borrowed.
+        free_cell: frees the cell of a store that has ended. Idempotent.
 
     Attributes:
         granted: all slots that the service has granted and not got back.
@@ -109,9 +110,10 @@ class ServedStores:
         keys: keys of their blocks, but for those that are not published in any case.
     """
 
-    def __init__(self, reader: IndexReader, line: Line) -> None:
+    def __init__(self, reader: IndexReader, line: Line, free_cell: Callable[[int], None]) -> None:
         self._reader = reader
         self._line = line
+        self._free_cell = free_cell
         self.granted: set[int] = set()
         self.free: list[int] = []
         self.by_id: dict[int, PlannedStore] = {}
@@ -237,20 +239,18 @@ class ServedStores:
             self._line.put(wire.Retract(store.cell))
 
     def end(self, number: int) -> PlannedStore:
-        """A store is over: nobody knows of it any more. Its slots are the caller's."""
-        store = self.by_id.pop(number)
+        """A store is over: its cell is free, and nobody knows of it any more. Its slots are the
+        caller's."""
+        store = self.by_id[number]
         if not store.is_void:
             self.keys.difference_update(store.keys)
+        self._free_cell(store.cell)
+        del self.by_id[number]
         return store
 
-    def publish(self) -> list[PlannedStore]:
-        """Tell the service of the stores that have ended, each after those that it builds on.
-
-        Returns:
-            The stores of which no block is published, or of which the service cannot be told. They
-            have ended.
-        """
-        over = []
+    def publish(self) -> None:
+        """Tell the service of the stores that have ended, each after those that it builds on. Those
+        of which no block is published, or of which it cannot be told, are over."""
         for number, store in list(self.by_id.items()):
             if not store.has_ended or store.is_told:  # told ones: see `lose_told`
                 continue
@@ -269,26 +269,24 @@ class ServedStores:
             else:
                 self.give_back([store.slots[place] for place in store.dropped])
             if not store.is_told:
-                over.append(self.end(number))
-        return over
+                self.end(number)
 
-    def drain_published(self) -> list[PlannedStore]:
-        """The stores that the service has published since the last call. They have ended, and their
-        slots are the index's."""
+    def drain_published(self) -> bool:
+        """End the stores that the service has published since the last call: their slots are the
+        index's. Returns whether there are any."""
         count = (self._line.published - self._published) % (1 << 32)
         # More than were told: the next service has set the number to zero.
         if not count or count > len(self._told):
-            return []
-        ended = []
+            return False
         for _ in range(count):
             store = self.by_id.get(self._told[0])  # None after an error below
             if store is not None:
                 # First: after an error, slots that are granted and of no store count as free.
                 self.granted.difference_update(store.slots)
-                ended.append(self.end(self._told[0]))
+                self.end(self._told[0])
             self._told.popleft()
             self._published = (self._published + 1) % (1 << 32)
-        return ended
+        return True
 
     def claim(self) -> None:
         """Tell a service that did not grant them which slots this engine has."""
@@ -298,17 +296,16 @@ class ServedStores:
             part = slots[start : start + wire.MOST_KEYS]
             self._line.put(wire.Claim(part, start + wire.MOST_KEYS >= len(slots)))
 
-    def lose_told(self) -> list[PlannedStore]:
+    def lose_told(self) -> None:
         """The service is gone. Its index has the blocks of the stores that it was told of, or its
-        successor frees their slots. Returns these stores, which have ended."""
-        for store in self.by_id.values():
+        successor frees their slots. These stores have ended."""
+        for number, store in list(self.by_id.items()):
             if store.is_told:
                 self.granted.difference_update(store.slots)
-        told = [self.end(number) for number, store in list(self.by_id.items()) if store.is_told]
+                self.end(number)
         self._told.clear()
         # One that was published and granted again is not claimed.
         self.free = [slot for slot in self.free if slot in self.granted]
-        return told
 
     def discard_all(self) -> None:
         """Publish none of the stores under way. Their blocks may be stored anew."""

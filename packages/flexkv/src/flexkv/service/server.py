@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine, Process
@@ -20,13 +21,15 @@ from flexkv.service.engine_page import MOST_ENGINES
 from flexkv.service.lobby import Lobby, Newcomer, RefusalError
 from flexkv.service.operators import Operators
 from flexkv.service.pool import PoolMemory, SharedPool, slot_bytes_of
-from flexkv.service.pool_maker import PoolMaker
+from flexkv.service.pool_maker import Made, PoolMaker
 from flexkv.service.pool_sizes import NoRoomError, PoolFile, PoolSizes, sizes_of_settings
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import GIB, CacheConfig
 from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _BUSY_SECONDS = 0.001
 """Pause of the loop while a tier works. Not tuned."""
@@ -113,17 +116,12 @@ class NodeServer:
 
     def run(self) -> None:
         """Serve until `stop`."""
+        is_busy = False
         while not self._stops:
-            busy = any(pool.busy for pool in self._pools.values())
-            busy = busy or any(engine.busy for engine in self._engines.values())
-            ready = self._selector.select(_BUSY_SECONDS if busy else _IDLE_SECONDS)
-            now = time.monotonic()
+            ready = self._selector.select(_BUSY_SECONDS if is_busy else _IDLE_SECONDS)
             for key, _ in ready:
-                try:
-                    key.data()
-                except Exception as error:  # noqa: BLE001 - the other engines are served on
-                    self._log_error("a peer could not be served", error, now)
-            self._turn(now)
+                self._guard("a peer could not be served", key.data)
+            is_busy = self._turn(time.monotonic())
 
     def stop(self) -> None:
         """Let `run` return. May be called in a signal handler, or in another thread."""
@@ -213,17 +211,21 @@ class NodeServer:
 
     def _take_made(self) -> None:
         """Take the pools that have been made meanwhile."""
-        for blocks, newcomer, result in self._maker.drain():
-            is_resumed = isinstance(newcomer.greeting, wire.Resume)
+        for made in self._maker.drain():
             try:
-                if not isinstance(result, SharedPool):
-                    self._sizes.give_back(blocks)
-                if isinstance(result, SharedPool):
-                    self._begin_pool(blocks, result)
-                elif is_resumed or not isinstance(result, ArenaError) or not self._end_idle_pool():
-                    raise result
+                self._take(made)
             except Exception as error:  # noqa: BLE001 - the others are served on
-                self._lobby.refuse(newcomer, error)
+                self._lobby.refuse(made.newcomer, error)
+
+    def _take(self, made: Made) -> None:
+        blocks, newcomer, result = made
+        if isinstance(result, SharedPool):
+            self._begin_pool(blocks, result)
+            return
+        self._sizes.give_back(blocks)
+        is_resumed = isinstance(newcomer.greeting, wire.Resume)
+        if is_resumed or not isinstance(result, ArenaError) or not self._end_idle_pool():
+            raise result
 
     def _begin_pool(self, blocks: wire.PoolBlocks, pool: SharedPool) -> None:
         """Serve a pool, for the engines, too, that used it under the service before this one."""
@@ -366,39 +368,53 @@ class NodeServer:
                 engine.handle(message)
         except BlockingIOError:
             return
-        except ConnectionError:  # it has ended without reading all
-            self._leave(engine, process)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - the other engines are served on
             self._give_up(engine, process, error)
 
-    def _turn(self, now: float) -> None:
-        self._operators.serve()
-        for pool in self._pools.values():
-            try:
-                self._poll(pool)
-            except Exception as error:  # noqa: BLE001 - the cache recovers, and others go on
-                self._log_error("a pool could not be polled; its cache recovers", error, now)
-        for engine in self._engines.values():
-            scheduler = engine.scheduler
-            if scheduler is None:
-                continue
-            try:
-                engine.serve(now)
-                engine.send()
-            except ConnectionError:  # it has left
-                self._leave(engine, scheduler)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._give_up(engine, scheduler, error)
+    def _turn(self, now: float) -> bool:
+        """Do all that needs no message, each part under its own guard. Returns whether the next
+        turn is to follow soon."""
+        self._guard("operators got no answer", self._operators.serve)
+        for pool in self.pools:
+            what = "a pool could not be polled; its cache recovers"
+            self._guard(what, partial(self._poll, pool))
+        for engine in self.engines:
+            if engine.scheduler is not None:
+                self._guard_engine(engine, partial(engine.serve, now))
+                self._guard_engine(engine, engine.send)
         if now - self._looked_at > _GONE_SECONDS:
             self._looked_at = now
             for engine in self.engines:
-                try:
-                    engine.look(now)
-                except Exception as error:  # noqa: BLE001 - the cache recovers, and others go on
-                    self._log_error("an engine that hangs keeps its fetches", error, now)
-                self._forget_if_gone(engine)
-        self._take_made()
-        self._lobby.serve(now)
+                self._guard_engine(engine, partial(engine.look, now))
+                what = f"engine {engine.name!r} cannot be forgotten yet"
+                self._guard(what, partial(self._forget_if_gone, engine))
+        self._guard("a pool that was made is not used yet", self._take_made)
+        self._guard("processes wait longer to be let in", partial(self._lobby.serve, now))
+        pools = [
+            self._guard("a pool does not say whether it works", partial(_is_busy, pool))
+            for pool in self.pools
+        ]
+        engines = [self._guard_engine(each, partial(_is_busy, each)) for each in self.engines]
+        return any(pools) or any(engines)
+
+    def _guard(self, what: str, call: Callable[[], Result]) -> Result | None:
+        """Do a part of a turn. After an error, which is logged as `what`, the others go on."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._log_error(what, error)
+            return None
+
+    def _guard_engine(self, engine: AttachedEngine, call: Callable[[], Result]) -> Result | None:
+        """Do a part of a turn for one engine. An error ends its attachment."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - as above
+            if engine.scheduler is None:
+                self._log_error(f"engine {engine.name!r} has left something in its pool", error)
+            else:
+                self._give_up(engine, engine.scheduler, error)
+            return None
 
     def _poll(self, pool: SharedPool) -> None:
         """See what has ended in a pool, and tell its engines what has changed."""
@@ -406,23 +422,24 @@ class NodeServer:
         watching = [each for each in self.engines if each.pool is pool and each.is_watching]
         for message in pool.descriptions.messages(changes) if changes else ():
             for engine in watching:
-                engine.tell(message)
+                self._guard_engine(engine, partial(engine.tell, message))
 
-    def _log_error(self, what: str, error: Exception, now: float) -> None:
+    def _log_error(self, what: str, error: Exception) -> None:
         """Log an error that may come again and again."""
+        now = time.monotonic()
         if now - self._logged_at > _LOGGED_SECONDS:
             self._logged_at = now
             logger.error("%s: %r", what, error, exc_info=error)
 
     def _give_up(self, engine: AttachedEngine, process: Process, error: Exception) -> None:
-        """What an engine has sent is against the rules, or made a call of the cache fail."""
-        logger.warning(
-            "engine %r is not served any more: %s", engine.name, error or type(error).__name__
-        )
-        try:
-            self._leave(engine, process)
-        except Exception as another:  # noqa: BLE001 - as above
-            logger.error("engine %r has left something in its pool: %r", engine.name, another)
+        """What an engine has sent is against the rules, or made a call of the cache fail; or it has
+        ended without reading all."""
+        if not isinstance(error, ConnectionError):
+            logger.warning(
+                "engine %r is not served any more: %s", engine.name, error or type(error).__name__
+            )
+        what = f"engine {engine.name!r} has left something in its pool"
+        self._guard(what, partial(self._leave, engine, process))
 
     def _leave(self, engine: AttachedEngine, process: Process) -> None:
         """A connection has ended. What the process may write to waits for its end."""
@@ -431,11 +448,11 @@ class NodeServer:
         engine.leave(process)
 
     def _ended(self, engine: AttachedEngine, process: Process) -> None:
-        """A process has ended, and its memory is unmapped."""
-        self._unwatch(process.pidfd)
+        """A process has ended, and its memory is unmapped. After an error, that shows again."""
         if process.connection.fileno() >= 0:
             self._leave(engine, process)
         engine.ended(process)
+        self._unwatch(process.pidfd)
         process.close()
         self._forget_if_gone(engine)
 
@@ -462,6 +479,10 @@ class NodeServer:
     def _unwatch(self, file: socket.socket | int) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(file)
+
+
+def _is_busy(part: SharedPool | AttachedEngine) -> bool:
+    return part.busy
 
 
 def _make_pool(config: CacheConfig, greeting: wire.Open) -> SharedPool:
