@@ -145,7 +145,7 @@ class Description:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _EventBatch:
     """What one call of `take` tells.
 
     Attributes:
@@ -267,7 +267,7 @@ class BlockEvents:
         self._errors = min(self._errors + 1, _MOST_PAUSES)
         if failed:
             self._begin_anew()
-        batch = _Batch()
+        batch = _EventBatch()
         self._fill(batch)
         # A block's prefix before the block.
         batch.stored.sort(key=lambda each: each[0])
@@ -285,7 +285,7 @@ class BlockEvents:
         self._failed, self._errors, self._pauses = False, 0, 0
         return events
 
-    def _fill(self, batch: _Batch) -> None:
+    def _fill(self, batch: _EventBatch) -> None:
         self._follow_epoch()
         self._follow_reset()
         if self._outdated:
@@ -368,7 +368,7 @@ class BlockEvents:
             self._suspects = self._heard, differing
 
     def _add_all(
-        self, batch: _Batch, changes: Iterable[Changes], texts: Mapping[bytes, bytes]
+        self, batch: _EventBatch, changes: Iterable[Changes], texts: Mapping[bytes, bytes]
     ) -> dict[bytes, Description]:
         """Tell of new blocks. Returns what the disk has not kept of its own."""
         fresh: dict[bytes, Description] = {}
@@ -433,7 +433,7 @@ class BlockEvents:
         # that it builds on.
         self._repeated = ((medium, key) for medium, told in self._told.items() for key in told)
 
-    def _repeat(self, batch: _Batch, repeated: Iterator[tuple[Medium, bytes]]) -> None:
+    def _repeat(self, batch: _EventBatch, repeated: Iterator[tuple[Medium, bytes]]) -> None:
         """Report some of the blocks again that were reported before the reset."""
         some = list(islice(repeated, _BLOCKS_PER_CALL))
         for at, (medium, key) in enumerate(some):
@@ -444,7 +444,7 @@ class BlockEvents:
         if len(some) < _BLOCKS_PER_CALL:
             self._repeated = None
 
-    def _take_outdated(self, batch: _Batch) -> None:
+    def _take_outdated(self, batch: _EventBatch) -> None:
         """Report the removal of some outdated blocks."""
         left = _BLOCKS_PER_CALL
         for medium, told in self._outdated:
@@ -461,7 +461,7 @@ class BlockEvents:
         return None if self._has_stamps else self._keys.origin(key)
 
     def _add(
-        self, batch: _Batch, medium: Medium, key: bytes, description: Description | None
+        self, batch: _EventBatch, medium: Medium, key: bytes, description: Description | None
     ) -> None:
         """Tell of a new block."""
         name = self._name(key, description)
@@ -480,13 +480,13 @@ class BlockEvents:
             if medium is not Medium.HOST:
                 self._unsure.add(key)
 
-    def _remove(self, batch: _Batch, medium: Medium, key: bytes) -> None:
+    def _remove(self, batch: _EventBatch, medium: Medium, key: bytes) -> None:
         batch.remove(medium, key, self._told[medium].get(key))
         if medium is Medium.DISK:
             self._bare.discard(key)
             self._own.discard(key)
 
-    def _is_told(self, batch: _Batch, medium: Medium, key: bytes) -> bool:
+    def _is_told(self, batch: _EventBatch, medium: Medium, key: bytes) -> bool:
         """Whether a block is told once vLLM has the events of `batch`."""
         place = medium, key
         return place in batch.new or (key in self._told[medium] and place not in batch.gone)
@@ -495,7 +495,7 @@ class BlockEvents:
         """The audit looks at this block, until another takes its place."""
         self._sample[int.from_bytes(key[:4], "little") % _SAMPLED] = key
 
-    def _forget(self, batch: _Batch) -> None:
+    def _forget(self, batch: _EventBatch) -> None:
         """Discard the descriptions of blocks without a slot in host memory, unless a lower tier may
         be writing them: a failed load removes a block that is being written."""
         keys = list(self._unsure)

@@ -124,10 +124,11 @@ def every_option() -> dict[str, list[str]]:
     """Each option of `clear` with a value."""
     parser = argparse.ArgumentParser(add_help=False)
     clear.add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    del defaults["directories"]
     return {
-        each.option_strings[0]: [] if each.nargs == 0 else ["7d"]
-        for each in parser._actions
-        if each.option_strings
+        f"--{name.replace('_', '-')}": [] if default is False else ["7d"]
+        for name, default in defaults.items()
     }
 
 
@@ -136,7 +137,7 @@ def every_option() -> dict[str, list[str]]:
 def test_an_option_that_a_mode_does_not_read_removes_nothing(
     flexkv: Flexkv, cache: Cache, mode: str, option: str
 ) -> None:
-    if option in ("--yes", mode) or option in clear._READS[mode]:
+    if option in ("--yes", mode) or option in clear.READS[mode]:
         return
     cache.fill(1)
     before = snapshot(cache.root)

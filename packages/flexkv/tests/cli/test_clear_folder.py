@@ -104,7 +104,11 @@ def test_old_blocks_are_removed_and_engines_go_on(
     ("arguments", "url", "said"),
     [
         (["--older-than", "7"], "file:///x", "--older-than is '7'"),
-        (["--older-than", "7d", "DIR"], "file:///x", "with DIR or --fingerprint"),
+        (
+            ["--older-than", "7d", "DIR"],
+            "file:///x",
+            "--older-than is on the command line with DIR",
+        ),
         (["--older-than", "7d"], "s3://bucket", "objects_url is 's3://bucket'"),
         (["--older-than", "7d"], "", "objects_url is not set; allowed: with objects_url=file"),
         (["--older-than", "7d"], "file:///nowhere/kv", "No such file or directory"),

@@ -309,6 +309,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv_sglang.support:_check_stages": [Unknown.COMMAND_LINE],
     "flexkv_sglang.support:_check_decode": [Unknown.COMMAND_LINE] * 3,
     "flexkv_sglang.support:_refuse_draft": [Unknown.COMMAND_LINE],
+    "flexkv_sglang.support:load_page_hash": [Unknown.SYSTEM],
     "flexkv_vllm.compat.core:check_version": [Unknown.VERSIONS],
     "flexkv_vllm.load_mode:load_mode_of": [Unknown.COMMAND_LINE] * 4,
     "flexkv_vllm.offloading.__init__:": [Unknown.VERSIONS],

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from flexkv.client import FetchId, FetchState
 from flexkv.eviction import RequestContext
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -34,7 +33,6 @@ from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.settings import CacheConfig
-from flexkv.types.changes import Changes, Medium
 from flexkv.types.errors import ArenaError
 from packages.flexkv.tests.service.served import (
     ABOUT,
@@ -403,37 +401,6 @@ def test_an_error_of_one_engine_ends_the_attachment_of_that_one(
     assert bad.cache.lookup(keys) == 3
     assert bad.load(keys)
     until(lambda: attached_again(service, bad))
-
-
-@pytest.mark.parametrize("failures", [1, 2], ids=["at its end", "when its engine leaves, too"])
-def test_a_fetch_whose_end_fails_holds_nothing_afterwards(
-    with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
-    one = attach(with_disk)
-    on_disk = keys_of("d", 2)
-    with_disk.pool.below.note([Changes(Medium.DISK, [], on_disk)], are_all=True)
-    cache = with_disk.pool.cache
-    end_fetch, failed, ended = cache.end_fetch, list[FetchId](), list[FetchId]()
-
-    def fail(number: FetchId) -> FetchState:
-        if len(failed) < failures:
-            failed.append(number)
-            raising()
-        ended.append(number)
-        return end_fetch(number)
-
-    monkeypatch.setattr(cache, "end_fetch", fail)
-    fetch = one.cache.fetch(on_disk)
-    assert fetch is not None
-    one.settle_line()
-    (engine,) = with_disk.server.engines
-    until(lambda: engine.state.fetches)
-    one.cache.end_fetch(fetch)
-    one.settle_line()
-    until(lambda: ended)
-    assert {*failed} == {*ended}
-    assert len(failed) == failures
-    assert engine.has_ended
 
 
 def test_an_error_of_the_lobby_loses_no_process_that_waits(

@@ -43,7 +43,7 @@ NAME = "clear"
 HELP = "remove the caches that no engine owns, and clear shared stores"
 
 
-_READS: Mapping[str, Sequence[str]] = {
+READS: Mapping[str, Sequence[str]] = {
     "--engine": ("DIR", "--yes", "--dry-run", "--fingerprint"),
     "--session": ("DIR", "--yes", "--fingerprint", "--salt"),
     "--prefix": ("DIR", "--yes", "--fingerprint", "--salt", "--hashes"),
@@ -91,15 +91,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
     given = [_word(name) for name, value in vars(args).items() if _is_given(name, value)]
-    mode = next((each for each in _READS if each in given), "")
+    mode = next((each for each in READS if each in given), "")
     if len(args.directories) > 1:
         given.append("several DIR")
     # An option that is not read may have been meant to limit what is removed.
-    unread = next((each for each in given if each != mode and each not in _READS[mode]), None)
+    unread = next((each for each in given if each != mode and each not in READS[mode]), None)
     if unread is not None:
         raise ConfigError(
             f"{mode or 'clear'} is on the command line with {unread}; allowed: "
-            f"{', '.join(_READS[mode])}"
+            f"{', '.join(READS[mode])}"
         )
     if mode == "--engine":
         return clear_engine.clear_engine(args, _agrees)
