@@ -91,9 +91,9 @@ class EngineFetches:
                     priority=message.priority,
                 )
             return
-        fetch = self._open.get(message.fetch)
-        if fetch is None:
+        if message.fetch not in self._open:
             return
+        fetch = self._open[message.fetch]
         if isinstance(message, wire.EndFetch):
             self._end(fetch)
             self._leave_row(message.fetch, fetch)
