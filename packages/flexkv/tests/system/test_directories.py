@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -48,12 +49,22 @@ def opened(path: Path, *, private: bool = False) -> str:
         os.close(fd)
 
 
+def held(path: Path) -> list[str]:
+    """The process's open descriptors of a path and of all above it. Threads of other tests may
+    open others meanwhile."""
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(each for each in targets if each in {str(path), *map(str, path.parents)})
+
+
 def refused(path: Path, component: Path, *, private: bool = False) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = held(path)
     with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}") as error:
         open_directory(str(path), mode_above=0o755, private=private)
     assert error.value.filename == str(component)
-    assert os.listdir("/proc/self/fd") == before
+    assert held(path) == before
 
 
 @needs_root
