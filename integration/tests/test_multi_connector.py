@@ -38,7 +38,7 @@ from integration.tests.corpus import (
 from integration.tests.disks import settle
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each, ask_together, external_hits, whole_blocks
-from integration.tests.test_observed import DISK, HOST, NAMES_PER_BLOCK, Router, engine_blocks
+from integration.tests.test_observed import DISK, HOST, Router, blocks_of
 
 PROMPTS = (WARM[1], WARM[3], SALTED, DAMAGED)
 HITS = "vllm:flexkv_hit_tokens"
@@ -159,13 +159,13 @@ def test_flexkv_second(
     reference.check_all(PROMPTS, cold, what="cold")
     # Events and metrics get through.
     kept = [
-        engine_blocks(prompt + tuple(answer.tokens[:-1]))
+        blocks_of(prompt + tuple(answer.tokens[:-1]))
         for prompt, answer in zip(PROMPTS, cold, strict=True)
     ]
     hear_all(engine, router)
     assert set(router.told[HOST].values()) == set().union(*kept)
     assert router.told[DISK] == {}
-    assert engine.counter(STORED, tier="host") == sum(map(len, kept)) // NAMES_PER_BLOCK
+    assert engine.counter(STORED, tier="host") == sum(map(len, kept))
 
     engine.forget()
     others = ask_each(engine, PROMPTS)

@@ -26,7 +26,6 @@ from integration.tests.steps import whole_blocks
 PROMPTS = tuple(tokens(f"observed {i}", 15 * FLEXKV_BLOCK + 7) for i in range(12))
 """More than host memory holds, and no block twice."""
 BLOCKS = sum(len(prompt) // FLEXKV_BLOCK for prompt in PROMPTS)
-NAMES_PER_BLOCK = FLEXKV_BLOCK // ENGINE_BLOCK
 HOST, DISK = "CPU", "STORAGE"
 WAIT_SECONDS = 600.0
 """For what hangs."""
@@ -34,9 +33,9 @@ _marks = itertools.count()
 
 
 class Router:
-    """Subscribes to an engine's KV events, and keeps what it was told: the tokens of each vLLM
-    block by its hash, for each of FlexKV's media. As in the indexes of routers, `AllBlocksCleared`
-    clears all media."""
+    """Subscribes to an engine's KV events, and keeps what it was told: the tokens of each
+    FlexKV block by the hash of its end, for each of FlexKV's media. As in the indexes of routers,
+    `AllBlocksCleared` clears all media."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -88,10 +87,9 @@ class Router:
         assert event["type"] == "BlockStored"
         assert event["group_idx"] == 0
         if event["block_size"]:
-            assert event["block_size"] == ENGINE_BLOCK
-            starts = range(0, len(event["token_ids"]), ENGINE_BLOCK)
-            parts = [tuple(event["token_ids"][i : i + ENGINE_BLOCK]) for i in starts]
-            self._tokens.update(zip(hashes, parts, strict=True))
+            assert event["block_size"] == len(event["token_ids"]) == FLEXKV_BLOCK
+            (named,) = hashes
+            self._tokens[named] = tuple(event["token_ids"])
         for each in hashes:  # those of the disk are told again without their tokens
             assert each not in told
             assert event["block_size"] or each in cleared
@@ -163,22 +161,22 @@ def settle(server: Server, router: Router) -> Scrape:
     return Scrape(server.metrics())
 
 
-def engine_blocks(prompt: Tokens) -> set[Tokens]:
-    """A prompt's vLLM blocks as far as FlexKV keeps them."""
+def blocks_of(prompt: Tokens) -> set[Tokens]:
+    """A prompt's FlexKV blocks."""
     stop = whole_blocks(len(prompt))
-    return {prompt[i : i + ENGINE_BLOCK] for i in range(0, stop, ENGINE_BLOCK)}
+    return {prompt[i : i + FLEXKV_BLOCK] for i in range(0, stop, FLEXKV_BLOCK)}
 
 
 def test_a_router_and_an_operator_see_what_is_there(server: Server, router: Router) -> None:
     for prompt in PROMPTS:
         server.generate(prompt)
         seen = settle(server, router)
-    all_blocks = set().union(*map(engine_blocks, PROMPTS))
+    all_blocks = set().union(*map(blocks_of, PROMPTS))
     assert set(router.told[DISK].values()) == all_blocks
     assert set(router.told[HOST].values()) < all_blocks
     slots = seen.value("flexkv_capacity_blocks", tier="host")
     assert SLOTS <= slots < BLOCKS
-    assert len(router.told[HOST]) == slots * NAMES_PER_BLOCK
+    assert len(router.told[HOST]) == slots
     assert seen.value("flexkv_blocks", tier="host") == slots
     assert seen.value("flexkv_blocks", tier="disk") == BLOCKS
     assert seen.value("flexkv_stored_blocks_total", tier="host") == BLOCKS
@@ -191,13 +189,13 @@ def test_a_router_and_an_operator_see_what_is_there(server: Server, router: Rout
 
     # All that was told can be loaded: one prompt from memory, one from disk.
     first, last = PROMPTS[0], PROMPTS[-1]
-    assert engine_blocks(last) <= set(router.told[HOST].values())
-    assert not engine_blocks(first) & set(router.told[HOST].values())
+    assert blocks_of(last) <= set(router.told[HOST].values())
+    assert not blocks_of(first) & set(router.told[HOST].values())
     server.reset_prefix_cache(external=False)
     server.generate(last)
     server.generate(first)
     seen = settle(server, router)
-    assert engine_blocks(first) <= set(router.told[HOST].values())
+    assert blocks_of(first) <= set(router.told[HOST].values())
     assert set(router.told[DISK].values()) == all_blocks
     assert seen.value("flexkv_hit_tokens_total", tier="host") == whole_blocks(len(last))
     assert seen.value("flexkv_hit_tokens_total", tier="disk") == whole_blocks(len(first))
@@ -227,7 +225,7 @@ def test_parameters_of_requests(server: Server, router: Router) -> None:
     assert after.value("flexkv_ignored_parameters_total") == 2
     assert "'flexkv.typo': 1, which is ignored; allowed: flexkv.load" in server.log()
     known = set(router.told[DISK].values()) | set(router.told[HOST].values())
-    assert not engine_blocks(new) & known
+    assert not blocks_of(new) & known
     assert set(told[DISK]) == set(router.told[DISK])
 
 
@@ -243,4 +241,4 @@ def test_a_reset_over_http(server: Server, router: Router) -> None:
     server.generate(PROMPTS[0])
     seen = settle(server, router)
     assert seen.value("external_prefix_cache_hits_total") == hits
-    assert set(router.told[HOST].values()) == engine_blocks(PROMPTS[0])
+    assert set(router.told[HOST].values()) == blocks_of(PROMPTS[0])
