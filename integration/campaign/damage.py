@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,13 +87,28 @@ AT_ONCE = frozenset(_DAMAGE)
 
 @contextlib.contextmanager
 def gone(root: Path) -> Iterator[None]:
-    """The directory has no name meanwhile: what is open stays, every path is wrong."""
+    """The directory is somewhere else meanwhile. What the cache makes in its place goes."""
     away = root.with_name(root.name + ".away")
     root.rename(away)
     try:
         yield
     finally:
-        away.rename(root)
+        while True:
+            remove(root)
+            try:
+                away.rename(root)
+                break
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+
+
+def remove(root: Path) -> None:
+    """Remove the directory, if there is one, although a cache may make it anew at any time."""
+    removed = Path(tempfile.mkdtemp(dir=root.parent))
+    with contextlib.suppress(FileNotFoundError):
+        root.rename(removed / root.name)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -249,7 +248,7 @@ class Campaign:
             brought = self._settled(server).value("flexkv_hit_tokens_total", tier="disk")
             found = brought > 0 or self._engine.blocks_of_hit > 1
             checks.append(Check("what is whole on disk is found", found, f"{brought} tokens"))
-            shutil.rmtree(self._root)
+            damage.remove(self._root)
             server.forget()
             checks.append(self._all_are_right(server, "without the directory"))
             checks.append(Check("the restarted engine lives", server.alive, ""))

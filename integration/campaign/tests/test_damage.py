@@ -61,6 +61,29 @@ def test_a_directory_that_is_gone_comes_back(root: Path) -> None:
     assert sorted(root.rglob("*")) == content
 
 
+def test_a_directory_comes_back_although_a_cache_makes_it_anew(root: Path) -> None:
+    content, ended = sorted(root.rglob("*")), threading.Event()
+
+    def make() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                root.mkdir()
+                (root / "anew").touch()
+
+    with ThreadPoolExecutor() as threads:
+        for _ in range(20):
+            ended.clear()
+            with damage.gone(root):
+                making = threads.submit(make)
+                while not (root / "anew").exists():
+                    pass
+            ended.set()
+            making.result()
+            (root / "anew").unlink(missing_ok=True)
+            assert sorted(root.rglob("*")) == content
+    assert sorted(root.parent.iterdir()) == [root]
+
+
 def test_a_locked_directory_is_as_before_in_the_end(root: Path) -> None:
     paths = [root, *sorted(root.rglob("*"))]
     modes = [path.stat().st_mode for path in paths]
