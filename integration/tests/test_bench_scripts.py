@@ -22,7 +22,11 @@ SMALL: list[tuple[Path, dict[str, Any], Collection[str]]] = [
     (scripts.SCHEDULER_STEP, {"repeats": 2, "decoding": [0, 8]}, ["idle step"]),
     (scripts.STEP_CALLS, {"repeats": 1}, scripts.CALL_GOALS),
     (scripts.OFFLOAD_CALLS, {"repeats": 1}, scripts.OFFLOAD_GOALS),
-    (scripts.FULL_ARENA, {"repeats": 1}, scripts.FULL_ARENA_GOALS),
+    (
+        scripts.FULL_ARENA,
+        {"repeats": 1, "decoding": [(16, 1312)], "slots": 1 << 14},
+        scripts.FULL_ARENA_GOALS,
+    ),
     (scripts.SGLANG_CALLS, {"repeats": 1}, scripts.SGLANG_GOALS),
 ]
 """Each script, options that make it short, and the names of rows that it must have."""

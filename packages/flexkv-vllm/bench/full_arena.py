@@ -39,9 +39,9 @@ DECODING = ((16, 1312), (64, 1312), (256, 328), (1024, 256))
 """Requests that decode, and blocks of each. Every request fills a block in another step."""
 PROMPTS: dict[str, dict[str, Any]] = {
     "one group": {},
-    "one group, disk": {"disk_slots": 8 * PROMPT_BLOCKS},
+    "one group, disk": {"disk_slots": ARENA_SLOTS + 16 * PROMPT_BLOCKS},
     "two groups": {"windows": (1024,)},
-    "two groups, disk": {"windows": (1024,), "disk_slots": 8 * PROMPT_BLOCKS},
+    "two groups, disk": {"windows": (1024,), "disk_slots": ARENA_SLOTS + 16 * PROMPT_BLOCKS},
 }
 """Worlds with prompts of so many blocks. The second group looks back 1,024 tokens."""
 STORING = {
@@ -53,16 +53,20 @@ _ANSWER_BLOCKS = 24
 CONTEXT = 1 << 16
 
 
-def run(repeats: int = 101) -> list[dict[str, Any]]:
+def run(
+    repeats: int = 101,
+    decoding: Sequence[tuple[int, int]] = DECODING,
+    slots: int = ARENA_SLOTS,
+) -> list[dict[str, Any]]:
     """Median microseconds, and the least."""
     rows: list[dict[str, Any]] = []
-    for requests, blocks in DECODING:
+    for requests, blocks in decoding:
         taken = _in_world(
             lambda world, requests=requests, blocks=blocks: _decoding(
                 world, requests, blocks, repeats
             ),
             num_blocks=requests * (blocks + _ANSWER_BLOCKS) + 2 * PROMPT_BLOCKS,
-            slots=ARENA_SLOTS,
+            slots=max(slots, requests * blocks),
             max_requests=requests,
         )
         case = f"{requests} requests of {blocks:,} blocks"
@@ -71,7 +75,7 @@ def run(repeats: int = 101) -> list[dict[str, Any]]:
         found = _in_world(
             lambda world: _prompts(world, max(5, repeats // 5)),
             num_blocks=6 * PROMPT_BLOCKS,
-            slots=ARENA_SLOTS,
+            slots=slots,
             **options,
         )
         rows += [_row(name, case, taken) for name, taken in found.items()]
@@ -131,8 +135,10 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
         getattr(world.connector, call)(request, *args)
         found.setdefault(name, []).append(watch.total())
 
+    oldest: list[str] = []
     while world.cache._index.free_slots:
-        world.generate(_prompt(rng), max_tokens=1)
+        oldest.append(world.generate(_prompt(rng), max_tokens=1))
+        world.settle()
     for _ in range(repeats):
         prompt = _prompt(rng)
         watch.clear()
@@ -150,7 +156,7 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
             if place == "vLLM's own cache":
                 world.forget()
     if world.cache.info.media and world.side._groups.plain:
-        keys = _keys_of_prompts(world, rng)
+        keys = _keys_of_prompts(world, rng, oldest[:2])
         for _ in range(repeats):
             start = time.perf_counter()
             presence = world.cache.presence(keys)
@@ -161,9 +167,11 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
     return found
 
 
-def _keys_of_prompts(world: World, rng: random.Random) -> list[bytes]:
-    """Of more blocks than host memory holds; the first are on disk alone."""
+def _keys_of_prompts(world: World, rng: random.Random, oldest: Sequence[str]) -> list[bytes]:
+    """Of the oldest prompts, which are on disk alone, and of new ones."""
     keys: list[bytes] = []
+    for request_id in oldest:
+        keys += world.requests[request_id].block_hashes[:PROMPT_BLOCKS]
     while len(keys) < PRESENCE_BLOCKS:
         request_id = world.generate(_prompt(rng), max_tokens=1)
         keys += world.requests[request_id].block_hashes[:PROMPT_BLOCKS]
