@@ -13,15 +13,11 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import HYBRID, SEVERAL_GROUPS, WINDOW, MakeOffloadingWorld, OffloadingWorld
 from policy_checks import CheckedPolicy, UseOrderPolicy
 from traffic import Traffic, loaded, make_stems, preempted, refused
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import ReqContext
 
 from flexkv import LayoutError
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv_vllm.offloading import offload_settings
-
-DRAINS_HOLDERS = hasattr(Scheduler, "_holds_kv_blocks")
-"""Whether this vLLM lets waiting requests that hold blocks run before others: from 0.31 on."""
 
 
 def hit_tokens(world: OffloadingWorld, prompt: list[int]) -> int:
@@ -381,12 +377,6 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
 ) -> None:
     """Shared prefixes, few engine blocks (preemptions), few slots (evictions), aborts, resets,
     late and failing copies, all at once."""
-    if (seed, asynchronous) == (1, True) and windows and not DRAINS_HOLDERS:
-        pytest.skip(
-            "vLLM up to 0.30 looks no further than the first waiting request that gets no blocks, "
-            "here a preempted one, while those behind it that have been loaded hold the blocks "
-            "that it lacks: none of them ever runs"
-        )
     rng = random.Random(seed)
     world = make_offloading_world(
         ranks=ranks,
