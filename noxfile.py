@@ -309,6 +309,17 @@ def compat(session: nox.Session, engine: str, version: str) -> None:
         shutil.rmtree(session.virtualenv.location)
 
 
+@nox.session(name="compat-due", venv_backend="none", default=False)
+def compat_due(session: nox.Session) -> None:
+    """Run `compat` for the releases whose results are not of this code, the oldest first; `-- N`
+    ends after so many."""
+    due = [sys.executable, "-m", "compat_ci", "due"]
+    env = {"PYTHONPATH": str(ROOT / "compat-ci")}
+    found = str(session.run(*due, env=env, external=True, silent=True)).split()
+    for release in found[: int(*session.posargs) or None]:
+        session.notify(f"compat({release})", posargs=[])
+
+
 @nox.session(name="compat-newest", default=False)
 def compat_newest(session: nox.Session) -> None:
     """Check the newest engines without running them; `-- --nightly` adds the nightly builds."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m compat_ci run | newest | summary | report`; what the nox sessions call."""
+"""`python -m compat_ci run | newest | summary | report | due`; what the nox sessions call."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "summary":
                 print(report.summary(_collect(options.results)), end="")
                 return 0
+            case "due":
+                due = report.due(engines, results.read(REPORT))
+                print(*(f"{name}-{version}" for name, version in due), sep="\n")
+                return 1 if options.none and due else 0
         return _report(engines, options)
     except subprocess.CalledProcessError as error:
         print(f"cannot get the wheel: {error}")
@@ -118,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     action = page.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="write the report and the page")
     action.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    due = commands.add_parser("due", help="print the releases whose results are not of this code")
+    due.add_argument("--none", action="store_true", help="fail if there are any")
     for command in (run, newest, summary, page):
         command.add_argument("--results", type=_folder, required=True, help="one file for each run")
     return parser

@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Collection
 from pathlib import Path
 
+from compat_ci import code
 from compat_ci.known import unknown_names
 from compat_ci.matrix import ROOT, Engine, Level, Release
 from compat_ci.results import Outcome, Outcomes
@@ -39,7 +40,7 @@ def run_release(engine: Engine, release: Release, top: Level, cache: Path) -> Ou
             tree = fetch(release.distribution, release.version, cache)
             outcome = static(engine, tree, release.accepted, release.torch)
         else:
-            outcome = _tests(engine.tests[level])
+            outcome = _tests(engine, engine.tests[level])
         outcomes[level] = outcome
         if not outcome.passed:
             break
@@ -63,10 +64,10 @@ def static(
     if torch is not None and pinned != torch:
         reasons.append(f"versions.toml says that it pins torch {torch}; it pins {pinned}")
     files = sum(1 for _ in tree.path.rglob("*.py"))
-    return _outcome(f"{files} files", reasons)
+    return _outcome(engine, f"{files} files", reasons)
 
 
-def _tests(paths: Collection[str]) -> Outcome:
+def _tests(engine: Engine, paths: Collection[str]) -> Outcome:
     """A level that pytest runs."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
@@ -84,7 +85,9 @@ def _tests(paths: Collection[str]) -> Outcome:
     passed = len(cases) - skipped - len(reasons)
     if not reasons and (status != 0 or passed <= 0):
         reasons = [f"pytest ended with {status}, {passed} tests passed"]
-    return _outcome(f"{passed} tests" + (f", {skipped} skipped" if skipped else ""), reasons)
+    return _outcome(
+        engine, f"{passed} tests" + (f", {skipped} skipped" if skipped else ""), reasons
+    )
 
 
 def _cause(trouble: ET.Element) -> str:
@@ -93,6 +96,6 @@ def _cause(trouble: ET.Element) -> str:
     return marked[1] if marked else (trouble.get("message") or "no message").splitlines()[0]
 
 
-def _outcome(checked: str, reasons: list[str]) -> Outcome:
+def _outcome(engine: Engine, checked: str, reasons: list[str]) -> Outcome:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Outcome(not reasons, checked, today, reasons)
+    return Outcome(not reasons, checked, today, code.commit(engine), code.digest(engine), reasons)

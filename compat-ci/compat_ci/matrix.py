@@ -67,6 +67,7 @@ class Engine:
             for major and minor number of those that were served.
         adapter: directory of the adapter's package.
         uses: directories with what the adapter imports of ours.
+        concerns: directories whose files a result is of. It is older once they have changed.
         callers: files of the engine, relative to where its package lies, that call us.
         nightly: package index with the engine's builds of the day; None if there is none.
         since: methods that the adapter overrides, and modules that it imports, that came later than
@@ -81,6 +82,7 @@ class Engine:
     starts: str
     adapter: Path
     uses: tuple[Path, ...]
+    concerns: tuple[Path, ...]
     callers: tuple[str, ...]
     nightly: str | None
     since: dict[str, str]
@@ -113,6 +115,7 @@ def load(path: Path = VERSIONS) -> dict[str, Engine]:
             starts=section["starts"],
             adapter=ROOT / section["adapter"],
             uses=tuple(ROOT / folder for folder in section["uses"]),
+            concerns=tuple(ROOT / folder for folder in section["concerns"]),
             callers=tuple(section["callers"]),
             nightly=section.get("nightly"),
             since=section["since"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from compat_ci import code
 from compat_ci.matrix import Engine, Level, Release
 from compat_ci.results import Outcomes, Table
 
@@ -15,7 +16,9 @@ _PAGE_HEAD = """\
 
 # Compatibility
 
-Each cell has the result of a run and its date. A level includes the levels before it:
+Each cell has the result of a run, its date, and the commit of FlexKV that ran. *Older* stands there
+once the adapter, the engine's side of the cache or the copies have changed. A level includes the
+levels before it:
 
 - **static** compares the adapter with the Python files of the engine's wheel, without running
   either. Every imported name exists, every abstract method is implemented, every overridden method
@@ -34,10 +37,11 @@ def page(engines: dict[str, Engine], table: Table) -> str:
     for name, engine in engines.items():
         served = [release.version for release in engine.served]
         label = _NAMES.get(name, name)
+        digest = code.digest(engine)
         newest_first = list(reversed(engine.releases))
         limits = list(dict.fromkeys(text for release in newest_first for text in release.limits))
         rows = [
-            _row(release, table.get(name, {}).get(release.version, {}), limits)
+            _row(release, table.get(name, {}).get(release.version, {}), limits, digest)
             for release in newest_first
         ]
         parts.append(
@@ -65,20 +69,37 @@ def summary(table: Table) -> str:
     return "".join(lines)
 
 
-def _row(release: Release, outcomes: Outcomes, limits: Sequence[str]) -> str:
+def due(engines: dict[str, Engine], table: Table) -> list[tuple[str, str]]:
+    """Engine and version of all releases with a cell that is missing, failed or older: whose cells
+    are the oldest first, then the newest release."""
+    found = []
+    for name, engine in engines.items():
+        digest = code.digest(engine)
+        for age, release in enumerate(reversed(engine.releases)):
+            cells = table.get(name, {}).get(release.version, {})
+            outcomes = [cells.get(level) for level in release.level.upto()]
+            if not all(each and each.passed and each.digest == digest for each in outcomes):
+                oldest = min(each.date if each else "" for each in outcomes)
+                found.append((oldest, age, name, release.version))
+    return [(name, version) for _, _, name, version in sorted(found)]
+
+
+def _row(release: Release, outcomes: Outcomes, limits: Sequence[str], digest: str) -> str:
     """A row of the table; its last column has the numbers of the release's `limits`."""
-    cells = [_cell(level, release, outcomes) for level in Level]
+    cells = [_cell(level, release, outcomes, digest) for level in Level]
     cells.append(", ".join(str(limits.index(text) + 1) for text in release.limits))
     return f"| {release.version} | {release.torch} | {' | '.join(cells)} |\n"
 
 
-def _cell(level: Level, release: Release, outcomes: Outcomes) -> str:
+def _cell(level: Level, release: Release, outcomes: Outcomes, digest: str) -> str:
     if level > release.level:
         return "-"
     outcome = outcomes.get(level)
     if outcome is None:
         return "not run yet"
-    return f"{'passed' if outcome.passed else '**failed**'}, {outcome.checked}, {outcome.date}"
+    result = "passed" if outcome.passed else "**failed**"
+    of = [outcome.date, outcome.commit, "" if outcome.digest == digest else "*older*"]
+    return ", ".join(filter(None, [result, outcome.checked, *of]))
 
 
 def _failures(engine: Engine, table: Table) -> Iterable[str]:

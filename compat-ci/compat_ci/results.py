@@ -19,12 +19,16 @@ class Outcome:
         passed: whether nothing was wrong.
         checked: what was done, in a few words.
         date: of the run, ISO 8601, UTC.
+        commit: of our code.
+        digest: of our code's files that concern the engine, by `code.digest`.
         reasons: what was wrong, one line each.
     """
 
     passed: bool
     checked: str
     date: str
+    commit: str
+    digest: str
     reasons: list[str] = field(default_factory=list)
 
 

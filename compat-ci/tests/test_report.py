@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from compat_ci import __main__ as command
-from compat_ci import matrix, report, results
+from compat_ci import code, matrix, report, results
 from compat_ci.matrix import Level
 from compat_ci.results import Outcome, Table
 
-GOOD = Outcome(True, "7 tests", "2026-01-02")
-LATER = Outcome(True, "8 tests", "2026-02-03")
-BAD = Outcome(False, "8 tests", "2026-02-03", ["connector.py:1: `name` is gone"])
+ENGINES = matrix.load()
+NOW = code.digest(ENGINES["vllm"])
+GOOD = Outcome(True, "7 tests", "2026-01-02", "0123abcd", NOW)
+LATER = Outcome(True, "8 tests", "2026-02-03", "4567cdef", NOW)
+OLDER = Outcome(True, "8 tests", "2026-02-03", "4567cdef", "another")
+BAD = Outcome(False, "8 tests", "2026-02-03", "4567cdef", NOW, ["connector.py:1: `name` is gone"])
 
 
 def test_the_committed_page_says_what_the_committed_report_says(tmp_path: Path) -> None:
@@ -42,7 +46,36 @@ def test_the_page_has_a_row_for_each_version_and_says_what_was_not_run() -> None
     for release in engines["vllm"].releases:
         assert sum(line.startswith(f"| {release.version} |") for line in lines) == 1
     (row,) = (line for line in lines if line.startswith("| 0.31.0 |"))
-    assert "| passed, 7 tests, 2026-01-02 | not run yet | not run yet |" in row
+    assert "| passed, 7 tests, 2026-01-02, 0123abcd | not run yet | not run yet |" in row
+
+
+def test_a_result_of_other_code_is_older_and_due() -> None:
+    engines = {"vllm": ENGINES["vllm"]}
+    releases = ENGINES["vllm"].releases
+    table: Table = {
+        "vllm": {each.version: dict.fromkeys(each.level.upto(), LATER) for each in releases}
+    }
+    assert report.due(engines, table) == []
+    assert "older*" not in report.page(engines, table).split("## vLLM")[1]
+    third, second, newest = (each.version for each in releases[-3:])
+    table["vllm"][third] = table["vllm"][third] | {Level.SCHEDULER: OLDER}
+    table["vllm"][newest] = {Level.STATIC: LATER}
+    table["vllm"][second] = table["vllm"][second] | {Level.STATIC: BAD}
+    assert report.due(engines, table) == [("vllm", each) for each in (newest, second, third)]
+    (row,) = (line for line in report.page(engines, table).splitlines() if f"| {third} |" in line)
+    assert row.count("4567cdef, *older* |") == 1
+
+
+def test_a_changed_file_changes_the_digest_of_its_engine(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    engine = dataclasses.replace(ENGINES["vllm"], concerns=(tmp_path / "adapter",))
+    digests = {code.digest(engine)}
+    for name, text in (("a.py", "one"), ("a.py", "two"), ("b.py", "two"), ("a.py", "")):
+        (tmp_path / "adapter" / name).write_text(text)
+        digests.add(code.digest(engine))
+    assert len(digests) == 5
+    (tmp_path / "adapter" / "a.pyc").touch()
+    assert code.digest(engine) in digests
 
 
 def test_a_limit_stands_on_the_page_once_and_each_row_has_its_number() -> None:

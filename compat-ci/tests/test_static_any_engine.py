@@ -54,6 +54,7 @@ def toy(tmp_path: Path) -> Engine:
         starts="",
         adapter=tmp_path / "ours",
         uses=(),
+        concerns=(),
         callers=(),
         nightly=None,
         since={"touch": "2.0"},
