@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = pathlib.Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(ROOT / "compat-ci")]
@@ -238,20 +239,29 @@ def nightly(session: nox.Session) -> None:
     mutants, every version of the engines, an error before every line, and an engine beside its
     plan. The last line says how long that took."""
     begun = time.monotonic()
-    _tests(session, GOLDEN_ANSWERS="check")
+    failed = []
+
+    def go_on(what: str, *command: str, **options: Any) -> None:
+        """Run a part. The others run, too, if it fails."""
+        try:
+            _run(session, "engine-cpu", "-m", *command, **options)
+        except CommandFailed:
+            failed.append(what)
+
+    try:
+        _tests(session, GOLDEN_ANSWERS="check")
+    except CommandFailed:
+        failed.append("tests")
     every_line = [
         "packages/flexkv/tests/test_cache_errors.py",
         "packages/flexkv-vllm/tests/test_world_errors.py",
         "packages/flexkv-sglang/tests/test_side_errors.py",
         "packages/flexkv-sglang/tests/test_rank_faults.py",
     ]
-    _run(session, "engine-cpu", "-m", "pytest", *every_line, env={"FLEXKV_EVERY_LINE": "1"})
-    session.notify("mutants")
+    go_on("every line", "pytest", *every_line, env={"FLEXKV_EVERY_LINE": "1"})
     yesterday = ["git", "rev-list", "-1", "--before=1 day ago", "HEAD"]
     base = str(session.run(*yesterday, external=True, silent=True)).strip()
-    _run(session, "engine-cpu", "-m", "mutants", "--changed", base)
-    for release in RELEASES:
-        session.notify(f"compat({release.id})")
+    go_on("mutants of the day", "mutants", "--changed", base)
     for engine, policy, *more in (
         ("vllm", "recompute", "--stores"),
         ("vllm", "fail"),
@@ -260,12 +270,15 @@ def nightly(session: nox.Session) -> None:
         ("sglang-states", "fail"),
         ("sglang-stages", "fail"),
     ):
-        options = ["--engine", engine, "--policy", policy, *more]
-        out = f"campaign-{engine}-{policy}.json"
-        _run(session, "engine-cpu", "-m", "integration.campaign", *options, "--out", out)
-    session.notify("dynamo")
-    _run(session, "engine-cpu", "-m", "integration.bench", "--only", "plan", "--out", "plan.json")
+        name = f"campaign-{engine}-{policy}"
+        options = ["--engine", engine, "--policy", policy, *more, "--out", f"{name}.json"]
+        go_on(name, "integration.campaign", *options)
+    go_on("plan", "integration.bench", "--only", "plan", "--out", "plan.json")
+    for name in ("mutants", *(f"compat({release.id})" for release in RELEASES), "dynamo"):
+        session.notify(name)
     session.notify("nightly-end", posargs=[str(begun)])
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(name="nightly-end", venv_backend="none", default=False)
