@@ -299,6 +299,7 @@ def test_settings_may_be_read_before(pages: Pages, monkeypatch: pytest.MonkeyPat
 @own
 def test_a_failed_start_leaves_nothing(pages: Pages, tmp_path: Path) -> None:
     with open_cache(settings(disk=tmp_path), pages.layout, identity="m"):
+        gc.collect()  # caches of earlier tests
         before = mapped_arenas()
         (tmp_path / "file").touch()
         with pytest.raises(DiskError, match="Not a directory") as raised:
@@ -318,6 +319,7 @@ def test_without_the_kernels_the_error_says_what_is_missing(
 
 @own
 def test_an_exception_in_the_block_closes_the_cache(pages: Pages) -> None:
+    gc.collect()  # caches of earlier tests
     before = mapped_arenas()
     cache = open_cache(settings(), pages.layout)
 
@@ -337,6 +339,7 @@ def test_an_exception_in_the_block_closes_the_cache(pages: Pages) -> None:
 
 @own
 def test_a_cache_that_nobody_holds_warns_and_frees_its_memory(pages: Pages) -> None:
+    gc.collect()  # caches of earlier tests
     before = mapped_arenas()
     caches = [open_cache(settings(), pages.layout)]
     with pytest.warns(ResourceWarning, match="was not closed"):
@@ -396,6 +399,7 @@ class Steered:
 
     def __init__(self) -> None:
         self.fails = self.refuses = self.is_lazy = False
+        self._last = 0
         self._kept: list[tuple[Any, ...]] = []
 
     def make_mover(self, *args: Any) -> Any:
@@ -425,8 +429,8 @@ class Steered:
 
     def wait(self, ticket: int, timeout: float) -> Status:
         while self._kept:
-            ticket = self._mover.submit(*self._kept.pop(0))
-        return self._mover.wait(ticket, timeout)
+            self._last = self._mover.submit(*self._kept.pop(0))
+        return self._mover.wait(ticket or self._last, timeout)
 
     def close(self) -> None:
         self._mover.close()

@@ -12,6 +12,7 @@ import pytest
 from flexkv.client import Transfer
 from flexkv.service import engine_fetches, engine_holds
 from flexkv.service.attached import AttachedEngine
+from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
 from packages.inside import open_fetches, reader_of, stores_of
@@ -194,6 +195,7 @@ def test_fetches_of_an_engine_that_hangs_end(
 ) -> None:
     one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
     (prompt,) = stored(one, "a")
+    until(lambda: all(with_disk.pool.cache.where(prompt)[Medium.DISK]))
     numbers = count()
 
     def store_another() -> None:
@@ -220,6 +222,8 @@ def test_fetches_of_an_engine_that_hangs_end(
 def test_an_engine_among_others_fetches_its_share(with_disk: Service, attach: Attach) -> None:
     one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
     prompts = stored(one, "abc")
+    for prompt in prompts:
+        until(lambda prompt=prompt: all(with_disk.pool.cache.where(prompt)[Medium.DISK]))
     numbers = count()
 
     def store_another() -> None:
