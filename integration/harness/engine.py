@@ -194,7 +194,7 @@ class Engine:
         if not self.config.connector.holds_blocks:
             self._await_copies()
         self.reset_prefix_cache()
-        self.rpc("probe_scrub")
+        self.rpc("keeps_weights_scrub")
 
     def _await_copies(self) -> None:
         """Wait until OffloadingConnector copies nothing: vLLM, which would, does not know what the
@@ -202,7 +202,7 @@ class Engine:
         # It orders a request's last copies in the step after, and begins them one later still.
         self.generate([0], max_tokens=3)
         deadline = time.monotonic() + CALL_TIMEOUT
-        while any(self.rpc("probe_offloading_jobs")):
+        while any(self.rpc("keeps_weights_offloading_jobs")):
             if time.monotonic() > deadline:
                 raise EngineError("OffloadingConnector copies without an end")
             time.sleep(0.01)

@@ -20,7 +20,7 @@ class KVProbe:
     model_runner: Any
     _probe_seen: dict[str, list[int]]
 
-    def probe_record(self) -> None:
+    def keeps_weights_record(self) -> None:
         """From now on remember which blocks every request had in its last step. Idempotent."""
         if hasattr(self, "_probe_seen"):
             return
@@ -36,7 +36,7 @@ class KVProbe:
 
         runner.execute_model = execute_and_record
 
-    def probe_blocks(self, request_prefix: str) -> list[int]:
+    def keeps_weights_blocks(self, request_prefix: str) -> list[int]:
         """Block numbers, in order, of the one recorded request whose id has that prefix.
 
         vLLM appends a random suffix to request ids. Raises KeyError unless exactly one fits.
@@ -46,7 +46,7 @@ class KVProbe:
             raise KeyError(f"{len(found)} requests start with {request_prefix!r}")
         return self._probe_seen[found[0]]
 
-    def probe_digests(self, blocks: list[int]) -> list[str]:
+    def keeps_weights_digests(self, blocks: list[int]) -> list[str]:
         """Digest of the bytes of each block over all layers of this rank."""
         caches = self._probe_caches()
         digests = []
@@ -57,7 +57,7 @@ class KVProbe:
             digests.append(digest.hexdigest())
         return digests
 
-    def probe_offloading_jobs(self) -> int:
+    def keeps_weights_offloading_jobs(self) -> int:
         """Copies of vLLM's OffloadingConnector that this rank has not ended."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -65,13 +65,13 @@ class KVProbe:
         worker = connector.connector_worker
         return len(worker._unsubmitted_store_jobs) + len(worker.worker._jobs)
 
-    def probe_block_bytes(self) -> int:
+    def keeps_weights_block_bytes(self) -> int:
         """Bytes of one block of one layer of this rank."""
         cache = self._probe_caches()[0]
         return int(cache[0].numel() * cache.element_size())
 
-    def probe_read(self, blocks: list[int], layers: list[int]) -> list[str]:
-        """Bytes of blocks as hex, for ``probe_write``: block by block, layer by layer."""
+    def keeps_weights_read(self, blocks: list[int], layers: list[int]) -> list[str]:
+        """Bytes of blocks as hex, for ``keeps_weights_write``: block by block, layer by layer."""
         caches = self._probe_caches()
         return [
             _bytes_of(caches[layer][block]).numpy().tobytes().hex()
@@ -79,14 +79,14 @@ class KVProbe:
             for layer in layers
         ]
 
-    def probe_write(self, blocks: list[int], layers: list[int], pages: list[str]) -> None:
-        """Put back what ``probe_read`` of the same blocks and layers gave."""
+    def keeps_weights_write(self, blocks: list[int], layers: list[int], pages: list[str]) -> None:
+        """Put back what ``keeps_weights_read`` of the same blocks and layers gave."""
         caches = self._probe_caches()
         places = [caches[layer][block] for block in blocks for layer in layers]
         for page, data in zip(places, pages, strict=True):
             _overwrite(page, torch.frombuffer(bytearray.fromhex(data), dtype=torch.uint8))
 
-    def probe_flip(self, block: int, layer: int, offset: int, mask: int) -> None:
+    def keeps_weights_flip(self, block: int, layer: int, offset: int, mask: int) -> None:
         """XOR one byte of a block with ``mask``.
 
         ``offset`` is in bytes within the layer's block, in the logical order of the tensor.
@@ -96,19 +96,19 @@ class KVProbe:
         data[offset] = int(data[offset]) ^ mask
         _overwrite(page, data)
 
-    def probe_zero_row(self, block: int, layers: list[int], row: int) -> None:
+    def keeps_weights_zero_row(self, block: int, layers: list[int], row: int) -> None:
         """Zero K and V of one token of a block: ``row`` counts its tokens."""
         caches = self._probe_caches()
         for layer in layers:
             caches[layer][block].select(-2, row).zero_()
 
-    def probe_copy(self, source: int, target: int, layers: list[int]) -> None:
+    def keeps_weights_copy(self, source: int, target: int, layers: list[int]) -> None:
         """Overwrite block ``target`` with the bytes of block ``source``."""
         caches = self._probe_caches()
         for layer in layers:
             caches[layer][target].copy_(caches[layer][source])
 
-    def probe_scrub(self) -> None:
+    def keeps_weights_scrub(self) -> None:
         """Overwrite every block with a pattern, once no request runs.
 
         A block that was freed keeps its bytes, and the next request may get just that block. So

@@ -115,8 +115,8 @@ def blocks_of(engine: Engine, prompt: Tokens) -> list[int]:
 
     The request has ended then. Its blocks keep what they hold, in vLLM's prefix cache.
     """
-    engine.rpc("probe_record")
+    engine.rpc("keeps_weights_record")
     generation = engine.submit(prompt, max_tokens=1)
     generation.result()
-    blocks: list[int] = engine.rpc("probe_blocks", generation.request_id)[0]
+    blocks: list[int] = engine.rpc("keeps_weights_blocks", generation.request_id)[0]
     return blocks[: len(prompt) // corpus.ENGINE_BLOCK]

@@ -72,5 +72,5 @@ def _shards(engine: Engine) -> list[list[str]]:
     """Digests of the engine blocks of the last prompt that FlexKV keeps, of each rank."""
     prompt = TEXTS[-1]
     blocks = blocks_of(engine, prompt)[: whole_blocks(len(prompt)) // ENGINE_BLOCK]
-    digests: list[list[str]] = engine.rpc("probe_digests", blocks)
+    digests: list[list[str]] = engine.rpc("keeps_weights_digests", blocks)
     return digests

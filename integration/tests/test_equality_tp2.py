@@ -56,9 +56,9 @@ def test_partial(two_ranks: Engine, reference: Reference) -> None:
 
 
 def test_both_ranks_restore_their_bytes(two_ranks: Engine) -> None:
-    computed = two_ranks.rpc("probe_digests", blocks_of(two_ranks, PREFIX)[:-1])
+    computed = two_ranks.rpc("keeps_weights_digests", blocks_of(two_ranks, PREFIX)[:-1])
     assert len(computed) == 2
     assert computed[0] != computed[1]
     two_ranks.forget()
-    restored = two_ranks.rpc("probe_digests", blocks_of(two_ranks, PREFIX)[:-1])
+    restored = two_ranks.rpc("keeps_weights_digests", blocks_of(two_ranks, PREFIX)[:-1])
     assert restored == computed

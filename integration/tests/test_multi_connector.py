@@ -106,7 +106,7 @@ def test_flexkv_first(flexkv_first: Engine, reference: Reference, first_storage:
 
     # Now FlexKV has nothing, and it is the other one's turn.
     engine.reset_prefix_cache(reset_connector=True)
-    engine.rpc("probe_scrub")
+    engine.rpc("keeps_weights_scrub")
     stored = engine.counter(STORED)
     others = ask_each(engine, PROMPTS)
     reference.check_all(PROMPTS, others, what="from the other one")

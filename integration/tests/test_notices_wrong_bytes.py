@@ -41,7 +41,7 @@ def _byte_of_a_value(page: bytes) -> int:
 
 
 def _page(engine: Engine, block: int, layer: int) -> bytes:
-    return bytes.fromhex(engine.rpc("probe_read", [block], [layer])[0][0])
+    return bytes.fromhex(engine.rpc("keeps_weights_read", [block], [layer])[0][0])
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -50,13 +50,13 @@ def test_a_flipped_byte_in_the_engines_cache_changes_the_tokens(
 ) -> None:
     block = blocks_of(engine, DAMAGED)[3]
     offset = _byte_of_a_value(_page(engine, block, layer))
-    engine.rpc("probe_flip", block, layer, offset, EXPONENT_BIT)
+    engine.rpc("keeps_weights_flip", block, layer, offset, EXPONENT_BIT)
 
     damaged = ask(engine, DAMAGED)
     assert damaged.cached_tokens == OWN_HIT
     assert differs(damaged, reference.of(DAMAGED))
 
-    engine.rpc("probe_flip", block, layer, offset, EXPONENT_BIT)
+    engine.rpc("keeps_weights_flip", block, layer, offset, EXPONENT_BIT)
     reference.check(DAMAGED, ask(engine, DAMAGED), what="after the byte was put back")
 
 
@@ -111,11 +111,11 @@ def _flip_in_arena(engine: Engine, head: bytes, offset: int) -> None:
 
 
 def _zero_row(engine: Engine, blocks: list[int], layers: list[int]) -> None:
-    engine.rpc("probe_zero_row", blocks[3], layers, 5)
+    engine.rpc("keeps_weights_zero_row", blocks[3], layers, 5)
 
 
 def _wrong_block(engine: Engine, blocks: list[int], layers: list[int]) -> None:
-    engine.rpc("probe_copy", blocks[0], blocks[3], layers)
+    engine.rpc("keeps_weights_copy", blocks[0], blocks[3], layers)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_wrong_rows_and_blocks_are_noticed(
 def test_a_scrubbed_cache_is_noticed(engine: Engine, reference: Reference) -> None:
     """``Engine.forget`` must leave nothing in the engine's memory that could pass for KV."""
     blocks_of(engine, DAMAGED)
-    engine.rpc("probe_scrub")
+    engine.rpc("keeps_weights_scrub")
     damaged = ask(engine, DAMAGED)
     assert damaged.cached_tokens == OWN_HIT
     assert differs(damaged, reference.of(DAMAGED))
@@ -151,11 +151,11 @@ def test_a_scrubbed_cache_is_noticed(engine: Engine, reference: Reference) -> No
 def test_restored_blocks_have_the_bytes_that_were_computed(engine: Engine) -> None:
     """Byte by byte, over all layers; whatever the tokens say."""
     restorable = whole_blocks(len(DAMAGED)) // corpus.ENGINE_BLOCK
-    computed = engine.rpc("probe_digests", blocks_of(engine, DAMAGED)[:restorable])
+    computed = engine.rpc("keeps_weights_digests", blocks_of(engine, DAMAGED)[:restorable])
     assert len(set(computed[0])) == restorable
 
     engine.forget()
     hits = external_hits(engine)
-    restored = engine.rpc("probe_digests", blocks_of(engine, DAMAGED)[:restorable])
+    restored = engine.rpc("keeps_weights_digests", blocks_of(engine, DAMAGED)[:restorable])
     assert external_hits(engine) - hits == restorable * corpus.ENGINE_BLOCK
     assert restored == computed

@@ -3,8 +3,9 @@
 
 vLLM replaces weights by methods of its workers (`reload_weights`, `update_weights`, and those that
 users add for reinforcement learning) or by functions that it applies to the model (`apply_model`),
-and reports none of it to connectors. Nor does it report that a LoRA adapter is loaded again from
-the same path.
+and reports none of it to connectors. Each of these calls therefore counts as an exchange, but for
+those known to be harmless. Nor does vLLM report that a LoRA adapter is loaded again from the same
+path.
 
 On the other hand, vLLM resets connectors at each pause and each sleep, after which the weights may
 be what they were. `WeightWatch` tells these cases apart.
@@ -12,13 +13,11 @@ be what they were. `WeightWatch` tells these cases apart.
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FunctionType
 from typing import TYPE_CHECKING
 
 from flexkv.figures.counters import ResetCause
@@ -35,25 +34,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("flexkv.vllm")
 
-_PREPARATIONS = frozenset({"init_weight_transfer_engine"})
-"""vLLM's methods that are named after weights and let other programs change them later."""
+_PREPARATION = "init_weight_transfer_engine"
+"""vLLM's method of workers that lets other programs change weights later, by other methods."""
 
 _HARMLESS = frozenset(
     {
+        "check_health",
         "checkpoint_prepare",
         "checkpoint_restore",
         "compute_weight_checksums",
+        "get_cache_block_size_bytes",
+        "get_compilation_match_table",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
         "get_model_inspection",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "list_loras",
+        "pin_lora",
         "profile",
+        "release_late_interaction_query_cache",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
         "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
         "synchronize_device",
         "update_max_model_len",
     }
 )
-"""vLLM's methods of workers that neither change weights nor let others change them."""
+"""vLLM's methods of workers that neither change weights nor let others change them. All others may
+do so."""
 
-_LOADS = frozenset({"load_weights", "load_state_dict"})
-"""Methods by which functions that vLLM applies to its model change weights."""
+_USERS_HARMLESS = "keeps_weights_"
+"""What names begin with of the methods by which a user extends workers without such effects."""
 
 _pause: ContextVar[bool | None] = ContextVar("pause", default=None)
 """Whether the engine core that pauses just now has a process of its own; None if none pauses."""
@@ -62,15 +78,15 @@ _watches: list[weakref.ref[WeightWatch]] = []
 
 
 class WeightWatch:
-    """Knows why vLLM resets one cache, and resets the cache when weights have changed: a method
-    with `weight` in its name has run in the workers, or a function that loads weights, or vLLM has
-    loaded a LoRA adapter whose files have changed since its last load.
+    """Knows why vLLM resets one cache, and resets the cache when weights may have changed: workers
+    have run a method or a function that is not known to be harmless, or vLLM has loaded a LoRA
+    adapter whose files have changed since its last load.
 
     Which engine of this process did so is not distinguished.
 
     A pause or a sleep keeps the blocks of an engine that nobody but vLLM can have given other
-    weights. The first sign of a program that writes weights, or of a call of workers whose effect
-    is unknown, ends that for the rest of the engine's life.
+    weights. The first sign of a program that writes weights ends that for the rest of the engine's
+    life.
 
     Args:
         discard: a method of the cache's owner, which discards all blocks and does not raise. It is
@@ -142,30 +158,20 @@ def _pausing(alone: bool) -> Iterator[None]:
         _pause.reset(token)
 
 
-def _ran(method: str, arguments: Sequence[object], paused: bool) -> None:
-    """Workers have run a method for a user. A method of unknown effect counts as an exchange of
-    weights if the engine pauses, as it does for one."""
-    if method in _HARMLESS:
+def _ran(method: object) -> None:
+    """Workers have run a method, or a function, for a user. Unless it is known to be harmless, it
+    counts as an exchange of weights."""
+    # A function may have any name.
+    known = method if isinstance(method, str) else ""
+    if known in _HARMLESS or known.startswith(_USERS_HARMLESS):
         return
-    why = f"the workers of vLLM ran {method}"
-    named = "weight" in method.lower() and method not in _PREPARATIONS
-    if named or any(_loads_weights(each) for each in arguments):
-        _changed(why)
-    elif paused and method not in _PREPARATIONS:
-        _changed(f"{why} during a pause")
-    else:
+    # A `functools.partial` has no name.
+    why = f"the workers of vLLM ran {known or getattr(method, '__name__', type(method).__name__)}"
+    if known == _PREPARATION:
         for watch in _living():
             watch.doubt(why)
-
-
-def _loads_weights(function: object) -> bool:
-    """Whether an argument is a function that is named after weights, or loads them."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not isinstance(function, FunctionType):
-        return False
-    named = "weight" in function.__name__.lower()
-    return named or not _LOADS.isdisjoint(function.__code__.co_names)
+    else:
+        _changed(why)
 
 
 def _loaded(adapter: LoRARequest) -> None:

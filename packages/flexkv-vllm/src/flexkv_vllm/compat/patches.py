@@ -414,11 +414,10 @@ def drop_from_prefix_cache(side: Any, blocks: set[int]) -> None:
         pool.evict_blocks(blocks)
 
 
-def call_after_rpcs(after: Callable[[str, Sequence[object], bool], None]) -> None:
-    """Make vLLM's engine core call `after` with the name and the arguments of each method that it
-    has called in its workers on behalf of a user, and whether the engine paused or slept then.
-    `after` runs on the scheduler's thread, between two steps, also if the method raised. A second
-    call changes nothing."""
+def call_after_rpcs(after: Callable[[object], None]) -> None:
+    """Make vLLM's engine core call `after` with each method of its workers, by name, and each
+    function that it has had them run on behalf of a user. `after` runs on the scheduler's thread,
+    between two steps, also if the method raised. A second call changes nothing."""
     from vllm.v1.engine.core import EngineCore
 
     call_workers: Any = EngineCore.collective_rpc
@@ -430,18 +429,9 @@ def call_after_rpcs(after: Callable[[str, Sequence[object], bool], None]) -> Non
         try:
             return call_workers(self, method, *args, **kwargs)
         finally:
-            # Users may pass functions. A `functools.partial` has no name, but shows its function.
-            name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
-            # As vLLM names them; the first of `args` is a timeout.
-            given = kwargs.get("args") or next(iter(args[1:2]), None) or ()
-            after(name, given, _is_paused(self))
+            after(method)
 
     EngineCore.collective_rpc = call_and_tell
-
-
-def _is_paused(core: Any) -> bool:
-    asks = (getattr(core, name, None) for name in ("is_sleeping", "is_scheduler_paused"))
-    return any(ask() for ask in asks if ask is not None)
 
 
 def enclose_pauses(enclose: Callable[[bool], AbstractContextManager[object]]) -> None:
