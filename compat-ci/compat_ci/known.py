@@ -29,7 +29,7 @@ class Names:
         files: of the engine, relative to where its package lies; a pattern.
         inside: a class, with its fields; a class and `()`, with its public methods; or a function,
             with the names that it chooses by: first entries of pairs, and texts that it compares
-            with. All classes if empty.
+            with; or a variable, with the keys of its dict. All classes if empty.
         adapter: file of the adapter whose texts are names that it knows; empty if none is.
         others: other known names.
         since: release from which on the adapter must know them.
@@ -53,14 +53,13 @@ class Names:
             (file, node)
             for file in sorted(tree.path.glob(self.files))
             for node in ast.walk(ast.parse(file.read_text("utf-8")))
-            if isinstance(node, ast.ClassDef | ast.FunctionDef)
-            and (node.name == inside if inside else isinstance(node, ast.ClassDef))
+            if (_name_of(node) == inside if inside else isinstance(node, ast.ClassDef))
         ]
         if not places:
             raise LookupError(f"{tree.path} has no {self.inside} in {self.files}")
         for file, node in places:
             for name in sorted(_names(node, calls=inside != self.inside) - known):
-                yield f"{file.relative_to(tree.path)}: {node.name}", name
+                yield f"{file.relative_to(tree.path)}: {_name_of(node)}", name
 
 
 def load(package: str, path: Path = KNOWN) -> list[Names]:
@@ -106,7 +105,16 @@ def _texts(file: Path) -> set[str]:
     }
 
 
-def _names(node: ast.ClassDef | ast.FunctionDef, *, calls: bool) -> set[str]:
+def _name_of(node: ast.AST) -> str | None:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return name
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict()):
+            return name
+    return None
+
+
+def _names(node: ast.AST, *, calls: bool) -> set[str]:
     if isinstance(node, ast.ClassDef) and calls:
         return {
             item.name
@@ -122,6 +130,8 @@ def _names(node: ast.ClassDef | ast.FunctionDef, *, calls: bool) -> set[str]:
             and isinstance(item.target, ast.Name)
             and "ClassVar" not in ast.unparse(item.annotation)
         }
+    if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
+        return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
     found: set[str] = set()
     for part in ast.walk(node):
         match part:

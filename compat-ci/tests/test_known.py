@@ -66,6 +66,8 @@ def dispatch(self, action):
     self.table = [(LoadReq, self.load), (StopReq, self.stop)]
     if action == "reset": ...
     elif action != "look": ...
+
+variables: dict[str, object] = {"PORT": 1, "BACKEND": lambda: 2}
 """
 
 
@@ -75,6 +77,7 @@ def dispatch(self, action):
         ("Settings", {"name"}),
         ("Calls()", {"write_weights", "load"}),
         ("dispatch", {"LoadReq", "StopReq", "reset", "look"}),
+        ("variables", {"PORT", "BACKEND"}),
         ("", {"name"}),
     ],
 )

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import logging
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config import LoRAConfig, MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from world_config import PLUGIN, make_config
@@ -126,6 +129,14 @@ def test_a_setting_that_changes_the_model_is_another_model(config: VllmConfig) -
         ("model_config", "quantization", "another"),
         ("model_config", "quantization_config", {"ignore": ["lm_head"]}),
         ("model_config", "model_class_overrides", {"LlamaForCausalLM": "module:Class"}),
+        ("model_config", "model_impl", "transformers"),
+        ("model_config", "disable_sliding_window", True),
+        ("attention_config", "use_trtllm_attention", False),
+        ("cache_config", "kv_cache_dtype_skip_layers", ["0"]),
+        ("kernel_config", "moe_backend", "marlin"),
+        ("compilation_config", "mode", "another"),
+        ("parallel_config", "worker_extension_cls", "module.Class"),
+        ("load_config", "ignore_patterns", ["model-2*"]),
         ("model_config", "code_revision", "a-branch"),
         ("cache_config", "cache_dtype", "another"),
         ("cache_config", "block_size", 7),
@@ -143,6 +154,139 @@ def test_each_part_of_the_configuration_makes_another_model(
     # vLLM's classes would check the value.
     object.__setattr__(getattr(config, part), name, value)
     assert identity.model_identity(config) != before
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model_config", "served_model_name", "chat"),
+        ("model_config", "seed", 7),
+        ("model_config", "enforce_eager", False),
+        ("cache_config", "gpu_memory_utilization", 0.5),
+        ("cache_config", "num_gpu_blocks", 7),
+        ("cache_config", "kv_cache_memory_bytes", 7),
+        ("parallel_config", "tensor_parallel_size", 2),
+        ("parallel_config", "data_parallel_rank", 1),
+        ("parallel_config", "master_port", 7),
+        ("parallel_config", "_api_process_rank", 1),
+        ("parallel_config", "world_size", 2),
+        ("scheduler_config", "max_num_seqs", 7),
+        ("compilation_config", "cudagraph_capture_sizes", [1, 2]),
+        ("compilation_config", "static_forward_context", {"layer": object()}),
+        ("load_config", "download_dir", "/elsewhere"),
+        ("kv_transfer_config", "engine_id", "another"),
+        ("observability_config", "otlp_traces_endpoint", "http://host"),
+    ],
+)
+def test_settings_that_change_no_byte_do_not_count(
+    config: VllmConfig, part: str, name: str, value: object
+) -> None:
+    before = identity.model_identity(config)
+    object.__setattr__(getattr(config, part), name, value)
+    assert identity.model_identity(config) == before
+
+
+def test_a_configuration_of_a_later_release_counts(config: VllmConfig) -> None:
+    @dataclass
+    class NewConfig:
+        field: str = "a"
+
+    parts = []
+    for value in ("a", "a", "b"):
+        object.__setattr__(config, "attention_config", NewConfig(value))
+        parts.append(identity.model_identity(config))
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_variables_of_vllm_count_unless_they_change_no_byte(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_DISABLED_KERNELS", raising=False)
+    before = identity.model_identity(config)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.7:8000")
+    # Kubernetes sets such variables for a service of the name vllm.
+    monkeypatch.setenv("VLLM_SERVICE_HOST", "10.0.0.7")
+    assert identity.model_identity(config) == before
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "CutlassFP8")
+    assert identity.model_identity(config) != before
+
+
+class Adapted:
+    """A value with no text of its own."""
+
+
+class Hashed:
+    def compute_hash(self) -> str:
+        return "hash"
+
+
+@pytest.mark.parametrize(
+    ("value", "again", "other"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3}),
+        ({"of": {"x", "y"}}, {"of": {"y", "x"}}, {"of": {"x"}}),
+        ({"of": Adapted()}, {"of": Adapted()}, {"of": Hashed()}),
+        (Hashed(), Hashed(), Adapted()),
+        ({"of": "seen at 0x7f"}, {"of": "seen at 0x7f"}, {"of": "seen at 0x8f"}),
+    ],
+)
+def test_a_value_has_one_text_in_all_processes(
+    config: VllmConfig, value: object, again: object, other: object
+) -> None:
+    parts = []
+    for each in (value, again, other):
+        object.__setattr__(config, "additional_config", each)
+        parts.append(identity.model_identity(config))
+    assert parts[0] == parts[1] != parts[2]
+    assert "object at 0x" not in str(parts)
+
+
+def test_a_file_that_a_setting_names_counts_by_what_it_contains(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    parts = []
+    for folder, text in (("one", "scales"), ("two", "scales"), ("three", "other scales")):
+        file = tmp_path / folder
+        file.write_text(text)
+        object.__setattr__(config.load_config, "model_loader_extra_config", {"a_path": str(file)})
+        parts.append(identity.model_identity(config))
+    assert parts[0] == parts[1] != parts[2]
+
+
+def draft_of(config: VllmConfig, model: Path, method: str = "eagle3") -> SpeculativeConfig:
+    """A draft model in the place of vLLM's configuration of speculative decoding."""
+    drafting = copy.copy(config.model_config)
+    object.__setattr__(drafting, "model", str(model))
+    made = SpeculativeConfig.__new__(SpeculativeConfig)
+    for field in dataclasses.fields(SpeculativeConfig):
+        object.__setattr__(made, field.name, None)
+    for name, value in (("method", method), ("draft_model_config", drafting)):
+        object.__setattr__(made, name, value)
+    object.__setattr__(config, "speculative_config", made)
+    return made
+
+
+def test_a_draft_counts_with_its_weights_and_settings(config: VllmConfig, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "model", tmp_path / "draft")
+    weights = tmp_path / "draft" / "model.safetensors"
+    alone = identity.model_identity(config)
+    draft = draft_of(config, tmp_path / "draft")
+    parts = [identity.model_identity(config)]
+    object.__setattr__(draft, "num_speculative_tokens", 7)
+    parts.append(identity.model_identity(config))
+    weights.write_bytes(b"trained again")
+    parts.append(identity.model_identity(config))
+    object.__setattr__(draft, "kv_cache_dtype", "fp8")
+    parts.append(identity.model_identity(config))
+    assert alone != parts[0] == parts[1]
+    assert len({tuple(each) for each in parts}) == 3
+    assert identity.outlives_process(config)
+    weights.unlink()
+    assert not identity.outlives_process(config)
+    draft_of(config, tmp_path / "draft", "ngram")
+    assert identity.model_identity(config) == alone
+    assert identity.outlives_process(config)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "yarn"])
@@ -298,6 +442,27 @@ def test_weights_that_are_not_here_are_not_kept(
     assert "no blocks are kept on disk" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("load_config", "load_format", "tensorizer"),
+        ("load_config", "load_format", "modelexpress"),
+        ("load_config", "load_format", "ipc_cache"),
+        ("load_config", "load_format", "one of a later release"),
+        ("model_config", "model_weights", "s3://bucket/model"),
+    ],
+)
+def test_weights_that_no_file_names_are_not_kept_outside_the_process(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture, part: str, name: str, value: str
+) -> None:
+    object.__setattr__(getattr(config, part), name, value)
+    with caplog.at_level(logging.WARNING, "flexkv.vllm"):
+        assert not identity.outlives_process(config)
+    assert "no blocks are kept on disk or shared" in caplog.text
+    object.__setattr__(config.load_config, "load_format", "dummy")
+    assert identity.outlives_process(config) is (name != "model_weights")
+
+
 def test_an_adapter_is_its_files(adapter: LoRARequest) -> None:
     first = identity.adapter_stamp(adapter)
     forget_stamps()
@@ -328,13 +493,17 @@ def test_how_adapters_are_applied_counts(config: VllmConfig) -> None:
         (dtype, ["o_proj", "q_proj"]),
         (dtype, ["o_proj"]),
     ):
-        lora = SimpleNamespace(lora_dtype=lora_dtype, target_modules=modules)
+        lora = LoRAConfig(max_loras=len(names))
+        object.__setattr__(lora, "lora_dtype", lora_dtype)
+        object.__setattr__(lora, "target_modules", modules)
         object.__setattr__(config, "lora_config", lora)
         names.append(tuple(identity.model_identity(config)))
+    object.__setattr__(lora, "enable_tower_connector_lora", True)
+    tower = tuple(identity.model_identity(config))
     none, default, half, two, same_two, one = names
     assert none == default
     assert two == same_two
-    assert len({default, half, two, one}) == 4
+    assert len({default, half, two, one, tower}) == 5
 
 
 def test_blocks_of_scales_that_a_process_computes_are_not_kept(

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,71 +28,64 @@ from flexkv.engine.weights import (
     digest,
     file_digests,
     processor_files,
-    text_of_file,
     weight_files,
     weight_traits,
 )
+from flexkv_vllm.counted_settings import counted_settings, counted_variables
 from flexkv_vllm.prompt_keys import VllmPromptKeys
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
 
-_STATE_SETTINGS = ("mamba_cache_mode", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-"""Fields of vLLM's cache configuration that determine a page of a model with recurrent layers."""
-
 _RANDOM = "random"
 """Stands for a seed that each process draws for itself, as in PYTHONHASHSEED."""
 
-_MODEL_SETTINGS = ("quantization_config", "model_class_overrides", "code_revision")
-"""Fields of vLLM's model configuration that change what the same weights compute. vLLM before 0.26
-lacks some."""
+_DUMMY = "dummy"
+"""vLLM's `--load-format` of random weights, which depend on its seed."""
 
-_ATTENTION_SETTINGS = ("backend_per_kind", "use_non_causal")
-"""Fields of vLLM's attention configuration that change pages beside `backend`."""
-
-_MEDIA_SETTINGS = (
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
-    "video_pruning_rate",
-    "video_pruning_method",
+_FROM_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "dummy",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
 )
-"""Fields of vLLM's multimodal configuration that determine what the model sees of images, video and
-sound. vLLM names these by their content before it is processed, and by options of the request."""
+"""vLLM's `--load-format` of weights that are only those of the model's files, or of a seed."""
+
+_DRAFTS_WITHOUT_PAGES = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""vLLM's methods of speculative decoding that keep no KV."""
 
 
 def model_identity(vllm_config: VllmConfig) -> list[str]:
     """The parts of the fingerprint, each `NAME: VALUE`. Reads a small part of the model's files;
     see `file_stamps`. Where they lie does not count."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
     return [
         # Each version of vLLM may order a page's bytes differently.
         f"engine: vllm {vllm.__version__}",
-        f"attention backend: {vllm_config.attention_config.backend}",
         *_cpu_traits(vllm_config),
-        f"configuration: {configuration_digest(model.hf_config.to_json_string())}",
-        *_weights(vllm_config),
-        *code_traits(
-            model.model, model.revision, runs_code=bool(getattr(model, "trust_remote_code", False))
-        ),
-        f"dtype: {model.dtype}",
-        f"quantization: {model.quantization}",
-        *_set_fields(model, _MODEL_SETTINGS),
-        *_set_fields(vllm_config.attention_config, _ATTENTION_SETTINGS),
-        *_set_fields(vllm_config.load_config, ("model_loader_extra_config",)),
+        *_weights(vllm_config.model_config, vllm_config.load_config),
+        *counted_settings(vllm_config),
+        *counted_variables(),
         *_adapter_traits(vllm_config),
+        *_draft_traits(vllm_config),
         *_length_traits(vllm_config),
         *_media_traits(vllm_config),
-        f"cache dtype: {cache.cache_dtype}",
-        f"block size: {cache.block_size}",
-        f"hash algorithm: {cache.prefix_caching_hash_algo}",
         f"hash seed: {_hash_seed(vllm_config)}",
-        *(f"{name}: {getattr(cache, name, None)}" for name in _STATE_SETTINGS),
     ]
 
 
@@ -105,15 +98,25 @@ def served_model(vllm_config: VllmConfig) -> str:
 
 def outlives_process(vllm_config: VllmConfig) -> bool:
     """Whether blocks on disk are valid for the next process. If not, the reason is logged."""
-    model = vllm_config.model_config
-    if not weight_files(model.model, model.revision) and not _is_dummy(vllm_config):
-        logger.warning(
-            "FlexKV found no weights of %r on this machine, neither in a directory nor in the "
-            "Hugging Face cache, and cannot notice when they change; no blocks are kept on disk "
-            "or shared",
-            model.model,
-        )
-        return False
+    for model, load in _models(vllm_config):
+        load_format = str(load.load_format)
+        if load_format not in _FROM_FILES or getattr(model, "model_weights", ""):
+            logger.warning(
+                "FlexKV cannot notice when the weights of %r change, which vLLM loads by "
+                "--load-format %r from elsewhere than the model's files; no blocks are kept on "
+                "disk or shared",
+                model.model,
+                load_format,
+            )
+            return False
+        if load_format != _DUMMY and not weight_files(model.model, model.revision):
+            logger.warning(
+                "FlexKV found no weights of %r on this machine, neither in a directory nor in the "
+                "Hugging Face cache, and cannot notice when they change; no blocks are kept on "
+                "disk or shared",
+                model.model,
+            )
+            return False
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # before vLLM 0.32
         logger.warning(
             "--calculate-kv-scales: vLLM scales its KV cache by the first prompts of each process; "
@@ -211,17 +214,37 @@ def prompt_keys(vllm_config: VllmConfig, groups: Groups, keys: BlockKeys) -> Vll
     return VllmPromptKeys(vllm_config.cache_config.prefix_caching_hash_algo, groups, keys)
 
 
-def _weights(vllm_config: VllmConfig) -> list[str]:
-    """The model's weights. Dummy weights are those of their seed."""
-    load, model = vllm_config.load_config, vllm_config.model_config
-    seed = [f"seed: {model.seed}"] if _is_dummy(vllm_config) else []
-    formats = [f"configuration format: {getattr(model, 'config_format', None)}"]
-    return [*weight_traits(model.model, model.revision, str(load.load_format)), *formats, *seed]
+def _models(vllm_config: VllmConfig) -> Iterator[tuple[ModelConfig, LoadConfig]]:
+    """The model, and a draft model that keeps KV, with the way in which vLLM loads each."""
+    yield vllm_config.model_config, vllm_config.load_config
+    drafts = vllm_config.speculative_config
+    if drafts is None or drafts.method in _DRAFTS_WITHOUT_PAGES:
+        return
+    if drafts.draft_model_config is not None:
+        load = getattr(drafts, "draft_load_config", None)
+        yield drafts.draft_model_config, load or vllm_config.load_config
 
 
-def _set_fields(config: object, names: Iterable[str]) -> list[str]:
-    """The fields of a configuration that the user has set."""
-    return [f"{name}: {value}" for name in names if (value := getattr(config, name, None))]
+def _weights(model: ModelConfig, load: LoadConfig) -> list[str]:
+    """A model's configuration, weights and code. Dummy weights are those of their seed."""
+    runs_code = bool(getattr(model, "trust_remote_code", False))
+    return [
+        f"configuration: {configuration_digest(model.hf_config.to_json_string())}",
+        *weight_traits(model.model, model.revision, str(load.load_format)),
+        *([f"seed: {model.seed}"] if str(load.load_format) == _DUMMY else []),
+        *code_traits(model.model, model.revision, runs_code=runs_code),
+    ]
+
+
+def _draft_traits(vllm_config: VllmConfig) -> list[str]:
+    """The draft model's weights, and the settings that change its pages."""
+    _, *drafts = _models(vllm_config)
+    if not drafts:
+        return []
+    ((model, load),) = drafts
+    traits = [*_weights(model, load), *counted_settings(model)]
+    settings = counted_settings(vllm_config.speculative_config)
+    return [f"draft {trait}" for trait in traits] + [f"drafts {trait}" for trait in settings]
 
 
 def _adapter_traits(vllm_config: VllmConfig) -> list[str]:
@@ -229,7 +252,7 @@ def _adapter_traits(vllm_config: VllmConfig) -> list[str]:
     lora = vllm_config.lora_config
     if lora is None:
         return []
-    traits = []
+    traits = [f"adapters: {trait}" for trait in counted_settings(lora, but=(None, False))]
     if lora.lora_dtype not in ("auto", vllm_config.model_config.dtype):
         traits.append(f"dtype of adapters: {lora.lora_dtype}")
     modules = getattr(lora, "target_modules", None)
@@ -246,18 +269,12 @@ def _length_traits(vllm_config: VllmConfig) -> list[str]:
 
 
 def _media_traits(vllm_config: VllmConfig) -> list[str]:
-    """The processing of images, video and sound; empty for a model of text alone."""
+    """The processing of images, video and sound by files; empty for a model of text alone."""
     model = vllm_config.model_config
-    media = model.multimodal_config
-    if media is None:
+    if model.multimodal_config is None:
         return []
-    values = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
-    settings = [
-        f"{name}: {text_of_file(value) if name.endswith('_path') else value}"
-        for name, value in values.items()
-    ]
     files = processor_files(model.model, model.revision)
-    return [*settings, f"processor: {digest(file_digests(files))}"]
+    return [f"processor: {digest(file_digests(files))}"]
 
 
 def _counts_media(vllm_config: VllmConfig) -> bool:
@@ -267,10 +284,6 @@ def _counts_media(vllm_config: VllmConfig) -> bool:
     if media is None or vllm_config.cache_config.enable_prefix_caching:
         return False
     return bool(media.mm_processor_cache_gb == 0)
-
-
-def _is_dummy(vllm_config: VllmConfig) -> bool:
-    return str(vllm_config.load_config.load_format) == "dummy"
 
 
 def _cpu_traits(vllm_config: VllmConfig) -> list[str]:

@@ -91,8 +91,15 @@ def _print_pool(pool: PoolState) -> None:
         _print_line("engine", _engine(engine))
 
 
-_SHOWN = ("engine: ", "dtype: ", "cache dtype: ", "geometry: ")
-"""The parts of a fingerprint by which people know a model."""
+_SHOWN = (
+    "engine: ",
+    "dtype: ",
+    "kv_cache_dtype: ",
+    "model_config.dtype: ",
+    "cache_config.cache_dtype: ",
+    "geometry: ",
+)
+"""The parts of a fingerprint by which people know a model, as either engine names them."""
 
 
 def _engine(engine: EngineState) -> str:
