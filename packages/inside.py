@@ -54,6 +54,11 @@ def promised_slots(engine: Any) -> int:
     return slots
 
 
+def go_on(server: NodeServer) -> None:
+    """Let a server that was stopped run again."""
+    server._stops = False
+
+
 def is_making(server: NodeServer) -> bool:
     """Whether a pool is being made."""
     return bool(server._maker._making)
@@ -273,7 +278,7 @@ def stores_of(cache: ServedCache) -> ServedStores:
 
 def awaits_service(cache: ServedCache) -> bool:
     """Whether the service has stores to publish, and lives."""
-    return cache._stores.awaits_answer and not cache._is_silent and not cache._line.is_cut
+    return cache._stores.awaits_answer and not cache.is_silent and not cache._line.is_cut
 
 
 def memory_of(cache: ServedCache, arena: Arena) -> list[int]:

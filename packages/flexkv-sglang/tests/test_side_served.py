@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from sglang_world import (
 )
 
 from flexkv.control.ask_door import AskError
+from flexkv.service import line
 from flexkv.types.presence import Presence
 from flexkv_sglang import start
+from packages.flexkv.tests.service.served import Service
 from packages.inside import cache_of, stores_of
 
 HASHES = hashes_of("a", 3)
@@ -79,6 +82,29 @@ def test_an_engine_waits_for_pages_that_another_is_storing(
     assert other.side.lookup("r", HASHES) == [3]
     assert other.load("r", HASHES, [7, 8, 9])
     assert same(other.read([7, 8, 9]), stored)
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_pages_that_a_service_has_not_published_are_offered_again(
+    tmp_path: Path,
+    engine: Callable[[str], Rank],
+    monkeypatch: pytest.MonkeyPatch,
+    wakes: bool,
+) -> None:
+    monkeypatch.setattr(line, "_SILENT_SECONDS", 1e9 if wakes else 0.0)
+    service = Service(tmp_path, cpu_cache_gb=1 / 256)
+    with contextlib.closing(service):
+        one = engine(service.root)
+        until(one, lambda: stores_of(cache_of(one.side)).free)
+        service.stop()
+        one.side.offload(HASHES, lambda: [1, 2, 3])
+        until(one, lambda: cache_of(one.side).publishing)
+        if wakes:
+            assert not one.side.ended_offloads(), "its fate is not known yet"
+            service.wake()
+        until(one, one.side.ended_offloads)
+        assert one.side.take_offload() == wakes
+        assert one.side.lookup("r", HASHES) == ([3] if wakes else [])
 
 
 def test_a_disk_of_the_service_gives_pages_to_each_engine(

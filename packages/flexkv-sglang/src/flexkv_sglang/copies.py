@@ -68,8 +68,8 @@ class Offload:
     """A store that SGLang has ordered. SGLang asks for the ends of stores in its calls' order.
 
     Attributes:
-        transfer_id: id of the store under way; 0 once it has ended, if nothing is copied, and on
-            all ranks but the first.
+        transfer_id: id of the store under way; 0 once it is published or has failed, if nothing is
+            copied, and on all ranks but the first.
         slots: for each page its slot, or -1 if it is not copied; empty if nothing is.
         stored: whether the cache has all pages of the store, if no store is under way or it
             succeeds.

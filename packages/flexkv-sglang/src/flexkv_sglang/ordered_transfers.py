@@ -27,6 +27,7 @@ class OrderedTransfers:
         self._ended = EndedTransfers(cache)
         self._note_end = ended
         self.offloads: dict[int, Offload | None] = {}
+        self._copied: dict[int, Offload] = {}
         self._lost_some = False
 
     def lose(self) -> None:
@@ -37,7 +38,7 @@ class OrderedTransfers:
 
     def poll(self) -> bool:
         """Note the transfers that have ended. Returns whether anything was under way."""
-        if not self._ended.busy:
+        if not self._ended.busy and not self._copied:
             return False
         if self._lost_some:
             self._ended.end_lost(self.offloads.keys(), self.offloads.keys())
@@ -46,7 +47,17 @@ class OrderedTransfers:
             offload = self.offloads.get(ended.id)
             if offload is not None:
                 offload.stored &= ended.done
-                offload.transfer_id = 0
+                self._copied[ended.id] = offload
             self.offloads.pop(ended.id, None)
             self._note_end(ended)
+        self._end_published()
         return True
+
+    def _end_published(self) -> None:
+        """End the offloads that the cache has published, or of which it may never know."""
+        is_silent, publishing = self._cache.is_silent, self._cache.publishing
+        for number, offload in list(self._copied.items()):
+            if is_silent or number not in publishing:
+                offload.stored &= not is_silent
+                offload.transfer_id = 0
+                del self._copied[number]

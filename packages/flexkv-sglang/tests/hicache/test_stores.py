@@ -172,6 +172,14 @@ def assert_pages_come_back(tmp_path: Path, kind: str) -> None:
     assert after.page(3).count_nonzero() == 0
 
 
+def test_pages_that_a_service_which_hangs_was_told_of_do_not_count(tmp_path: Path) -> None:
+    with served(tmp_path) as root, stores(tmp_path, full(), service=root) as kept:
+        assert kept.set("kv", KEYS[:1], tokens_of(0)) == [True]
+        services[-1].stop()
+        assert kept.set("kv", KEYS[:3], tokens_of(0, 1, 2)) == [True, False, False]
+        assert kept.contains("kv", KEYS[:3]) == [True, False, False]
+
+
 def test_a_read_stops_at_the_first_page_that_is_missing(tmp_path: Path) -> None:
     pool = full()
     with stores(tmp_path, pool) as kept:

@@ -94,7 +94,7 @@ class KVCache:
     """
 
     publishing: Collection[int] = ()
-    awaits_slots = False
+    is_silent = awaits_slots = False
 
     def __init__(
         self,

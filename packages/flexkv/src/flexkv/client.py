@@ -215,6 +215,12 @@ class CacheClient(Protocol):
         ...
 
     @property
+    def is_silent(self) -> bool:
+        """Whether that process is gone, or owes an answer for too long. What it has yet to do may
+        never be done."""
+        ...
+
+    @property
     def awaits_slots(self) -> bool:
         """Whether a store gets no slot now, and another process may grant some soon."""
         ...

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flexkv import ArenaError, KVLayout, PageCache, TensorView, open_cache
+from flexkv.service import line
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.library.test_page_cache import Steered
 from packages.flexkv.tests.service.served import Service, until
@@ -95,7 +96,7 @@ def test_without_the_service_host_hits_go_on_until_it_is_back(
     one.fill(4)
     service.close()
     assert one.load(4) == [1, 2, 3, 4]
-    one.fill(6, start=4)
+    assert one.fill(6, start=4) == 0
     assert one.cache.lookup(KEYS[:6]) == 4
     assert one.load(6) == [1, 2, 3, 4]
     assert one.cache.flush(PATIENCE_SECONDS)
@@ -104,16 +105,39 @@ def test_without_the_service_host_hits_go_on_until_it_is_back(
     until(lambda: other.load(6) == [1, 2, 3, 4, 5, 6])
 
 
-def test_a_service_that_hangs_costs_stores_and_no_hit(
-    service: Service, program: Callable[..., Program]
+@pytest.mark.parametrize("wakes", [True, False])
+def test_what_a_service_that_hangs_was_told_counts_once_it_is_there(
+    service: Service, program: Callable[..., Program], wakes: bool
 ) -> None:
     one = program()
     one.fill(4)
     service.stop()  # its sockets stay open
-    for start in range(4, PAGES, 10):
-        one.fill(min(PAGES, start + 10), start=start)
-    assert one.cache.flush(PATIENCE_SECONDS)
+    stored = [one.fill(min(PAGES, start + 10), start=start) for start in range(4, PAGES, 10)]
+    assert stored == [0] * 6, "nobody knows whether it will have them"
+    assert not one.cache.flush(0.0)
     assert one.load(PAGES) == [1, 2, 3, 4]
+    if wakes:
+        service.wake()
+    else:
+        service.close()
+    assert one.cache.flush(PATIENCE_SECONDS)
+    there = 14 if wakes else 4
+    assert one.load(14) == list(range(1, there + 1))
+
+
+def test_a_store_lasts_until_the_service_has_its_blocks(
+    service: Service, program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "_SILENT_SECONDS", 1e9)
+    one = program()
+    one.fill(1)
+    service.stop()
+    copy = one.cache.begin_store(KEYS[1:4], range(1, 4), KEYS[0])
+    until(lambda: copy.done or one.cache.cache.publishing)
+    assert not copy.done
+    assert not copy.blocks
+    service.wake()
+    assert copy.wait(PATIENCE_SECONDS) == 3
 
 
 def test_a_program_that_ends_at_once_leaves_what_it_has_stored(service: Service) -> None:

@@ -23,7 +23,7 @@ from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status
 from flexkv.types.tenants import tenant_number
 from packages.conftest import PATIENCE_SECONDS
-from packages.inside import awaits_service, index_of, line_of, stores_of
+from packages.inside import awaits_service, go_on, index_of, line_of, stores_of
 
 FORMAT = BlockFormat(1, (4096,))
 ABOUT = SessionInfo("same", ArenaSpec(FORMAT, 0), True, ("model: toy",))
@@ -94,6 +94,9 @@ class Service:
     def start(self) -> None:
         """Begin to serve, or to serve on in another server."""
         self.server = NodeServer(self.root, self.config, pools=self.pools)
+        self._run()
+
+    def _run(self) -> None:
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
 
@@ -113,6 +116,11 @@ class Service:
         """End the loop, as if the service hung."""
         self.server.stop()
         self._thread.join()
+
+    def wake(self) -> None:
+        """Go on after `stop`."""
+        go_on(self.server)
+        self._run()
 
     def close(self, flush_seconds: float = 0.0) -> None:
         """Idempotent."""

@@ -11,6 +11,7 @@ import pytest
 
 from flexkv.client import Transfer
 from flexkv.host.board import CELLS
+from flexkv.service import line
 from flexkv.service import messages as wire
 from flexkv.service.engine_page import PUBLISHED
 from flexkv.service.line import MOST_WAITING, READ, SENT
@@ -37,6 +38,25 @@ def ordered(scheduler: Scheduler, keys: list[bytes]) -> Transfer:
     transfer = scheduler.cache.store(keys, range(len(keys)))
     assert transfer is not None
     return transfer
+
+
+def test_blocks_count_as_stored_once_they_are_published(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "_SILENT_SECONDS", 0.0)
+    one = attach(service)
+    service.stop()
+    transfer = ordered(one, keys_of("a", 3))
+    one.cache.discard(transfer.id, [2])
+    one.copy(transfer)
+    until(lambda: one.cache.is_silent, one.cache.poll)
+    assert one.cache.publishing == {transfer.id}
+    assert not one.cache.counters.stored_blocks
+    service.wake()
+    until(lambda: not one.cache.publishing, one.cache.poll)
+    assert one.cache.counters.stored_blocks == 2
+    assert one.cache.counters.stored_bytes == 2 * 4096
+    assert one.cache.lookup(keys_of("a", 3)) == 2
 
 
 def test_what_one_stores_another_loads(service: Service, attach: Attach) -> None:

@@ -145,7 +145,8 @@ class PoolCache:
             )
         self._end(store, late)
         with self._copier.use() as cache:
-            return set(cache.missing(keys))
+            host, *_ = cache.where(keys).values()
+            return {place for place in range(len(keys)) if not host[place]}
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the use of a prefix. Its end leaves before its beginning."""

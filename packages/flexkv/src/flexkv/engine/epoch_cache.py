@@ -85,6 +85,11 @@ class EpochCache:
         return self._cache.publishing
 
     @property
+    def is_silent(self) -> bool:
+        """See `CacheClient.is_silent`."""
+        return self._cache.is_silent
+
+    @property
     def awaits_slots(self) -> bool:
         """See `CacheClient.awaits_slots`."""
         return self._cache.awaits_slots

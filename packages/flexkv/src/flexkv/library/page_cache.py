@@ -102,7 +102,9 @@ class PageCache:
 
         Returns:
             How many blocks were copied. Blocks that host memory has already are not copied, nor is
-            a block that it has no room for, nor any block behind that.
+            a block that it has no room for, nor any block behind that. Of the node's service, only
+            blocks that it has in host memory count. The method waits no longer for a service that
+            has ended, or has not answered for a second.
 
         Raises:
             TypeError, ValueError: a key or a page is not allowed, or a key is there twice.
@@ -157,6 +159,7 @@ class PageCache:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until lower tiers have written, or dropped, the blocks that wait to be written; or
         until the node's service, whose lower tiers go on without this process, has all blocks.
+        While the service hangs, blocks whose fate it has not reported wait.
 
         Args:
             timeout: seconds to wait at most; None for as long as it takes.

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from flexkv.client import CacheClient, FetchId, Transfer
 from flexkv.host.arena import Arena
+from flexkv.types.changes import Medium
 from flexkv.types.errors import FlexKVError
 from flexkv.types.mover import Direction, Status
 
@@ -162,6 +163,8 @@ class PageCopy(ABC):
         ended: whether the copy has ended, with or without an error.
     """
 
+    _counts_copies = True
+
     def __init__(self, copier: Copier) -> None:
         self.blocks = 0
         self.ended = False
@@ -254,10 +257,10 @@ class PageCopy(ABC):
             done: whether its blocks were copied.
         """
         count, self._copying_blocks, self._copies = self._copying_blocks, 0, False
-        if done:
-            self.blocks += count
-        else:
+        if not done:
             self.ended = True
+        elif self._counts_copies:
+            self.blocks += count
 
     def _begin(self, transfer: Transfer, pages: Sequence[int]) -> None:
         self._copying_blocks = len(transfer.slots)
@@ -267,7 +270,8 @@ class PageCopy(ABC):
 
 class PageStore(PageCopy):
     """A store of pages: in one transfer, or in rounds, if the node's service grants the slots. It
-    ends once lookups find its blocks.
+    ends once lookups find its blocks, or the service is silent. Blocks that the service has not
+    published do not count.
 
     Args:
         copier: the copier of the cache.
@@ -291,7 +295,8 @@ class PageStore(PageCopy):
         self._pages = pages
         self._starts = range(len(chain)) if is_scattered else (0,)
         self._next = len(chain) - len(pages)
-        self._transfer: int | None = None
+        self._copied: Transfer | None = None  # copied or being copied, and not counted
+        self._counts_copies = not copier.cache.info.is_shared
         self._slot_seconds = slot_seconds
         self._late = time.monotonic() + slot_seconds
         self._store()
@@ -300,11 +305,14 @@ class PageStore(PageCopy):
         if self.ended or self._copying_blocks:
             return
         cache = self._copier.cache
-        if self._transfer in cache.publishing:
+        copied, is_silent = self._copied, cache.is_silent
+        if copied is not None and copied.id in cache.publishing and not is_silent:
             return
-        if self._transfer is not None and not cache.info.is_shared:
-            self.ended = True
-        else:
+        if copied is not None and not self._counts_copies:
+            self.blocks += sum(map(bool, cache.where(copied.keys)[Medium.HOST]))
+            self._copied = None
+        self.ended = is_silent or (copied is not None and self._counts_copies)
+        if not self.ended:
             self._store()
 
     def _store(self) -> None:
@@ -314,7 +322,7 @@ class PageStore(PageCopy):
         absent = cache.missing(self._chain, self._next)
         transfer = cache.store(self._chain, absent, self._starts) if absent else None
         if transfer is not None:
-            self._transfer = transfer.id
+            self._copied = transfer
             self._next = 1 + self._chain.index(transfer.keys[-1])
             self._late = time.monotonic() + self._slot_seconds
             self._begin(transfer, [self._pages[key] for key in transfer.keys])

@@ -116,7 +116,7 @@ class ServedCache:
             return True
         if self._line.is_cut:
             return not self._is_alone or bool(self._stores.by_id)
-        if self._is_silent:
+        if self.is_silent:
             return False
         # What the service publishes meanwhile can wait for a step that has something to do.
         compares = self._changes.compares(self._tiers.below)
@@ -136,7 +136,7 @@ class ServedCache:
     def _trouble(self) -> Trouble | None:
         if self._off:
             return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
-        if self._is_silent:
+        if self.is_silent:
             return Trouble.SERVICE
         if self._recovering:
             return Trouble.RECOVERING
@@ -159,13 +159,18 @@ class ServedCache:
 
     @property
     def publishing(self) -> Collection[int]:
-        """See `CacheClient.publishing`. None while the service is away or hangs."""
-        return () if self._is_silent else self._stores.by_id.keys() - self._device.under_way
+        """See `CacheClient.publishing`."""
+        return self._stores.by_id.keys() - self._device.under_way
+
+    @property
+    def is_silent(self) -> bool:
+        """See `CacheClient.is_silent`."""
+        return self._line.is_cut or (self._line.is_silent and not self._stores.has_published)
 
     @property
     def awaits_slots(self) -> bool:
         """See `CacheClient.awaits_slots`."""
-        return not (self._stores.free or self._off or self._recovering or self._is_silent)
+        return not (self._stores.free or self._off or self._recovering or self.is_silent)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
@@ -294,7 +299,7 @@ class ServedCache:
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""
-        if self._is_silent:
+        if self.is_silent:
             return FetchState(time.monotonic())
         return self._tiers.state(fetch)
 
@@ -307,12 +312,7 @@ class ServedCache:
     @property
     def _may_fetch(self) -> bool:
         """Whether lower tiers and other engines can give blocks now."""
-        return not (self._recovering or self._is_silent)
-
-    @property
-    def _is_silent(self) -> bool:
-        """Whether the service is away, or has not answered for too long."""
-        return self._line.is_cut or (self._line.is_silent and not self._stores.has_published)
+        return not (self._recovering or self.is_silent)
 
     # Uses.
 
@@ -409,9 +409,12 @@ class ServedCache:
         self._stores.publish()
 
     def _end_published(self) -> None:
-        """End the stores that the service has published."""
-        if not self._line.is_cut and self._stores.drain_published():
+        """End and count the stores that the service has published."""
+        count = None if self._line.is_cut else self._stores.drain_published()
+        if count is not None:
             self._line.note_answer()
+            self.counters.stored_blocks += count
+            self.counters.stored_bytes += count * self._block_bytes
 
     def _attach_again(self) -> None:
         """The service is gone, or serves this engine no more, until there is a new connection."""
@@ -475,8 +478,6 @@ class ServedCache:
         number = copy.transfer.id
         if copy.done:
             self._stores.by_id[number].has_ended = True
-            self.counters.stored_blocks += count
-            self.counters.stored_bytes += count * self._block_bytes
             return
         self._stores.undo(self._stores.end(number))
         self.counters.failed_stores += 1

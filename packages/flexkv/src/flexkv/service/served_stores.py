@@ -271,22 +271,24 @@ class ServedStores:
             if not store.is_told:
                 self.end(number)
 
-    def drain_published(self) -> bool:
+    def drain_published(self) -> int | None:
         """End the stores that the service has published since the last call: their slots are the
-        index's. Returns whether there are any."""
+        index's. Returns the number of their blocks; None if there is no such store."""
         count = (self._line.published - self._published) % (1 << 32)
         # More than were told: the next service has set the number to zero.
         if not count or count > len(self._told):
-            return False
+            return None
+        blocks = 0
         for _ in range(count):
             store = self.by_id.get(self._told[0])  # None after an error below
             if store is not None:
                 # First: after an error, slots that are granted and of no store count as free.
                 self.granted.difference_update(store.slots)
                 self.end(self._told[0])
+                blocks += len(store.keys) - len(store.dropped)
             self._told.popleft()
             self._published = (self._published + 1) % (1 << 32)
-        return True
+        return blocks
 
     def claim(self) -> None:
         """Tell a service that did not grant them which slots this engine has."""
