@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from flexkv.session.state_reports import StateReport
 from flexkv.settings import load_config
 from flexkv.tiers.disk.cache_directory import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
-from flexkv.tiers.disk.table import VERSION
+from flexkv.tiers.disk.table import VERSION, table_bytes
 from flexkv.tiers.remote import RemoteTier
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import FINGERPRINT, OTHER_FINGERPRINT, Cache, Flexkv
@@ -40,6 +41,7 @@ def test_stat_counts_what_the_store_has_and_did(flexkv: Flexkv, cache: Cache) ->
         "damaged_blocks": 0,
         "written_bytes": 5 * cache.block_bytes,
         "written_bytes_day": 5 * cache.block_bytes,
+        "day_is_known": True,
         "reads": None,
         "writes": None,
         "problem": "",
@@ -68,6 +70,7 @@ def test_stat_adds_folders_up(flexkv: Flexkv, cache: Cache) -> None:
     ]
     totals = ended["totals"]
     assert totals.pop("folders") == 2
+    assert totals.pop("day_is_known")
     for name, total in totals.items():
         assert total == sum(folder[name] for folder in ended["folders"])
     assert totals["used_slots"] > 0
@@ -105,6 +108,54 @@ def test_stat_reports_a_newer_format_and_no_damage(flexkv: Flexkv, cache: Cache)
     assert ended.code == 1
     assert f"problem      the table is of format {VERSION + 1}, written by a newer" in ended.out
     assert "lost" not in ended.out
+
+
+def test_stat_reports_damaged_counters_until_an_engine_counts_again(
+    flexkv: Flexkv, cache: Cache
+) -> None:
+    cache.fill(1)
+    counters = cache.folder / "counters.json"
+    counters.write_bytes(counters.read_bytes().replace(b'"hit_blocks":0', b'"hit_blocks":-5'))
+    ended = flexkv("stat", cache.root)
+    assert ended.code == 1
+    assert "  problem      counters.json is damaged (Expected `int` >= 0" in ended.out
+    assert "  hits         0 blocks\n" in ended.out
+    with cache.owned():
+        pass
+    ended = flexkv("stat", cache.root)
+    assert ended.code == 0
+    assert "  written      0 bytes, at least 0 bytes in the last 24 hours\n" in ended.out
+
+
+def empty(table: Path) -> None:
+    table.write_bytes(b"")
+
+
+def zero(table: Path) -> None:
+    table.write_bytes(bytes(table.stat().st_size))
+
+
+@pytest.mark.parametrize("lose", [empty, zero, Path.unlink])
+def test_a_lost_table_is_shown_and_the_folder_can_be_removed(
+    flexkv: Flexkv, cache: Cache, lose: Callable[[Path], None]
+) -> None:
+    cache.fill(1)
+    lose(cache.folder / "table")
+    for command in ("stat", "verify"):
+        ended = flexkv(command, cache.root)
+        assert (ended.code, "header of the table is damaged, missing or" in ended.out) == (1, True)
+    assert flexkv("clear", cache.root, "--yes").code == 0
+    assert list(cache.root.iterdir()) == []
+
+
+def test_a_table_that_was_cut_is_shown(flexkv: Flexkv, cache: Cache) -> None:
+    cache.fill(3)
+    slots = flexkv("stat", cache.root, "--json").json["totals"]["slots"]
+    os.truncate(cache.folder / "table", table_bytes(1))
+    for command in ("stat", "verify"):
+        ended = flexkv(command, cache.root)
+        lost = f"the table was cut: the blocks of {slots - 1} slots are lost"
+        assert (ended.code, lost in ended.out) == (1, True)
 
 
 def test_stat_reports_a_missing_file_of_blocks(flexkv: Flexkv, cache: Cache) -> None:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disk_blocks import FINGERPRINT, SLOT, names, opened
+from disk_blocks import FINGERPRINT, SLOT, names, opened, unopened
 
-from flexkv.tiers.disk import table
+from flexkv.tiers.disk import OsFiles, table
 from flexkv.tiers.job import Outcome
 
 SLOTS = 40
@@ -149,6 +150,66 @@ def test_a_table_whose_headers_both_changed_is_an_empty_one(
             client.refill(KEYS)
         assert "its blocks are discarded" in caplog.text
         faults(1)
+
+
+@pytest.mark.parametrize("left", ["nothing", "zeros", "no file"])
+def test_a_table_that_is_lost_beside_blocks_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, left: str
+) -> None:
+    path = folder / "table"
+    size = path.stat().st_size
+    path.unlink()
+    if left != "no file":
+        path.write_bytes(bytes(size) if left == "zeros" else b"")
+    for expected in ([], KEYS):
+        with opened(folder.parent, slots=SLOTS) as client:
+            assert client.found(KEYS) == expected
+            client.refill(KEYS)
+    assert caplog.text.count(f"{path} is missing, empty or zeros, and files of blocks") == 1
+
+
+@pytest.mark.parametrize("slots", [0, 1, 30])
+def test_a_table_that_was_cut_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, slots: int
+) -> None:
+    os.truncate(folder / "table", table.table_bytes(slots) + 5)
+    for _ in range(2):
+        with opened(folder.parent, slots=SLOTS) as client:
+            client.refill(KEYS)
+    lost = f"the blocks of {SLOTS - slots} of {SLOTS} slots are lost"
+    assert caplog.text.count(f"{folder / 'table'} was cut: {lost}") == 1
+
+
+def test_a_new_cache_a_reset_and_another_size_lose_no_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for slots in (SLOTS, SLOTS // 2, SLOTS):
+        with opened(tmp_path, slots=slots) as client:
+            client.tier.clear()
+    (tmp_path / FINGERPRINT / "reset").touch()
+    (tmp_path / FINGERPRINT / "table").write_bytes(b"")  # killed while it recorded the reset
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.refill(KEYS)
+    assert "disk_store" not in caplog.text
+
+
+class FullForTables(OsFiles):
+    """No table has room."""
+
+    def allocate(self, fd: int, length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/table"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().allocate(fd, length)
+
+
+def test_a_cache_that_a_start_left_half_made_has_lost_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with unopened(tmp_path, slots=SLOTS, files=FullForTables(), why="No space left"):
+        assert (tmp_path / FINGERPRINT / "slab-00000").exists()
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.refill(KEYS)
+    assert "disk_store" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["slab-00000", "table", "counters.json", "lock"])

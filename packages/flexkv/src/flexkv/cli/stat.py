@@ -4,7 +4,8 @@ the `flexkv serve` that runs in DIR. Without DIR, also the health of the running
 user, whether they read from and write to their shared stores, and the directories that they cannot
 open yet; if the setting `service` is set, only that service. The command changes nothing and works
 beside running engines; their counters are at most some seconds old. Exit code 0, or 1 if a service
-does not answer, or a folder cannot be read, or has lost its table's header or a file of blocks."""
+does not answer, or a folder cannot be read, or has lost parts of its table, a file of blocks or its
+counters."""
 
 from __future__ import annotations
 
@@ -56,6 +57,7 @@ class Totals:
     damaged_blocks: int = 0
     written_bytes: int = 0
     written_bytes_day: int = 0
+    day_is_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +225,9 @@ def _circuits(of: StoreState | FolderState) -> str:
 
 def _total(states: list[FolderState]) -> Totals:
     totals = Totals(folders=len(states))
-    for name in [each.name for each in fields(Totals) if each.name != "folders"]:
+    for name in {each.name for each in fields(Totals)} - {"folders", "day_is_known"}:
         setattr(totals, name, sum(getattr(state, name) for state in states))
+    totals.day_is_known = all(state.day_is_known for state in states)
     return totals
 
 
@@ -233,7 +236,8 @@ def _print_figures(of: FolderState | Totals) -> None:
     _print_line("on disk", f"{size(of.disk_bytes)}, {size(of.used_bytes)} used")
     _print_line("hits", blocks(of.hit_blocks))
     _print_line("damaged", blocks(of.damaged_blocks))
-    written = f"{size(of.written_bytes)}, {size(of.written_bytes_day)} in the last 24 hours"
+    least = "" if of.day_is_known else "at least "
+    written = f"{size(of.written_bytes)}, {least}{size(of.written_bytes_day)} in the last 24 hours"
     _print_line("written", written)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from disk_blocks import (
     DEADLINE,
+    FINGERPRINT,
     SLOT,
     Client,
     names,
@@ -41,6 +42,27 @@ def test_the_write_budget_holds_over_a_restart(tmp_path: Path) -> None:
         found = client.found(names(20))
         assert client.read(found) == [DONE] * 10
     with opened(tmp_path) as client:
+        assert client.write([b"more"]) == [DONE]
+
+
+@pytest.mark.parametrize("content", [b"", bytes(100), b'{"hit_blocks": -5}'])
+def test_damaged_counters_use_up_the_write_budget_and_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    with opened(tmp_path) as client:
+        assert client.write(names(6)) == [DONE] * 6
+    counters = tmp_path / FINGERPRINT / "counters.json"
+    counters.write_bytes(content)
+    for _ in range(2):
+        with opened(tmp_path, day_bytes=100 * SLOT) as client:
+            client.settle()
+            assert folder_state(str(tmp_path / FINGERPRINT)).problem == ""
+            assert client.write([b"more"]) == [Outcome.DROPPED]
+            assert client.read(names(6)) == [DONE] * 6
+    assert caplog.text.count(f"in {tmp_path / FINGERPRINT}, counters.json is damaged (") == 1
+    assert not folder_state(str(tmp_path / FINGERPRINT)).day_is_known
+    counters.unlink()  # as the log says
+    with opened(tmp_path, day_bytes=100 * SLOT) as client:
         assert client.write([b"more"]) == [DONE]
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -198,13 +199,57 @@ MALFORMED = [
     GOOD.replace(b'{"400000": 6}', b"null"),
     GOOD.replace(b'{"400000": 6}', b'{"an hour": 6}'),
     GOOD.replace(b'{"400000": 6}', b'{"400000": -1e999}'),
+    GOOD.replace(b'{"400000": 6}', b'{"400000": -6}'),
+    GOOD.replace(b'{"400000": 6}', b'{"-4": 6}'),
+    GOOD.replace(b'"hit_blocks": 1', b'"hit_blocks": -5'),
+    GOOD.replace(b'"hit_blocks": 1', b'"hit_blocks": 1.5'),
+    GOOD.replace(b'"hit_blocks": 1', b'"hit_blocks": 1' + b"0" * 30),
+    GOOD.replace(b"}}", b'}, "open_until": {"reads": NaN}}'),
+    GOOD.replace(b"}}", b'}, "lost_hour": -1}'),
+    bytes(len(GOOD)),
+    GOOD + bytes(8),
 ]
 
 
+def assert_lost(counted: Ledger, reason: str = "") -> None:
+    """No count is taken over, the reason is named, and a daily limit is used up."""
+    assert (counted.hit_blocks, counted.damaged_blocks, counted.written_blocks) == (0, 0, 0)
+    assert counted.written_bytes == counted.open_until == {}
+    assert counted.problem.startswith(f"{FILE} is damaged (")
+    assert reason in counted.problem
+    assert counted.left(1 << 60) == 0
+    assert counted.left(None) == math.inf
+
+
 @pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_ledger_is_an_empty_one(tmp_path: Path, folder: int, content: bytes) -> None:
+def test_no_count_of_a_malformed_ledger_is_used(
+    tmp_path: Path, folder: int, content: bytes
+) -> None:
     (tmp_path / FILE).write_bytes(content)
-    assert load_ledger(folder) == Ledger()
+    assert_lost(load_ledger(folder))
+
+
+def test_a_nonsense_count_is_named(tmp_path: Path, folder: int) -> None:
+    (tmp_path / FILE).write_bytes(GOOD.replace(b'"hit_blocks": 1', b'"hit_blocks": -5'))
+    assert_lost(load_ledger(folder), "Expected `int` >= 0 - at `$.hit_blocks`")
+
+
+@pytest.mark.parametrize("jump", [0, 30 * DAY, -30 * DAY])
+def test_after_a_damaged_ledger_the_limit_allows_nothing_for_a_day_over_restarts(
+    tmp_path: Path, folder: int, clock: Clock, jump: int
+) -> None:
+    (tmp_path / FILE).write_bytes(b"")
+    counted = restarted(folder, load_ledger(folder))
+    assert (counted.problem, counted.day_is_known, counted.left(10)) == ("", False, 0)
+    clock.now += jump
+    counted.book_write(4)
+    counted = restarted(folder, counted)
+    clock.skip(DAY - 3600)
+    counted = restarted(folder, counted)
+    assert (counted.day_is_known, counted.left(10)) == (False, 0)
+    clock.skip(2 * 3600)
+    for now in (counted, restarted(folder, counted)):
+        assert (now.day_is_known, now.left(10)) == (True, 10)
 
 
 def test_a_good_ledger_is_none_of_those(tmp_path: Path, folder: int) -> None:
@@ -214,8 +259,9 @@ def test_a_good_ledger_is_none_of_those(tmp_path: Path, folder: int) -> None:
 
 def test_no_ledger_is_an_empty_one(tmp_path: Path, folder: int) -> None:
     assert load_ledger(folder) == Ledger()
+    assert load_ledger(folder).left(10) == 10
     (tmp_path / FILE).mkdir()
-    assert load_ledger(folder) == Ledger()
+    assert_lost(load_ledger(folder), "is not a regular file")
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "victim"])
@@ -225,7 +271,7 @@ def test_links_are_followed_neither_to_read_nor_to_write(
     (tmp_path / "victim").write_bytes(GOOD)
     for name in (FILE, SCRATCH):
         (tmp_path / name).symlink_to(target)
-    assert load_ledger(folder) == Ledger()
+    assert_lost(load_ledger(folder), "is a symbolic link")
     with pytest.raises(OSError, match="is a symbolic link"):
         save_ledger(folder, b"{}")
     assert (tmp_path / "victim").read_bytes() == GOOD
@@ -234,7 +280,7 @@ def test_links_are_followed_neither_to_read_nor_to_write(
 def test_a_fifo_is_not_waited_for(tmp_path: Path, folder: int) -> None:
     for name in (FILE, SCRATCH):
         os.mkfifo(tmp_path / name)
-    assert load_ledger(folder) == Ledger()
+    assert_lost(load_ledger(folder), "is not a regular file")
     with pytest.raises(OSError, match="is not a regular file"):
         save_ledger(folder, b"{}")
 
@@ -242,7 +288,7 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path, folder: int) -> None:
 def test_a_ledger_longer_than_any_of_ours_is_not_read_whole(tmp_path: Path, folder: int) -> None:
     with (tmp_path / FILE).open("wb") as file:
         file.truncate(1 << 40)
-    assert load_ledger(folder) == Ledger()
+    assert_lost(load_ledger(folder))
 
 
 def test_the_ledger_of_a_folder_that_was_made_anew_is_left_as_it_is(
@@ -267,7 +313,9 @@ def test_a_damaged_ledger_never_raises(
     fd = open_folder(str(path))
     counted = load_ledger(fd)
     os.close(fd)
-    assert all(size >= 0 for size in counted.written_bytes.values())
+    counts = counted.hit_blocks, counted.damaged_blocks, counted.written_blocks
+    assert all(count >= 0 for count in (*counts, *counted.written_bytes.values()))
+    assert counted.left(10) == 0 if counted.problem else counted.day_is_known
 
 
 def test_a_ledger_for_which_there_is_no_room_leaves_the_old_one(

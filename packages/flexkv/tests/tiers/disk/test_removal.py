@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -122,14 +123,24 @@ def test_only_our_own_files_are_removed(tmp_path: Path) -> None:
     assert left == {"precious.txt", "slab-0", "table.txt", "slab-00007", "slab-00008"}
 
 
-@pytest.mark.parametrize("table", [None, b"", b"my thesis", "link", "fifo"])
+FOREIGN = ["precious.txt", "slab-00000"]
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        *itertools.product([None, b"", b"my thesis", "link", "fifo"], [FOREIGN[:1], FOREIGN]),
+        *((table, FOREIGN[1:]) for table in (b"my thesis", "link", "fifo")),
+    ],
+)
 def test_what_only_looks_like_a_folder_of_ours_is_left_as_it_is(
-    tmp_path: Path, table: bytes | str | None
+    tmp_path: Path, table: bytes | str | None, names: list[str]
 ) -> None:
     path = tmp_path / "deadbeefdeadbeef"
     path.mkdir()
     (path / "lock").write_text("mine")
-    (path / "precious.txt").touch()
+    for name in names:
+        (path / name).touch()
     (tmp_path / "theirs").write_bytes(TABLE)
     if table == "link":
         (path / "table").symlink_to(tmp_path / "theirs")

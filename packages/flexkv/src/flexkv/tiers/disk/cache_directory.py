@@ -6,8 +6,9 @@ DIR/<fingerprint>-1/          the cache of a second engine at the same time, if 
     lock  table  slab-00000 ...  counters.json  identity  descriptions
 DIR/<name>.removed-<random>/  a folder whose removal is under way or was interrupted
 
-A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes. The name of a
-folder proves nothing. In FlexKV's folders, FlexKV touches only files with the names above.
+A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes; or if the table is
+lost, and the folder holds files of blocks and nothing but files with the names above. The name of a
+folder proves nothing. In FlexKV's folders, FlexKV touches only files with these names.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from flexkv.system.directories import (
 )
 from flexkv.system.forks import close_in_children
 from flexkv.system.regular_files import open_regular
-from flexkv.tiers.disk import table
-from flexkv.tiers.disk.files import disk_error, open_folder, reason_of, try_lock
+from flexkv.tiers.disk import descriptions, ledger, table
+from flexkv.tiers.disk.files import disk_error, is_regular, open_folder, reason_of, try_lock
+from flexkv.tiers.disk.slabs import is_slab, slab_name
 from flexkv.types.errors import DiskError, UnavailableError
 
 TABLE = "table"
@@ -241,6 +243,25 @@ def has_table(folder: int) -> bool:
     return table.has_magic(_first_pages_if_any(folder))
 
 
+def has_blocks(folder: int) -> bool:
+    """Whether an open directory holds files of blocks, as every cache does that has a table.
+
+    Raises:
+        OSError: stat(2) failed.
+    """
+    return is_regular(folder, slab_name(0))
+
+
+def is_own(name: str) -> bool:
+    """Whether a file in a folder of FlexKV is FlexKV's, by its name."""
+    return name in _OWN_NAMES or is_slab(name)
+
+
+_OWN_NAMES = frozenset(
+    {LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH, descriptions.FILE}
+)
+
+
 def newer_version(folder: int) -> int | None:
     """The format version of the table in an open directory, if a newer FlexKV wrote it; else None.
 
@@ -343,7 +364,8 @@ def check_owner(folder: Folder, root: str, chosen: int) -> None:
 
 def may_be_ours(path: str, above: int | None = None) -> bool:
     """Whether a folder is FlexKV's, or this user cannot read it. The remains of a removal, whose
-    table is gone, are FlexKV's by their name and because they hold nothing but the lock.
+    table is gone, are FlexKV's by their name and because they hold nothing but the lock. A folder
+    whose table is lost is FlexKV's by its files.
 
     Args:
         path: path of the folder.
@@ -353,7 +375,12 @@ def may_be_ours(path: str, above: int | None = None) -> bool:
     try:
         folder = open_folder(path, above)
         try:
-            return has_table(folder) or (remains and os.listdir(folder) in ([], [LOCK]))
+            if has_table(folder):
+                return True
+            names = os.listdir(folder)
+            lost = not any(_first_pages_if_any(folder)) and has_blocks(folder)
+            ours = all(is_own(name) and is_regular(folder, name) for name in names)
+            return (lost and ours) or (remains and names in ([], [LOCK]))
         finally:
             os.close(folder)
     except NotADirectoryError:

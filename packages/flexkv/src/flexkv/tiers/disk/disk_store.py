@@ -180,12 +180,15 @@ class DiskStore:
         files, folder = self._files, self._folder.fd
         self._table = files.open(folder, cache_directory.TABLE, os.O_RDWR | os.O_CREAT)
         pages = read_pages(files, self._table)
-        header = self._header_in(pages)
-        reset = is_regular(folder, cache_directory.RESET)
-        if header is None or header.slot_bytes != self.slot_bytes or reset or anew:
+        header = header_in(pages, self._fingerprint)
+        reset = anew or is_regular(folder, cache_directory.RESET)
+        if not reset:
+            self._report_losses(header, pages)
+        if header is None or header.slot_bytes != self.slot_bytes or reset:
             serial = header.serial if header is not None else 0
             header = table.Header(self.slot_bytes, 1, new_epoch(), self._fingerprint, serial)
             files.truncate(self._table, 0)
+            files.truncate(self._table, table.table_bytes(1))
             # First of all: the folder is known by it, whatever becomes of this process.
             self._save_header(header)
             self._unmark()
@@ -227,6 +230,14 @@ class DiskStore:
                 len(lost),
             )
         self.ledger = load_ledger(self._folder.fd)
+        if self.ledger.problem:
+            logger.error(
+                "in %s, %s; FlexKV counts from 0 again, and ssd_write_gb_per_day allows no write "
+                "for 24 hours, because those of before are unknown; check the drive; to write "
+                "before, stop the engine and remove the file",
+                self.path,
+                self.ledger.problem,
+            )
 
     def lost(self) -> str:
         """Why the open files are not those of the folder any more; empty if they are.
@@ -474,16 +485,34 @@ class DiskStore:
             return _kept(error)
         return None
 
-    def _header_in(self, pages: bytes) -> table.Header | None:
-        """The header of our blocks in `pages`; None if the table is to be made anew."""
-        header = header_in(pages, self._fingerprint)
-        if header is None and any(pages):
+    def _report_losses(self, header: table.Header | None, pages: bytes) -> None:
+        """Log the blocks that a damaged table loses. `header`: in the first `pages` of the table.
+
+        Raises:
+            OSError: a system call failed.
+        """
+        path = os.path.join(self.path, cache_directory.TABLE)
+        if header is not None:
+            cut = header.num_slots - table.slots_in(os.fstat(self._table).st_size)
+            if cut > 0:
+                logger.error(
+                    "%s was cut: the blocks of %d of %d slots are lost; check the drive",
+                    path,
+                    cut,
+                    header.num_slots,
+                )
+        elif any(pages):
             logger.warning(
                 "both headers of %s are damaged, or of other blocks or an older FlexKV; its blocks "
                 "are discarded, and the cache begins empty",
-                os.path.join(self.path, cache_directory.TABLE),
+                path,
             )
-        return header
+        elif cache_directory.has_blocks(self._folder.fd):
+            logger.error(
+                "%s is missing, empty or zeros, and files of blocks are beside it; its blocks are "
+                "lost, and the cache begins empty; check the drive",
+                path,
+            )
 
     def _resize_table(self, num_slots: int) -> None:
         length = table.table_bytes(num_slots)

@@ -162,7 +162,7 @@ class Drive:
         self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
         store.ledger.circuits = {"reads": self.reads, "writes": self.writes}
-        if store.ledger.open_until:  # of the owner before
+        if store.ledger.open_until or store.ledger.problem:  # of the owner before
             self._upkeep.count()
         self._write_rate = _FIRST_RATE
         self._last_write = time.monotonic()

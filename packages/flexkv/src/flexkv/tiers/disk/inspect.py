@@ -39,10 +39,13 @@ class FolderState:
         written_bytes: bytes that all owners together have written.
         written_bytes_day: bytes written in the last 24 hours. The oldest hour counts whole, as in
             the write budget.
+        day_is_known: whether that counts all writes of the time. False for a day after the counters
+            were damaged; the write budget then allows none.
         reads: state of the circuit of the owner's reads: closed, open or probing; None without an
             owner.
         writes: state of the circuit of the owner's writes, likewise.
-        problem: why blocks are lost or cannot be read, without its full stop; empty if they can.
+        problem: why blocks or counters are lost or cannot be read, without its full stop; empty if
+            they can.
     """
 
     path: str
@@ -57,6 +60,7 @@ class FolderState:
     damaged_blocks: int
     written_bytes: int
     written_bytes_day: int
+    day_is_known: bool
     reads: str | None
     writes: str | None
     problem: str
@@ -77,7 +81,7 @@ def folder_state(path: str) -> FolderState:
             copy.update()
             ledger = load_ledger(folder)
             on_disk = cache_directory.disk_bytes(path)
-            problem = table_problem(folder, copy) or _lost_slabs(folder, copy)
+            problems = table_problem(folder, copy) or _lost_slabs(folder, copy), ledger.problem
         finally:
             os.close(folder)
     except OSError as error:
@@ -98,9 +102,10 @@ def folder_state(path: str) -> FolderState:
         damaged_blocks=ledger.damaged_blocks,
         written_bytes=ledger.written_blocks * block_bytes,
         written_bytes_day=ledger.day_bytes,
+        day_is_known=ledger.day_is_known,
         reads=None if owner is None else ledger.saved_state("reads").value,
         writes=None if owner is None else ledger.saved_state("writes").value,
-        problem=problem,
+        problem="; ".join(filter(None, problems)),
     )
 
 
@@ -118,7 +123,11 @@ def table_problem(folder: int, copy: TableCopy) -> str:
     if version is not None:
         return f"the table is of format {version}, written by a newer FlexKV: use that FlexKV"
     if copy.damaged:
-        return "the header of the table is damaged or of another cache: all blocks are lost"
+        return (
+            "the header of the table is damaged, missing or of another cache: all blocks are lost"
+        )
+    if copy.cut_slots:
+        return f"the table was cut: the blocks of {copy.cut_slots} slots are lost"
     return ""
 
 

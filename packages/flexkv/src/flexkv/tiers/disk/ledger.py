@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from flexkv.system.regular_files import open_regular
 from flexkv.tiers.circuit import Circuit, CircuitState
@@ -21,14 +23,18 @@ SCRATCH = f"{FILE}.new"
 _HOUR = 3600
 _DAY_HOURS = 24
 _MAX_BYTES = 1 << 16
-_MALFORMED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    OverflowError,  # int() of a number that JSON reads as infinite
-    RecursionError,  # brackets, thousands deep
-)
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Saved(msgspec.Struct):
+    """The content of the file. Hours follow the clock at the time of the save."""
+
+    hit_blocks: _Count
+    damaged_blocks: _Count
+    written_blocks: _Count
+    written_bytes: dict[_Count, _Count]
+    open_until: dict[str, float] = {}
+    lost_hour: _Count | None = None
 
 
 @dataclass(slots=True)
@@ -47,6 +53,9 @@ class Ledger:
             the clock is set meanwhile, no entry becomes older or younger.
         circuits: the owner's circuits by name. They are saved for other processes to see; a new
             owner begins with its own.
+        lost_hour: the hour at which the file was found damaged. Writes until then are not in
+            `written_bytes`, so a daily limit counts them as reaching it. None if all are there.
+        problem: why the file gave no counts; empty if it did, or is missing.
         open_until: for each saved circuit that was not closed, the time by the clock until which
             it is open, in seconds since the epoch.
     """
@@ -57,6 +66,8 @@ class Ledger:
     written_bytes: dict[int, int] = field(default_factory=dict)
     circuits: Mapping[str, Circuit] = field(default_factory=dict, repr=False, compare=False)
     open_until: dict[str, float] = field(default_factory=dict, compare=False)
+    lost_hour: int | None = None
+    problem: str = field(default="", compare=False)
     _zero: float = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(
         init=False, repr=False, compare=False, default_factory=threading.Lock
@@ -71,7 +82,14 @@ class Ledger:
         The oldest hour counts whole. No period of 24 hours therefore exceeds `day_bytes`. None
         means no limit.
         """
-        return math.inf if day_bytes is None else max(0, day_bytes - self.day_bytes)
+        if day_bytes is None:
+            return math.inf
+        return max(0, day_bytes - self.day_bytes) if self.day_is_known else 0
+
+    @property
+    def day_is_known(self) -> bool:
+        """Whether `day_bytes` counts all writes of the last 24 hours."""
+        return self.lost_hour is None or self.lost_hour < self._hour() - _DAY_HOURS
 
     @property
     def day_bytes(self) -> int:
@@ -98,49 +116,55 @@ class Ledger:
 
     def dump(self) -> bytes:
         """The content of the file, as JSON. Its hours follow the clock as it is now."""
-        content: dict[str, object] = {name: getattr(self, name) for name in _COUNTS}
         ahead = round((time.time() - time.monotonic() - self._zero) / _HOUR)
         oldest = self._hour() - _DAY_HOURS
         with self._lock:
-            content["written_bytes"] = {
+            written = {
                 hour + ahead: size for hour, size in self.written_bytes.items() if hour >= oldest
             }
         seconds = {name: circuit.opens_again for name, circuit in self.circuits.items()}
-        content["open_until"] = {
-            name: time.time() + each for name, each in seconds.items() if each is not None
-        }
-        return json.dumps(content).encode()
+        saved = _Saved(
+            self.hit_blocks,
+            self.damaged_blocks,
+            self.written_blocks,
+            written,
+            {name: time.time() + each for name, each in seconds.items() if each is not None},
+            None if self.lost_hour is None or self.day_is_known else self.lost_hour + ahead,
+        )
+        return msgspec.json.encode(saved)
 
     def _hour(self) -> int:
         return int(self._zero + time.monotonic()) // _HOUR
 
 
-_COUNTS = ("hit_blocks", "damaged_blocks", "written_blocks")
-
-
 def load_ledger(folder: int) -> Ledger:
-    """Read the ledger of the open directory `folder`. A missing, unreadable or damaged file gives
-    an empty ledger."""
+    """Read the ledger of the open directory `folder`. A missing file gives an empty ledger. An
+    unreadable or damaged file gives one that names the problem, and knows no writes so far."""
+    now = int(time.time()) // _HOUR
     try:
         fd = open_regular(folder, FILE, os.O_RDONLY)
         try:
-            content = json.loads(os.pread(fd, _MAX_BYTES, 0))
+            saved = msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=_Saved)
         finally:
             os.close(fd)
-        ledger = Ledger()
-        for name in _COUNTS:
-            setattr(ledger, name, int(content[name]))
-        for name, until in content.get("open_until", {}).items():
-            ledger.open_until[name] = float(until)
-        now = int(time.time()) // _HOUR
-        for hour, size in content["written_bytes"].items():
-            # If the clock was put back, saved hours lie in the future. They would count until the
-            # clock has passed them.
-            known = min(int(hour), now)
-            ledger.written_bytes[known] = ledger.written_bytes.get(known, 0) + max(0, int(size))
-        return ledger
-    except (OSError, *_MALFORMED):
+    except FileNotFoundError:
         return Ledger()
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return Ledger(lost_hour=now, problem=f"{FILE} is damaged ({reason})")
+    # If the clock was put back, saved hours lie in the future. They would count until the clock has
+    # passed them.
+    written: dict[int, int] = {}
+    for hour, size in saved.written_bytes.items():
+        written[min(hour, now)] = written.get(min(hour, now), 0) + size
+    return Ledger(
+        saved.hit_blocks,
+        saved.damaged_blocks,
+        saved.written_blocks,
+        written,
+        open_until=saved.open_until,
+        lost_hour=None if saved.lost_hour is None else min(saved.lost_hour, now),
+    )
 
 
 def save_ledger(folder: int, content: bytes) -> None:
@@ -158,6 +182,7 @@ def save_ledger(folder: int, content: bytes) -> None:
         os.ftruncate(fd, 0)
         if os.write(fd, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), SCRATCH)
+        os.fdatasync(fd)  # else a power failure may leave an empty file under the new name
     finally:
         os.close(fd)
     try:

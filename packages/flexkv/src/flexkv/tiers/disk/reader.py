@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flexkv.tiers.disk import slabs, table
-from flexkv.tiers.disk.cache_directory import RESET, TABLE
+from flexkv.tiers.disk.cache_directory import RESET, TABLE, has_blocks
 from flexkv.tiers.disk.files import Files, is_regular, open_data, read_fully
 from flexkv.tiers.envelope import checksum_of
 
@@ -107,8 +107,9 @@ class TableCopy:
     Attributes:
         header: header of the table at the last `update`; None if the folder had no table then, or
             one that an engine would replace.
-        damaged: whether an engine would replace the table because its header is damaged or of other
-            blocks. False for a table that is being created.
+        damaged: whether an engine would replace the table because its header is damaged, missing or
+            of other blocks. False for a table that is being created.
+        cut_slots: slots without a record, because the file ends before.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class TableCopy:
     ) -> None:
         self.header: table.Header | None = None
         self.damaged = False
+        self.cut_slots = 0
         self._files = files
         self._folder = folder
         self._fingerprint = fingerprint
@@ -137,6 +139,8 @@ class TableCopy:
                 changed.update(self._parts)
                 self._parts.clear()
             self.header = header
+            size = os.fstat(fd).st_size if header else 0
+            self.cut_slots = max(0, header.num_slots - table.slots_in(size)) if header else 0
             gone = set(self._parts)
             for number, part in _read_parts(self._files, fd, header.num_slots) if header else ():
                 gone.discard(number)
@@ -185,8 +189,10 @@ class TableCopy:
 
     def _read_header(self, fd: int) -> tuple[table.Header | None, bool]:
         """The header of the open table, and whether an engine would replace it as damaged."""
-        if fd < 0 or is_regular(self._folder, RESET):
+        if is_regular(self._folder, RESET):
             return None, False
+        if fd < 0:
+            return None, has_blocks(self._folder)
         pages = b""
         for _ in range(_HEADER_READS):
             pages = read_pages(self._files, fd)
@@ -194,7 +200,7 @@ class TableCopy:
             if header is not None:
                 fits = self._slot_bytes in {None, header.slot_bytes}
                 return header if fits else None, False
-        return None, any(pages)
+        return None, any(pages) or has_blocks(self._folder)
 
 
 class SlotReader:

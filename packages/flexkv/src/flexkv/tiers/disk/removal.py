@@ -12,23 +12,20 @@ import os
 import secrets
 
 from flexkv.system.regular_files import open_regular
-from flexkv.tiers.disk import descriptions, ledger
 from flexkv.tiers.disk.cache_directory import (
-    IDENTITY,
     LOCK,
     REMOVED,
-    RESET,
     TABLE,
     disk_bytes,
     fingerprint_of,
     folders,
+    is_own,
     lock_folder,
     may_be_ours,
     newer_version,
     path_of,
 )
 from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
-from flexkv.tiers.disk.slabs import is_slab
 from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -242,13 +239,3 @@ def _remove_in(above: int, path: str) -> Removal:
     finally:
         folder.release()
     return Removal.REMOVED if alone else Removal.FOREIGN_FILES
-
-
-def is_own(name: str) -> bool:
-    """Whether a file in a folder of FlexKV is FlexKV's, by its name."""
-    return name in _OWN_NAMES or is_slab(name)
-
-
-_OWN_NAMES = frozenset(
-    {LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH, descriptions.FILE}
-)

@@ -179,6 +179,11 @@ def table_bytes(num_slots: int) -> int:
     return HEADER_BYTES + num_slots * RECORD_BYTES
 
 
+def slots_in(size: int) -> int:
+    """How many slots have a record in a table of `size` bytes."""
+    return max(0, size - HEADER_BYTES) // RECORD_BYTES
+
+
 def record_offset(slot: int) -> int:
     """Where the record of `slot` begins in the table, in bytes."""
     return HEADER_BYTES + slot * RECORD_BYTES
