@@ -8,25 +8,26 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import pytest
-from disk_blocks import FINGERPRINT, SLOT, capacity_of, names, opened, unopened
+from disk_blocks import FINGERPRINT, SLOT, Client, capacity_of, names, opened, unopened
 from hung_calls import wait_for_all_but_one
 from policy_checks import CheckedPolicy, UseOrderPolicy
 
 from flexkv import KVLayout, TensorView, open_cache
 from flexkv.tiers import disk
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk import OsFiles, open_disk_tier, opening, tier
+from flexkv.tiers.disk import OsFiles, open_disk_tier, opening, reader, table, tier
 from flexkv.tiers.disk.cache_directory import Folder, claim
 from flexkv.tiers.disk.places import check_apart, places_of
 from flexkv.tiers.job import Outcome
+from flexkv.types.deadline import HANGS
 from flexkv.types.errors import DiskError
-from packages.conftest import PATIENCE_SECONDS
+from packages.conftest import PATIENCE_SECONDS, StillClock
 from packages.flexkv.tests.cli.hung_mount import hung
 from packages.inside_tiers import await_opening
 
@@ -102,6 +103,95 @@ def test_a_hung_mount_is_used_once_it_answers(
             found = client.found(KEYS + more)
             assert set(more) <= set(found)
             assert client.read(found) == [DONE] * len(found)
+
+
+class SteppedReads(OsFiles):
+    """The real files; each read of a table's records waits for a step."""
+
+    def __init__(self) -> None:
+        self._waiting = threading.Semaphore(0)
+        self._steps = threading.Semaphore(0)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset >= table.HEADER_BYTES and os.readlink(f"/proc/self/fd/{fd}").endswith("/table"):
+            self._waiting.release()
+            assert self._steps.acquire(timeout=PATIENCE_SECONDS)
+        return super().preadv(fd, buffers, offset)
+
+    def step(self) -> None:
+        """Let a read go on, and wait until the next one begins."""
+        self.step_to_end(1)
+        self.await_read()
+
+    def await_read(self) -> None:
+        assert self._waiting.acquire(timeout=PATIENCE_SECONDS)
+
+    def step_to_end(self, reads: int) -> None:
+        self._steps.release(reads)
+
+
+@pytest.fixture
+def large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Client, SteppedReads, StillClock]]:
+    """A client that starts while its directory is read: two slots are, and the next two come with
+    the next step. Its clock says what hangs."""
+    with opened(tmp_path, slots=SLOTS) as client:
+        client.adopt()
+        client.write(KEYS)
+    files, clock = SteppedReads(), StillClock()
+    monkeypatch.setattr(reader, "_PART_BYTES", 2 * table.RECORD_BYTES)
+    monkeypatch.setattr(reader, "_PART_RECORDS", 2)
+    monkeypatch.setattr(opening, "time", clock)
+
+    def await_two(*_: object) -> None:
+        files.await_read()
+        files.step()
+
+    monkeypatch.setattr(opening.Opening, "await_try", await_two)
+    with opened(tmp_path, slots=SLOTS, files=files) as client:
+        try:
+            yield client, files, clock
+        finally:
+            files.step_to_end(SLOTS)
+
+
+def test_a_large_directory_is_not_called_hung_while_it_is_read(
+    large: tuple[Client, SteppedReads, StillClock], caplog: pytest.LogCaptureFixture
+) -> None:
+    client, files, clock = large
+    caplog.set_level(logging.INFO)
+    (warning,) = caplog.get_records("setup")
+    assert "(2 of 8 slots are read); FlexKV starts without it" in warning.getMessage()
+    for _ in range(2):
+        clock.skip(opening.HANG_SECONDS - 1)
+        client.pump()
+        files.step()
+    clock.skip(opening.HANG_SECONDS - 1)
+    client.pump()
+    files.step_to_end(1)
+    client.adopt()
+    assert client.read(KEYS) == [DONE] * SLOTS
+    assert errors(caplog) == []
+    said = [each.getMessage() for each in caplog.records if " slots are read" in each.message]
+    assert [each.partition(": ")[2] for each in said] == [
+        f"{read} of 8 slots are read" for read in (4, 6, 8)
+    ]
+
+
+def test_a_directory_that_hangs_while_it_is_read_is_said_once_each_time(
+    large: tuple[Client, SteppedReads, StillClock], caplog: pytest.LogCaptureFixture
+) -> None:
+    client, files, clock = large
+    for hangs in (1, 2):
+        clock.skip(opening.HANG_SECONDS)
+        client.pump()
+        client.pump()
+        assert [HANGS in each for each in errors(caplog)] == [True] * hangs
+        files.step()
+    files.step_to_end(1)
+    client.adopt()
+    assert client.read(KEYS) == [DONE] * SLOTS
 
 
 def test_blocks_of_a_directory_that_comes_late_reach_the_policy_bit_by_bit(

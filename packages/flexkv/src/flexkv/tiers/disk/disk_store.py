@@ -120,6 +120,7 @@ class DiskStore:
         *,
         ages: BlockAges | None = None,
         claim: Callable[[], cache_directory.Folder] | None = None,
+        progress: Callable[[int, int], None] = lambda read, slots: None,
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
 
@@ -131,6 +132,7 @@ class DiskStore:
             capacity: bytes on disk at most.
             ages: of the cache's blocks; None if their age does not matter.
             claim: claims the folder again for `reopen`; None without it.
+            progress: see `read_records`.
 
         Raises:
             DiskError: there is no room, or the system refuses. `folder` is released.
@@ -157,7 +159,7 @@ class DiskStore:
                     f"ssd_cache_gb leaves {capacity} bytes for {self.path}, less than one block of "
                     f"{slot_bytes} bytes; allowed: room for at least one block in every directory"
                 )
-            self._open()
+            self._open(progress)
         except DiskError:
             self.close()
             raise
@@ -203,7 +205,7 @@ class DiskStore:
         self._owner = os.fstat(folder).st_uid
         self.descriptions = Descriptions(files, folder, self._num_slots)
 
-    def _open(self) -> None:
+    def _open(self, progress: Callable[[int, int], None]) -> None:
         """Open the files and read the records.
 
         Raises:
@@ -213,7 +215,7 @@ class DiskStore:
         assert self._slabs is not None
         self.index = SlotIndex(self._num_slots)
         lost: list[int] = []
-        records = read_records(self._files, self._table, self._header)
+        records = read_records(self._files, self._table, self._header, progress)
         if not self._slabs.were_whole:
             records = self._held(records, lost)
         if self.ages is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +33,14 @@ from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
+HANG_SECONDS = 5.0
+"""Seconds without one more slot read after which a drive hangs. Not tuned."""
+
 CLOSE_SECONDS = 1.0
 """Seconds that `Opening.close` waits for a try under way. Not tuned."""
+
+_REPORTS = 4
+"""Lines that report how many slots are read, at equal distances. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,9 @@ class Opening:
         self._lock = threading.Lock()
         self._drive: Drive | None = None
         self._error: DiskError | None = None  # of the last try
-        self._accepted = self._reported = self._closed = False
+        self._accepted = self._reported = self._closed = self._hangs = False
+        self._progress = (0, 0)  # slots that were read, and all; zeros while none is being read
+        self._moved = 0.0  # when a slot was read
         self._checked = threading.Event()
         self._allowed = threading.Event()
         self._opening = Retried(f"{spec.name}-open", self._open, self._log, at_close=False)
@@ -119,7 +128,7 @@ class Opening:
 
     def accept(self, waited: float) -> None:
         """Report from now on that the drive is not open, unless it is; and log a try that has not
-        ended. Before, a refusal is the caller's.
+        ended. A large directory takes long and does not hang. Before, a refusal is the caller's.
 
         Args:
             waited: seconds since the first try began, for the log.
@@ -137,14 +146,27 @@ class Opening:
                 self._reported = True
                 shown = dict.fromkeys(("reads", "writes"), CircuitState.CONNECTING.value)
                 self._states.begin(lambda: shown)
-        if not self._opening.await_try(0.0):
-            logger.error(
-                "%s from ssd_cache_dir has not answered for %g s; FlexKV starts without it and "
-                "uses it once it answers: %s",
-                self.root,
-                waited,
-                HANGS,
-            )
+        if self._opening.await_try(0.0):
+            return
+        if not self._checked.is_set():
+            self._log_hang(waited)
+            return
+        read, slots = self._progress
+        logger.warning(
+            "%s from ssd_cache_dir is not open after %g s (%s); FlexKV starts without it and uses "
+            "it once it is open",
+            self.root,
+            waited,
+            f"{read} of {slots} slots are read" if slots else "its files are being made or opened",
+        )
+
+    def look(self) -> None:
+        """Log a drive that hangs while it is read. Call now and then."""
+        read, slots = self._progress
+        idle = time.monotonic() - self._moved
+        if read < slots and idle >= HANG_SECONDS and not self._hangs:
+            self._hangs = True
+            self._log_hang(idle)
 
     def reset(self, drive: Drive) -> None:
         """Do to the drive, now that it is open, what was asked for before."""
@@ -178,6 +200,21 @@ class Opening:
         if ended:
             self._end_report()
 
+    def _log_hang(self, seconds: float) -> None:
+        logger.error(
+            "%s from ssd_cache_dir has not answered for %g s; FlexKV goes on without it and uses "
+            "it once it answers: %s",
+            self.root,
+            seconds,
+            HANGS,
+        )
+
+    def _advance(self, read: int, slots: int) -> None:
+        before = self._progress[0]
+        self._hangs, self._moved, self._progress = False, time.monotonic(), (read, slots)
+        if self._accepted and read * _REPORTS // slots > before * _REPORTS // slots:
+            logger.info("%s: %d of %d slots are read", self.root, read, slots)
+
     def _open(self) -> None:
         try:
             drive = self._open_drive()
@@ -185,6 +222,7 @@ class Opening:
             self._error = error.with_traceback(None)
             raise
         finally:
+            self._progress = (0, 0)
             self._checked.set()
         self._opening.begin_close()  # the thread has nothing more to do
         with self._lock:
@@ -228,6 +266,7 @@ class Opening:
                     spec.capacity,
                     ages=spec.ages,
                     claim=partial(_claim, spec, again=True),
+                    progress=self._advance,
                 )
                 undo.callback(store.close)
                 if not len(store.index):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from flexkv.tiers.disk import slabs, table
@@ -57,14 +57,23 @@ def header_in(pages: bytes, fingerprint: str) -> table.Header | None:
 
 
 def read_records(
-    files: Files, fd: int, header: table.Header
+    files: Files, fd: int, header: table.Header, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[int, bytes, bytes, int, int]]:
-    """The intact records of an open table, by slot; see `table.decode_records`.
+    """The intact records of an open table, by slot; see `table.decode_records`. `progress`: called
+    with the slots that were read and all slots.
 
     Raises:
         OSError: a system call failed.
     """
-    parts = _read_parts(files, fd, header.num_slots)
+
+    def reported() -> Iterator[tuple[int, bytearray]]:
+        progress(0, header.num_slots)
+        for number, part in _read_parts(files, fd, header.num_slots):
+            progress(min((number + 1) * _PART_RECORDS, header.num_slots), header.num_slots)
+            yield number, part
+        progress(header.num_slots, header.num_slots)
+
+    parts = reported()
     return itertools.chain.from_iterable(
         table.decode_records(part, header.seal, number * _PART_RECORDS) for number, part in parts
     )

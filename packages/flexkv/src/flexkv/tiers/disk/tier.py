@@ -342,6 +342,7 @@ class DiskTier:
         for opening in list(self.connecting):
             drive = opening.drive
             if drive is None:
+                opening.look()
                 continue
             opening.reset(drive)  # before anyone can find a block of before
             if self._watched:
