@@ -6,12 +6,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flexkv.plan.read import ReadOptions, read_trace
+from flexkv.plan import room
+from flexkv.plan.read import ReadOptions, TraceFile, read_trace
 from flexkv.plan.trace import Trace
 from flexkv.types.errors import TraceError
 
@@ -103,6 +105,7 @@ def test_a_recording_says_its_sizes_and_what_was_measured(tmp_path: Path) -> Non
         tmp_path / "t",
         HEAD,
         recorded(),
+        " ",
         {"prefill": [0.25, 0.5]},
         recorded(t=0.5, own=16, hit=0, blocks="a" * 16 + "c" * 32, session="x"),
     )
@@ -394,7 +397,7 @@ def test_a_sparse_file_has_an_end(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.touch()
     os.truncate(path, 1 << 40)
-    with pytest.raises(TraceError, match=r"a line of 268,435,456 characters and more, .* no line"):
+    with pytest.raises(TraceError, match=r"line 1 of .* has 268,435,456 characters or more"):
         read_trace(str(path))
     write(path, mooncake(0, 1024, [5, 6]))
     os.truncate(path, 1 << 40)
@@ -403,18 +406,104 @@ def test_a_sparse_file_has_an_end(tmp_path: Path) -> None:
     assert read.trace.skipped == {"in a last line whose end is missing": 1}
 
 
+@pytest.mark.parametrize("first", [[], [mooncake(0, 1024, [5, 6])]])
+def test_a_line_that_is_too_long_ends_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: list[object]
+) -> None:
+    monkeypatch.setattr("flexkv.plan.read._MOST_LINE", 1 << 16)
+    last = mooncake(1, 1024, [5, 6])
+    path = write(tmp_path / "t", *first, "{" + " " * (1 << 16) + "}", last)
+    with pytest.raises(TraceError, match=f"line {len(first) + 1} of .* has 65,536 characters"):
+        read_trace(path)
+
+
+def pack(path: Path, *parts: tuple[bytes, int]) -> str:
+    """Each part so many times, packed by gzip."""
+    with gzip.open(path, "wb", 6) as file:
+        for part, count in parts:
+            file.write(part * count)
+    return str(path)
+
+
+EQUAL = json.dumps(mooncake(0, 512, [1])).encode() + b"\n"
+ONE_LINE = ((EQUAL[:-4], 1), (b",0", 1 << 20), (b"]}\n", 1))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [((EQUAL, 1 << 16),), ((b"\n", 1 << 24),), ONE_LINE, ((EQUAL, 150), *ONE_LINE)],
+    ids=["equal requests", "empty lines", "one line", "one line behind others"],
+)
+def test_a_small_file_that_unpacks_to_a_large_text_is_refused(
+    tmp_path: Path, parts: tuple[tuple[bytes, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pack(tmp_path / "t.gz", *parts)
+    unpacked: list[int] = []
+    read1 = gzip.GzipFile.read1
+
+    def note(file: gzip.GzipFile, size: int = -1) -> bytes:
+        data = read1(file, size)
+        unpacked.append(len(data))
+        return data
+
+    monkeypatch.setattr(gzip.GzipFile, "read1", note)
+    with pytest.raises(TraceError, match=r"gzip made it smaller than 1/128; unpack it before"):
+        read_trace(path)
+    most = (1 << 20) + 128 * os.path.getsize(path)
+    assert most - max(unpacked) <= sum(unpacked) <= most + max(unpacked)
+
+
+def test_a_pipe_has_the_same_bounds_and_progress_without_a_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float | None] = []
+
+    def piped(count: int) -> TraceFile:
+        packed = Path(pack(tmp_path / "t.gz", (EQUAL, count))).read_bytes()
+        end, start = os.pipe()
+        os.write(start, packed)  # less than a pipe holds
+        os.close(start)
+        with open(end) as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", pipe)
+            return read_trace("-", progress=shares.append)
+
+    assert len(piped(5000).trace.requests) == 5000
+    assert shares == [None] * 25
+    with pytest.raises(TraceError, match=r"gzip made it smaller"):
+        piped(1 << 16)
+
+
+def test_a_small_trace_may_be_packed_well(tmp_path: Path) -> None:
+    trace = read_trace(pack(tmp_path / "t.gz", (EQUAL, 5000))).trace
+    assert len(trace.requests) == 5000
+
+
+@pytest.mark.parametrize(("requests", "looks"), [(3, 1), (70000, 1 + 350 + 1)])
+def test_a_trace_that_takes_too_much_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, looks: int
+) -> None:
+    """While it is read, or while its blocks are numbered, after as many looks at the memory."""
+    path = write(tmp_path / "t", *(mooncake(i, 512, [i]) for i in range(requests)))
+    taken = iter([0] * looks)
+    monkeypatch.setattr(room, "available_memory", lambda: 2 << 30)
+    monkeypatch.setattr(room, "_resident", lambda: next(taken, (1 << 30) + 1))
+    with pytest.raises(TraceError, match=r"takes more than 1\.00 GiB of memory, half of what is"):
+        read_trace(path)
+
+
 def test_progress_is_reported_between_long_lines(tmp_path: Path) -> None:
     line = mooncake(0, 1024, [5, 6]) | {"text": "x" * (1 << 24)}
     path = write(tmp_path / "t", *[line] * 4)
-    shares: list[float] = []
+    shares: list[float | None] = []
     read_trace(path, progress=shares.append)
     assert len(shares) == 4
 
 
 def test_progress_is_the_share_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *(mooncake(i, 512, [i]) for i in range(5000)))
-    shares: list[float] = []
+    shares: list[float | None] = []
     read_trace(path, progress=shares.append)
     assert len(shares) == 25
-    assert shares == sorted(shares)
-    assert 0.9 < shares[-1] <= 1.0
+    known = [each for each in shares if each is not None]
+    assert known == sorted(shares, key=lambda share: share or 0.0)
+    assert 0.9 < known[-1] <= 1.0

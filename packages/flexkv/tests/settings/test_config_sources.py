@@ -253,8 +253,17 @@ def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
     lines = ["cpu_cache_gb:", "- &a0 [1]"]
     lines += [f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 5)]
     path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="an alias stands for a list or a mapping"):
+    with pytest.raises(ConfigError, match="an alias stands for a list, a mapping or a long text"):
         load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
+
+
+def test_aliases_of_a_long_text_are_refused(tmp_path: Path) -> None:
+    """As a value that an error prints, 100,000 of them would take 26 MB."""
+    path = tmp_path / "flexkv.yaml"
+    for length, says in ((256, "780 characters"), (257, "an alias stands for")):
+        path.write_text(f"cpu_cache_gb: [&a {'x' * length}, *a, *a]\n")
+        with pytest.raises(ConfigError, match=says):
+            load_config(environ={"FLEXKV_CONFIG_PATH": str(path)})
 
 
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from flexkv.plan import clock, hashed, recording, request_logs, sessions
 from flexkv.plan.fields import LineError, json_object, json_objects
+from flexkv.plan.room import Room
 from flexkv.plan.starts import Starts
 from flexkv.plan.trace import Trace
 from flexkv.types.errors import TraceError
@@ -41,12 +42,17 @@ _TIMED = (hashed.MOONCAKE, hashed.BAILIAN, sessions.FORM, request_logs.TOKENS)
 _MOST_LINE = 1 << 28
 """The most characters of a line, or of an object over several lines. A prompt of a million tokens
 takes about 8 MB."""
+_MOST_PACKED = 128
+_FREE_TEXT = 1 << 20
+"""The most bytes for each byte that gzip made of them, and those that every file may have. Of eight
+kinds of traces, gzip packed one prompt again and again best, 110 to 1. It can pack nonsense 1,030
+to 1."""
 _LOG_BLOCK_TOKENS = 16
 """Tokens of a block of a log, if the user names no other number: the engines' default."""
 _GZIP = b"\x1f\x8b"
 _LINES = 200
 _CHARACTERS = 1 << 24
-"""So many lines or characters lie between two reports of the progress."""
+"""So many lines or characters lie between two checks of what was read, and reports of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +96,24 @@ class _Parser(Protocol):
 def read_trace(
     path: str,
     reading: ReadOptions | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float | None], None] = lambda share: None,
 ) -> TraceFile:
     """Read the file at `path`, which may be compressed by gzip.
 
     Args:
         path: path of a regular file, or `STANDARD_INPUT`.
         reading: how to read it; None for the defaults.
-        progress: called from time to time with the share of the file that was read. Never called
-            for standard input.
+        progress: called from time to time with the share of the file that was read; None for
+            standard input, whose length is unknown.
 
     Raises:
-        TraceError: the file cannot be read, or is no trace of that format.
+        TraceError: the file cannot be read, is no trace of that format, or takes too much memory.
     """
     reading = reading or ReadOptions()
     name = "standard input" if path == STANDARD_INPUT else path
     try:
-        with _opened(path) as (raw, text):
-            found = _read(name, _reported(_lines(text), raw, progress), reading)
+        with _opened(path) as (file, text):
+            found = _read(name, _checked(_lines(text), file, progress), reading)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceError(
@@ -131,66 +137,109 @@ def read_trace(
     return found
 
 
+class _Counted(io.FileIO):
+    """A file that counts the bytes that were read, of a pipe too."""
+
+    bytes = 0
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self.bytes += count or 0
+        return count
+
+
+class _Unpacked(gzip.GzipFile):
+    """What gzip packed. A small file becomes no large text.
+
+    Args:
+        raw: the packed bytes.
+        file: the file below, which counts them.
+    """
+
+    def __init__(self, raw: IO[bytes], file: _Counted) -> None:
+        super().__init__(fileobj=raw)
+        self._file = file
+
+    def read1(self, size: int = -1) -> bytes:
+        if self.tell() > _FREE_TEXT + _MOST_PACKED * self._file.bytes:
+            raise OSError(0, f"gzip made it smaller than 1/{_MOST_PACKED}; unpack it before")
+        return super().read1(size)
+
+
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[IO[bytes], IO[str]]]:
-    """Open a regular file or standard input: the bytes, and the text in them. Refuses other kinds
-    of files, because opening a FIFO would wait for a writer."""
+def _opened(path: str) -> Iterator[tuple[_Counted, IO[str]]]:
+    """Open a regular file or standard input: the file, and the text in it. Refuses other kinds of
+    files, because opening a FIFO would wait for a writer."""
     if path == STANDARD_INPUT:
         if sys.stdin.isatty():
             raise OSError(0, "standard input is a terminal")
-        raw = open(os.dup(sys.stdin.fileno()), "rb")  # noqa: SIM115  (closed below)
+        file = _Counted(os.dup(sys.stdin.fileno()))
     else:
-        raw = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
-    with raw:
+        file = _Counted(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    with io.BufferedReader(file) as raw:
         if path != STANDARD_INPUT and not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             raise OSError(0, "not a regular file")
         packed = raw.peek(2)[:2] == _GZIP
-        data: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
+        data: IO[bytes] = _Unpacked(raw, file) if packed else raw  # type: ignore[assignment]
         # Programs of Windows begin a file by a byte order mark.
         with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-            yield raw, text
+            yield file, text
 
 
 def _lines(file: IO[str]) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, with their numbers. A JSON object over several lines, whose
-    first is `{` and whose last begins with `}`, counts as one."""
+    """The lines with their numbers. A JSON object over several lines, whose first is `{` and whose
+    last begins with `}`, counts as one. Of a longer line, its first characters come."""
     number = 0
     while line := file.readline(_MOST_LINE):
         number += 1
         if line.rstrip() == "{":
-            first, size, lines = number, len(line), [line]
-            while size < _MOST_LINE and (line := file.readline(_MOST_LINE)):
-                number, size = number + 1, size + len(line)
-                lines.append(line)
+            first, whole = number, io.StringIO()
+            whole.write(line)
+            while whole.tell() < _MOST_LINE and (line := file.readline(_MOST_LINE)):
+                number += 1
+                whole.write(line)
                 if line.startswith("}"):
                     break
-            yield first, "".join(lines)
-        elif line.strip():
+            yield first, whole.getvalue()
+        else:
             yield number, line
 
 
-def _reported(
-    lines: Iterable[tuple[int, str]], raw: IO[bytes], progress: Callable[[float], None]
+def _checked(
+    lines: Iterable[tuple[int, str]], file: _Counted, progress: Callable[[float | None], None]
 ) -> Iterator[tuple[int, str]]:
-    status = os.fstat(raw.fileno())
-    known = stat.S_ISREG(status.st_mode) and status.st_size > 0
-    count = characters = 0
-    for each in lines:
-        if known and (count % _LINES == 0 or characters >= _CHARACTERS):
-            progress(min(1.0, raw.tell() / status.st_size))
+    """The lines that are not empty. Reports the progress.
+
+    Raises:
+        TraceError: what was read takes too much memory.
+    """
+    status, room = os.fstat(file.fileno()), Room()
+    whole = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    characters = 0
+    for count, (number, line) in enumerate(lines):
+        if count % _LINES == 0 or characters >= _CHARACTERS:
+            progress(min(1.0, file.bytes / whole) if whole else None)
+            room.check()
             characters = 0
-        count, characters = count + 1, characters + len(each[1])
-        yield each
+        characters += len(line)
+        if not line.isspace():
+            yield number, line
 
 
 def _read(path: str, lines: Iterable[tuple[int, str]], reading: ReadOptions) -> TraceFile:
     parser: _Parser | None = None
     cut = 0
     for number, line in lines:
+        if len(line) >= _MOST_LINE:
+            if parser is not None and not line.strip("\0"):
+                cut = 1  # a power failure left zeros behind the last line
+                break
+            raise TraceError(
+                f"line {number} of {path!r} from TRACE on the command line has {len(line):,} "
+                f"characters or more; allowed: below {_MOST_LINE:,}"
+            )
         if parser is None:
             known = _form_of(line) if reading.form == AUTO else reading.form
-            if known is None and len(line) >= _MOST_LINE:
-                raise _unknown(path, f"a line of {len(line):,} characters and more, and before it")
             if known is None:
                 continue
             parser = _parser(known, reading)
@@ -210,13 +259,12 @@ def _read(path: str, lines: Iterable[tuple[int, str]], reading: ReadOptions) -> 
     return replace(found, trace=replace(found.trace, skipped=skipped))
 
 
-def _unknown(path: str, beside: str = "") -> TraceError:
-    """The error of a file that is no trace, with what else there is to say of it."""
+def _unknown(path: str) -> TraceError:
+    """The error of a file that is no trace."""
     return TraceError(
-        f"{path!r} from TRACE on the command line has {beside and beside + ' '}no line of a known "
-        f"trace; allowed: JSONL with hash_ids or prompt_token_ids, a recording of FlexKV, or a log "
-        f"with token ids ({', '.join(FORMS[1:])}): {_logging(request_logs.VLLM)}; "
-        f"{_logging(request_logs.SGLANG)}"
+        f"{path!r} from TRACE on the command line has no line of a known trace; allowed: JSONL "
+        f"with hash_ids or prompt_token_ids, a recording of FlexKV, or a log with token ids "
+        f"({', '.join(FORMS[1:])}): {_logging(request_logs.VLLM)}; {_logging(request_logs.SGLANG)}"
     )
 
 

@@ -6,6 +6,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flexkv.plan.room import Room
+
+_CHECKED_BLOCKS = 1 << 16
+"""Blocks between two looks at the memory that they take: 15 MB at most. Not tuned."""
+
 NO_BLOCK = -1
 """In place of the block before the first one of a prompt."""
 
@@ -87,6 +92,8 @@ class Prefixes:
     """
 
     _numbers: dict[tuple[int, Hashable], int] = field(default_factory=dict)
+    _room: Room = field(default_factory=Room)
+    _unchecked: int = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -97,10 +104,17 @@ class Prefixes:
         Args:
             names: names of the blocks, first block first.
             after: number of the block before the first; `NO_BLOCK` if there is none.
+
+        Raises:
+            TraceError: all blocks together take too much memory.
         """
         numbers = self._numbers
         found = []
         for name in names:
             after = numbers.setdefault((after, name), len(numbers))
             found.append(after)
+        self._unchecked += len(found)
+        if self._unchecked >= _CHECKED_BLOCKS:
+            self._unchecked = 0
+            self._room.check()
         return found

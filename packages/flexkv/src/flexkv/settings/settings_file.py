@@ -20,6 +20,8 @@ CONFIG_PATH_VARIABLE = "FLEXKV_CONFIG_PATH"
 
 MOST_FILE_BYTES = 1 << 20
 """The largest file that is read. All settings together take some KiB."""
+_MOST_ALIASED = 256
+"""The most characters that an alias may stand for. The largest file then becomes 90 MB of text."""
 _ALLOWED_FILE = f"a YAML or JSON file of at most {MOST_FILE_BYTES >> 20} MiB, one mapping"
 
 _PARSE_ERRORS = (
@@ -106,15 +108,16 @@ def _without_duplicates(pairs: Iterable[tuple[Hashable, object]]) -> dict[Any, o
 class _UniqueKeysLoader(yaml.SafeLoader):
     """Refuses a mapping with equal keys: YAML forbids them, and PyYAML takes the last.
 
-    Refuses an alias of a list or mapping, too: a few lines of them, each of the line before, are a
-    value that no memory has room for once it is printed.
+    Refuses an alias of a list or mapping, too, and of a long text: a few lines of them, each of the
+    line before, are a value that no memory has room for once it is printed.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise ValueError("an alias stands for a list or a mapping")
+        short = isinstance(node, yaml.ScalarNode) and len(node.value) <= _MOST_ALIASED
+        if alias and not short:
+            raise ValueError("an alias stands for a list, a mapping or a long text")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, object]:
