@@ -91,6 +91,7 @@ def test_a_service_is_asked_by_hashes(flexkv: Flexkv, tmp_path: Path, prompt: Pa
     ("text", "options", "error"),
     [
         ("1 2 x", (), "has no token ids (invalid literal for int() with base 10: 'x')"),
+        ('{"a":' + "[" * 100000, (), "has no token ids ("),
         ("", (), "the prompt has 0 tokens and 0 hashes"),
         ("1 -2", (), "the token -2"),
         ("zz", ("--hashes",), "the hash 'zz'"),

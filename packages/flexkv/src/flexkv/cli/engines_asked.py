@@ -101,7 +101,7 @@ def _tokens_of(text: str) -> str:
     model's longest context."""
     try:
         answer = msgspec.json.decode(text, type=_Tokenized)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return text
     return " ".join(map(str, answer.tokens))
 
