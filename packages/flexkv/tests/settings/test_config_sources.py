@@ -198,6 +198,22 @@ def test_what_kubernetes_injects_is_no_setting(
     assert not caplog.records
 
 
+def test_a_setting_that_kubernetes_may_inject_is_told_by_its_value(
+    caplog: pytest.LogCaptureFixture, logger: logging.Logger
+) -> None:
+    """FLEXKV_CONTROL_PORT is also what a Service `flexkv-control` sets."""
+    logger.addHandler(logging.NullHandler())
+    theirs = {"FLEXKV_CONTROL_PORT": "tcp://10.0.0.1:80"}
+    own = {"FLEXKV_CONTROL_PORT": "8100", "FLEXKV_CONTROL_TOKEN_FILE": "/etc/flexkv/token"}
+    assert load_config(environ=theirs) == CacheConfig()
+    config = load_config(environ=own)
+    assert config.control_port == 8100
+    configure_logging(config, own)
+    assert not caplog.records
+    configure_logging(CacheConfig(), theirs)
+    assert "ignored: FLEXKV_CONTROL_PORT" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["FLEXKV_PORTS", "FLEXKV_SERVICE", "FLEXKV_PORT_80"])
 def test_what_kubernetes_never_injects_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match=name):

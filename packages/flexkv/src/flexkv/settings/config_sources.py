@@ -97,8 +97,8 @@ def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = N
     environ = os.environ if environ is None else environ
     ignored = sorted(
         name
-        for name in environ
-        if _INJECTED.fullmatch(name) and not is_ignored(_setting_of(name), "", "the environment")
+        for name, text in environ.items()
+        if _is_injected(name, text) and not is_ignored(_setting_of(name), "", "the environment")
     )
     if ignored:
         logger.info(
@@ -122,14 +122,14 @@ def _from_environment(environ: Mapping[str, str], ignored: list[str]) -> dict[st
     known = {CONFIG_PATH_VARIABLE, *variables}
     given: dict[str, _Given] = {}
     for name, text in environ.items():
-        if name in variables and text:
+        if name in variables and text and not _is_injected(name, text):
             setting, source = variables[name], f"environment variable {name}"
             given[setting.name] = _Given(text, source, setting.read(text, source))
         elif name in known or not name.upper().startswith(PREFIX):
             continue
         elif is_ignored(_setting_of(name), text, f"environment variable {name}"):
             ignored.append(name)
-        elif not _INJECTED.fullmatch(name):
+        elif not _is_injected(name, text):
             raise ConfigError(f"unknown environment variable {shorten(name)}{_known(name, known)}")
     return given
 
@@ -148,6 +148,13 @@ def _from_mapping(
             where = f"key {key!r} in {source}"
             given[key] = _Given(value, where, SETTINGS[key].read(value, where))
     return given
+
+
+def _is_injected(name: str, text: str) -> bool:
+    """Whether Kubernetes has set a variable. A Service `flexkv-control` sets `FLEXKV_CONTROL_PORT`,
+    a setting's variable, to an address."""
+    is_setting = any(each.variable == name for each in SETTINGS.values())
+    return _INJECTED.fullmatch(name) is not None and (not is_setting or "://" in text)
 
 
 def _setting_of(variable: str) -> str:
