@@ -110,9 +110,10 @@ def test_no_match_begins_within_an_operators_call(
     request = SimpleNamespace(request_id="unknown")
     thread = threading.Thread(target=lambda: world.side.match(request, [], 0, 0, ask))
 
-    def unpin(*_: object) -> None:
+    def unpin(*_: object) -> bool:
         thread.start()
         early.append(began.wait(0.3))
+        return True
 
     monkeypatch.setattr(type(world.cache), "unpin", unpin)
     call_engine(world, "/unpin")

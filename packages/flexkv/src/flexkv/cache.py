@@ -415,9 +415,9 @@ class KVCache:
         self._pins.pin(keys, owner, seconds, time.monotonic())
 
     @_sound
-    def unpin(self, owner: Hashable = None) -> None:
+    def unpin(self, owner: Hashable = None) -> bool:
         """See `CacheClient.unpin`."""
-        self._pins.unpin(owner)
+        return self._pins.unpin(owner, time.monotonic())
 
     @_sound
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:

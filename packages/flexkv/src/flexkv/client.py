@@ -408,8 +408,9 @@ class CacheClient(Protocol):
         """
         ...
 
-    def unpin(self, owner: Hashable = None) -> None:
-        """End all pins of `owner`."""
+    def unpin(self, owner: Hashable = None) -> bool:
+        """End all pins of `owner`. Returns whether it has pinned blocks since its last `unpin`; a
+        cache that is not the service's knows whether a pin of them is left."""
         ...
 
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:

@@ -81,7 +81,8 @@ def test_a_directory_on_the_command_line_leaves_shared_stores_alone(
 def test_other_fingerprints_are_left_alone_if_one_is_given(start: Start, flexkv: Flexkv) -> None:
     start().do("store", "ghi")
     ended = flexkv("clear", "--yes", "--fingerprint", "0" * 32)
-    assert ended.out == f"nothing to clear in {URL}, fingerprint {'0' * 32}\n"
+    said = f"nothing to clear in {URL}, fingerprint {'0' * 32}\n"
+    assert (ended.code, ended.out) == (1, said)
     assert start().do("fetch", "ghi") == "ghi"
 
 

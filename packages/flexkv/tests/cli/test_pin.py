@@ -10,6 +10,7 @@ import pytest
 from toy_blocks import BLOCK
 from toy_world import ToyWorld
 
+from flexkv.session.state_reports import Subject, read_states
 from packages.flexkv.tests.cli.stores import Flexkv
 from packages.inside import index_of
 
@@ -47,7 +48,8 @@ def test_a_prompt_is_warmed_pinned_and_unpinned(
     ended = flexkv("pin", prompt, run, "--name", "system", "--seconds", "1000")
     assert (ended.code, ended.out.endswith(": pinned 3 (12 tokens) of 3 blocks\n")) == (0, True)
     assert index.pinned_blocks == 3
-    flexkv("unpin", run)
+    ended = flexkv("unpin", run)
+    assert (ended.code, ended.out.endswith(": no pin has the name 'default'\n")) == (1, True)
     assert index.pinned_blocks == 3
     ended = flexkv("unpin", run, "--name", "system")
     assert (ended.code, ended.err) == (0, "")
@@ -88,6 +90,17 @@ def test_a_directory_without_an_engine_is_exit_code_1(
     ended = flexkv(command, *prompts, tmp_path / "none")
     assert (ended.code, ended.out) == (1, "")
     assert ended.err == f"no engine with FlexKV runs in {str(tmp_path / 'none')!r}\n"
+
+
+def test_a_fingerprint_that_no_engine_has_is_named_with_the_known_ones(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path, prompt: Path
+) -> None:
+    run = str(tmp_path / "run")
+    (report,) = read_states(run, Subject.HEALTH)
+    said = f"no engine has the fingerprint 'ab12'; allowed: {report['fingerprint']}\n"
+    for command in (["warm", prompt], ["unpin"], ["clear", "--engine", "--dry-run"]):
+        ended = flexkv(*command, run, "--fingerprint", "ab12")
+        assert (ended.code, ended.out, ended.err) == (1, "", said)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ def test_a_pin_lasts_as_long_as_set_and_ends_with_its_time(index: BlockIndex) ->
     for now, left in ends.items():
         pins.expire(now)
         assert kept(index) == left
+    pins.pin(KEYS[:1], "one", 10.0, 0.0)
+    assert not pins.unpin("one", 11.0), "its time was over"
+    assert kept(index) == 0
 
 
 def test_owners_end_what_is_theirs(index: BlockIndex) -> None:
@@ -59,10 +62,10 @@ def test_owners_end_what_is_theirs(index: BlockIndex) -> None:
     pins.pin(KEYS[:2], "one", None, 0.0)
     pins.retain(KEYS[2:4], "one", 100.0, 0.0)
     assert len(pins.recount()) == 4
-    pins.unpin("other")
+    assert not pins.unpin("other", 0.0)
     pins.release(KEYS[2:3], "other")
     assert kept(index) == 4
     pins.release(KEYS[2:3], "one")
     assert kept(index) == 3
-    pins.unpin("one")
+    assert pins.unpin("one", 0.0)
     assert kept(index) == 1

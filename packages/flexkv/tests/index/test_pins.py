@@ -66,8 +66,10 @@ def test_an_owner_ends_no_pins_but_its_own() -> None:
     index, pins = make("abcd")
     pins.pin(keys("ab"), "me", until=10)
     pins.pin(keys("bc"), "other", until=10)
-    pins.unpin("me")
-    pins.unpin("nobody")
+    assert pins.unpin("me")
+    assert not pins.unpin("me")
+    assert not pins.unpin("nobody")
+    assert not pins.unpin("other", keys("a"))
     assert index.pinned_blocks == 2
     assert left(index, "abcd") == "abc"
     pins.unpin("other")

@@ -198,7 +198,8 @@ def test_a_long_prompt_takes_several_messages(
     one.settle()
     assert one.cache.lookup(keys) == count
     until(lambda: service.pool.cache.pinned_blocks == count)
-    one.cache.unpin("me")
+    assert one.cache.unpin("me")
+    assert not one.cache.unpin("me")
     one.settle()
     until(lambda: service.pool.cache.pinned_blocks == 0)
 

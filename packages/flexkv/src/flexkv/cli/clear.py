@@ -138,7 +138,8 @@ def _clear_all(args: argparse.Namespace) -> int:
         return 1
     removed = [_outcome(path, remove, "removed", "skipped") for path in found.folders]
     cleared = [_clear(each) for each in shared]
-    return 0 if all(removed + cleared) and not found.silent else 1
+    lacks = args.fingerprint is not None and not any(cleared)
+    return 0 if all(removed) and False not in cleared and not lacks and not found.silent else 1
 
 
 def _clear_services(
@@ -157,6 +158,9 @@ def _clear_services(
         for pool in state.pools
         if args.fingerprint in (None, pool.fingerprint)
     ]
+    if args.fingerprint is not None and states and not pools:
+        print(f"no pool of {', '.join(states)} has the fingerprint {args.fingerprint!r}")
+        return 1
     if args.dry_run:
         for each in pools:
             print(f"would clear {each}")
@@ -314,15 +318,17 @@ def _try(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> t
     return True, f"{done} {path}, {size(count)}"
 
 
-def _clear(shared: SharedBlocks) -> bool:
-    """Clear one fingerprint of a shared store and print the outcome. False if it was skipped."""
+def _clear(shared: SharedBlocks) -> bool | None:
+    """Clear one fingerprint of a shared store and print the outcome. False if it was skipped, None
+    if the store has nothing of it."""
     what = f"{shared.store}, fingerprint {shared.fingerprint}"
     try:
-        print(f"cleared {what}" if shared.clear() else f"nothing to clear in {what}")
+        is_cleared = shared.clear()
     except OSError as error:
         print(f"skipped {what}: {error}")
         return False
-    return True
+    print(f"cleared {what}" if is_cleared else f"nothing to clear in {what}")
+    return is_cleared or None
 
 
 def _owner(path: str) -> int | str:

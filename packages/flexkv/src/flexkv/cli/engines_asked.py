@@ -148,8 +148,7 @@ def _ask_engines(
 ) -> tuple[list[_Answer], list[str]]:
     answers: list[_Answer] = []
     failed: list[str] = []
-    doors = list(_doors(root, fingerprint))
-    for name, door in doors:
+    for name, door in list(_doors(root, fingerprint)):
         try:
             if not door:
                 raise AskError(f"the {name} has no door; see its log")
@@ -159,8 +158,13 @@ def _ask_engines(
             failed.append(printable(str(error)))
         except msgspec.DecodeError as error:
             failed.append(f"{name} answers as another version of FlexKV does: {error}")
-    if not doors:
-        failed.append(f"no engine with FlexKV runs in {root!r}")
+    if not answers and not failed:
+        known = sorted({str(each.get("fingerprint")) for each in read_states(root, Subject.HEALTH)})
+        failed.append(
+            printable(f"no engine has the fingerprint {fingerprint!r}; allowed: {', '.join(known)}")
+            if known
+            else f"no engine with FlexKV runs in {root!r}"
+        )
     return answers, failed
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """End the pins of a name that `flexkv pin` has made in this user's running engines. Exit code 0 if
-an engine answers, 1 if none does."""
+an engine had such pins and all have answered, 1 otherwise."""
 
 from __future__ import annotations
 
@@ -28,5 +28,6 @@ def run(args: argparse.Namespace) -> int:
     answers, failed = ask_engines(root, args.fingerprint, "/unpin", body, Unpinned)
     print_failed(failed)
     for each in answers:
-        print(f"process {each.pid}: the pins of name {each.name!r} have ended")
-    return 0 if answers else 1
+        what = "the pins of name {!r} have ended" if each.was_pinned else "no pin has the name {!r}"
+        print(f"process {each.pid}: {what.format(each.name)}")
+    return 0 if not failed and any(each.was_pinned for each in answers) else 1

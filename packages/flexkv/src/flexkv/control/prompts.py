@@ -137,10 +137,17 @@ class PromptEffect(msgspec.Struct, frozen=True):
 
 
 class Unpinned(msgspec.Struct, frozen=True):
-    """The pins of a name have ended. Process and name."""
+    """No pin has this name any more.
+
+    Attributes:
+        pid: process of the cache, in its own PID namespace.
+        name: the name.
+        was_pinned: whether there were such pins.
+    """
 
     pid: int
     name: str
+    was_pinned: bool
 
 
 class ClearQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

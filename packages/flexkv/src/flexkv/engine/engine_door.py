@@ -116,8 +116,8 @@ class CacheCalls(Protocol):
         """Pin the blocks of a prefix. Returns how many the limit left out."""
         ...
 
-    def unpin(self, name: str) -> None:
-        """End the pins of a name."""
+    def unpin(self, name: str) -> bool:
+        """End the pins of a name. Returns whether there are any."""
         ...
 
     def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
@@ -293,8 +293,7 @@ class EngineDoor:
 
     def _unpin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         name = read_unpin(asked.body).name
-        calls.unpin(name)
-        return msgspec.json.encode(Unpinned(os.getpid(), name)), JSON
+        return msgspec.json.encode(Unpinned(os.getpid(), name, calls.unpin(name))), JSON
 
     def _remove(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_question(asked.body)

@@ -52,9 +52,10 @@ class HostPins:
             )
         self.refused += refused
 
-    def unpin(self, owner: Hashable) -> None:
+    def unpin(self, owner: Hashable, now: float) -> bool:
         """See `CacheClient.unpin`."""
-        self._pinned.unpin(owner)
+        self.expire(now)
+        return self._pinned.unpin(owner)
 
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float, now: float) -> None:
         """See `CacheClient.retain`."""

@@ -86,12 +86,14 @@ class Pins:
                 self._note_end(pin)
         return refused
 
-    def unpin(self, owner: Hashable, keys: Iterable[bytes] | None = None) -> None:
-        """End the pins of `owner` on the blocks of `keys`; None for all its pins."""
+    def unpin(self, owner: Hashable, keys: Iterable[bytes] | None = None) -> bool:
+        """End the pins of `owner` on the blocks of `keys`; None for all its pins. Returns whether
+        it had any of them."""
         own = self._pins.get(owner, {})
-        for key in list(own if keys is None else keys):
-            if key in own:
-                self._drop(own[key])
+        ended = [own[key] for key in (own if keys is None else keys) if key in own]
+        for pin in ended:
+            self._drop(pin)
+        return bool(ended)
 
     def expire(self, now: float) -> None:
         """End the pins whose time is over at `now`, in seconds of the caller's clock."""

@@ -342,9 +342,9 @@ class ServedCache:
         """See `CacheClient.pin`."""
         self._uses.pin(keys, owner, seconds)
 
-    def unpin(self, owner: Hashable = None) -> None:
+    def unpin(self, owner: Hashable = None) -> bool:
         """See `CacheClient.unpin`."""
-        self._uses.unpin(owner)
+        return self._uses.unpin(owner)
 
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
         """See `CacheClient.retain`."""

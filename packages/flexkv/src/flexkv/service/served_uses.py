@@ -58,10 +58,12 @@ class ServedUses:
         self._pins.add(repr(owner))
         self._put_pins(keys, owner, seconds, retain=False)
 
-    def unpin(self, owner: Hashable) -> None:
+    def unpin(self, owner: Hashable) -> bool:
         """See `CacheClient.unpin`."""
+        is_known = repr(owner) in self._pins
         self._pins.discard(repr(owner))
         self._line.put(wire.Unpin(repr(owner), None))
+        return is_known
 
     def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
         """See `CacheClient.retain`."""

@@ -149,9 +149,9 @@ class OperatorCalls:
             self._turn(partial(self._cache.pin, keys, _owner(name), seconds))
         return self._turn(lambda: self._refused) - before
 
-    def unpin(self, name: str) -> None:
-        """End the pins of a name."""
-        self._turn(partial(self._cache.unpin, _owner(name)))
+    def unpin(self, name: str) -> bool:
+        """End the pins of a name. Returns whether there are any."""
+        return self._turn(partial(self._cache.unpin, _owner(name)))
 
     def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
         """Remove the blocks of a prefix from host memory and from disks.
