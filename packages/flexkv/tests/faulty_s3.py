@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from certificates import Certificates
 
 URL = "s3://bucket/path"
 SECRET = "a secret of the server"
@@ -17,6 +22,9 @@ _DATE = "Tue, 21 Oct 2025 07:28:00 GMT"
 class FaultyS3:
     """A bucket in memory, for S3 requests of obstore.
 
+    Args:
+        certificates: for HTTPS; None for HTTP.
+
     Attributes:
         objects: bytes of the objects, by path.
         requests: method and path of each request, in order.
@@ -24,7 +32,9 @@ class FaultyS3:
             its path and whether it has a condition; None for a right answer.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, certificates: Certificates | None = None
+    ) -> None:
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.fault: Callable[[str, str, bool], tuple[int, str] | None] = lambda *_: None
@@ -41,11 +51,16 @@ class FaultyS3:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        if certificates is not None:
+            context = certificates.context()
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        scheme = "http" if certificates is None else "https"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        for name in [each for each in os.environ if each.startswith("AWS_")]:
+            monkeypatch.delenv(name)
         for name, value in {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
+            "AWS_ENDPOINT_URL": f"{scheme}://127.0.0.1:{self._server.server_port}",
             "AWS_ALLOW_HTTP": "true",
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
@@ -78,6 +93,13 @@ class FaultyS3:
             _send(request, 200, self.objects[path])
         else:
             _send(request, 404, _error("NoSuchKey"))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client has hung up, such as one that does not trust the certificate."""
 
 
 def _error(code: str) -> bytes:

@@ -61,8 +61,10 @@ def check_objects(config: CacheConfig) -> Iterator[Finding]:
     if config.objects_url is None:
         return
     from flexkv.tiers.objects.object_store import reach
-    from flexkv.tiers.objects.open_objects import connect
+    from flexkv.tiers.objects.open_objects import connect, unread_variables
 
+    for text, change in unread_variables(config.objects_url):
+        yield Finding("objects", Level.ADVICE, text, change)
     store = connect(config.objects_url, config.objects_timeout_seconds)
     # An address may hold a secret.
     yield _answer("objects", "objects_url", lambda: reach(store))

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import http.client
-import ipaddress
 import socket
-import ssl
 import threading
 import time
 import urllib.parse
@@ -17,12 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("cryptography", reason="cryptography is not installed: it comes with moto")
-
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from certificates import Certificates
 
 from flexkv.tiers.mooncake.metadata_record import MetadataRecord
 from packages.conftest import PATIENCE_SECONDS
@@ -56,45 +48,16 @@ class Metadata(BaseHTTPRequestHandler):
         self.wfile.write(value or b"")
 
 
-def write_certificate(path: Path) -> None:
-    """A certificate of this address, signed by itself, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - day)
-        .not_valid_after(now + day)
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(
-        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    path.write_bytes(made.public_bytes(pem) + private)
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return Certificates.write(tmp_path)
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    path = tmp_path / "server.pem"
-    write_certificate(path)
-    return path
-
-
-@pytest.fixture
-def url(certificate: Path) -> Iterator[str]:
+def url(certificates: Certificates) -> Iterator[str]:
     handler = type("Fresh", (Metadata,), {"values": {}})
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.socket = certificates.context().wrap_socket(server.socket, server_side=True)
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         yield f"https://127.0.0.1:{server.server_port}/metadata"
@@ -102,8 +65,10 @@ def url(certificate: Path) -> Iterator[str]:
         serving.join()
 
 
-def test_a_record_behind_tls(url: str, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+def test_a_record_behind_tls(
+    url: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
     record = MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS)
     assert record.read() is None
     record.create(b"one")

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import gc
 import mmap
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 
+from certificates import Certificates
 from faulty_s3 import SECRET, URL, FaultyS3
 
+from flexkv.preflight.findings import Level
+from flexkv.preflight.stores import check_objects
+from flexkv.settings import CacheConfig
 from flexkv.tiers.base import Answer
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects import object_store as module
@@ -279,6 +285,71 @@ def test_an_unreachable_server_is_named_with_the_reason_and_no_address(
     with pytest.raises(OSError, match="Connection refused") as raised:
         Node()
     assert "127.0.0.1" not in str(raised.value)
+
+
+def test_a_private_authority_is_named_with_the_way_to_trust_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    certificates = Certificates.write(tmp_path)
+    bucket = FaultyS3(monkeypatch, certificates)
+    said = r"InvalidCertificate UnknownIssuer \(SSL_CERT_FILE can name the certificate"
+    with pytest.raises(OSError, match=said) as raised:
+        Node()
+    assert "127.0.0.1" not in str(raised.value)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
+    node = Node()
+    assert node.put() == [DONE] * 3
+    node.blocks.close()
+    bucket.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "said"),
+    [
+        ("http", b"", "IncompleteMessage"),
+        ("http", b"no answer\r\n\r\n", "Parse Version"),
+        ("https", b"HTTP/1.1 200 OK\r\n\r\n", "InvalidMessage InvalidContentType"),
+    ],
+)
+def test_a_server_of_another_protocol_is_named_by_what_it_did(
+    bucket: FaultyS3, monkeypatch: pytest.MonkeyPatch, scheme: str, answer: bytes, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"{scheme}://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(OSError, match=said):
+            Node()
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "AWS_PROFILE"])
+def test_a_variable_that_the_client_does_not_read_is_named(
+    bucket: FaultyS3,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    monkeypatch.setenv(name, "mine")
+    limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
+    open_object_tier(URL, FINGERPRINT, SLOT, limits).close(PATIENCE_SECONDS)
+    said = f"{name}: set, but without effect on objects_url; "
+    assert said in caplog.text
+    findings = check_objects(CacheConfig(objects_url=URL))
+    (found,) = [each for each in findings if each.level is Level.ADVICE]
+    assert f"{found.text}; {found.change}" in caplog.text
 
 
 def close_once_unused(memory: mmap.mmap, store: object) -> None:

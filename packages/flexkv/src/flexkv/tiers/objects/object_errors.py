@@ -17,7 +17,11 @@ _TEXT = 200
 _STATUS = re.compile(r"status code: (\d{3})([ \w]*)")
 _CODE = re.compile(r"<Code>\s*([\w.-]{1,100})\s*</Code>")
 _MESSAGE = re.compile(r"<Message>\s*([^<\n]*)")
-_CAUSE = re.compile(r'\b(?:message|error): "([^"]*)"')
+_CAUSE = re.compile(r"\b(?:message|error|source): ")
+_KIND = re.compile(r"\b[A-Z]\w+")
+_OUTER = {"Error", "Custom", "Connect", "SendRequest", "None", "Some"}
+"""Kinds of errors that only wrap others."""
+_AUTHORITY = "UnknownIssuer"
 _ADDRESS = re.compile(r"\S*://\S*")
 
 
@@ -41,6 +45,17 @@ class ExistsError(StoreError):
     """The store did not write an object, because of another object or write of that name."""
 
 
+def _cause(details: str) -> str:
+    """The text of an error within another, or its kinds; empty if it only wraps others."""
+    kinds, _, text = details.partition('"')
+    if not kinds:
+        return text.partition('"')[0]
+    found = [each for each in _KIND.findall(kinds) if each not in _OUTER][:2]
+    if _AUTHORITY in found:
+        found.append("(SSL_CERT_FILE can name the certificate of a private authority)")
+    return " ".join(found)
+
+
 def describe(error: Exception) -> tuple[str, int]:
     """What an error of obstore says, and the HTTP status; 0 if there is none. Errors with the same
     cause have the same text."""
@@ -53,7 +68,7 @@ def describe(error: Exception) -> tuple[str, int]:
     else:
         # Behind the request's address and times, which differ from request to request.
         what = text.rpartition(" - ")[2]
-        said = _CAUSE.findall(details)[-1:]
+        said = [each for each in map(_cause, _CAUSE.split(details)[1:]) if each][-1:]
         number = 0
     what = ", ".join(dict.fromkeys(each.strip() for each in (what, *said) if each.strip()))
     what = "".join(each for each in _ADDRESS.sub("...", what) if each.isprintable())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 
 from obstore.exceptions import BaseError
@@ -16,9 +17,20 @@ from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.types.changes import Medium
 from flexkv.types.errors import StoreSettingError
 
+logger = logging.getLogger(__name__)
+
 _TRUE = {"1", "true", "yes", "on"}
 _PLAIN_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY give credentials, or the machine's role"
+_UNREAD = {
+    "AWS_CA_BUNDLE": "SSL_CERT_FILE names the certificates of private authorities",
+    "AWS_PROFILE": _CREDENTIALS,
+    "AWS_DEFAULT_PROFILE": _CREDENTIALS,
+    "AWS_CONFIG_FILE": _CREDENTIALS,
+    "AWS_SHARED_CREDENTIALS_FILE": _CREDENTIALS,
+}
+"""Variables by which AWS's own tools reach a bucket, and what obstore reads in their place."""
 _RETRIES = 2
 """Retries of a request that fails with a transient error, within the time of its call. Not
 tuned."""
@@ -37,8 +49,8 @@ def open_object_tier(
     `RemoteTier`. The error is logged.
 
     Args:
-        url: the setting `objects_url`. Credentials come from the environment variables that the
-            store's own tools read.
+        url: the setting `objects_url`. Credentials come from environment variables. Those that
+            only the store's own tools read are logged.
         fingerprint: digest of all that the blocks' bytes depend on apart from their keys.
         slot_bytes: bytes of a block.
         limits: of the tier.
@@ -48,9 +60,22 @@ def open_object_tier(
     Raises:
         StoreSettingError: the URL or an environment variable of its store cannot be used.
     """
+    for each in unread_variables(url):
+        logger.warning("%s; %s", *each)
     blocks = ObjectBlocks(connect(url, limits.timeout_seconds), fingerprint, limits.timeout_seconds)
     name = f"objects_url {url}"
     return RemoteTier(Medium.OBJECTS, blocks, slot_bytes, limits, store_name=name, states=states)
+
+
+def unread_variables(url: str) -> list[tuple[str, str]]:
+    """The variables for a bucket that are set and that obstore does not read: a sentence on each,
+    and what to use in its place."""
+    names = _UNREAD if url.startswith("s3:") else {}
+    return [
+        (f"{name}: set, but without effect on objects_url", instead)
+        for name, instead in names.items()
+        if os.environ.get(name)
+    ]
 
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:
