@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import contextlib
 import errno
-import resource
 import socket
 from collections.abc import Iterator
 
 import pytest
+from no_files import no_more_files
 
 from flexkv.service import messages as wire
 
@@ -17,16 +16,6 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with pair[0], pair[1]:
         yield pair
-
-
-@contextlib.contextmanager
-def no_more_files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_descriptors_without_room_for_files_are_no_large_packet(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from no_files import no_more_files
 from sessions import plan
 
 from flexkv.layout import BlockFormat
@@ -44,6 +45,24 @@ def test_a_malformed_message_leaves_no_descriptor_open(
         socket.send_fds(ends[0], [line], [file.fileno()])
         ends[0].shutdown(socket.SHUT_WR)
         with pytest.raises(ValueError, match=r"mapping|Expecting|nested"):
+            wire.receive(ends[1])
+        assert descriptors_of(file) == [file.fileno()]
+
+
+def test_a_descriptor_without_room_for_files_is_an_error_of_its_own(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    wire.send(ends[0], {}, ends[0].fileno())
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        wire.receive(ends[1])
+
+
+def test_a_message_with_two_descriptors_is_refused(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    with (tmp_path / "file").open("w+") as file:
+        socket.send_fds(ends[0], [b"{}\n"], [file.fileno()] * 2)
+        with pytest.raises(ValueError, match="more than one descriptor"):
             wire.receive(ends[1])
         assert descriptors_of(file) == [file.fileno()]
 

@@ -4,6 +4,7 @@ descriptor."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -198,7 +199,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, object] | None, int | 
         in it, which the caller closes, or None.
 
     Raises:
-        OSError: the connection broke or timed out.
+        OSError: the connection broke or timed out, or this process has too many open files.
         ValueError: the peer sent no message of a session.
     """
     line, fd = _receive_some(connection)
@@ -222,15 +223,19 @@ def _receive_some(connection: socket.socket) -> tuple[bytes, int | None]:
     """Receive the beginning of a message and the descriptor in it. The descriptor closes on exec,
     which `socket.recv_fds` would not arrange."""
     room, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
-    line, ancillary, _, _ = connection.recvmsg(_CHUNK, room, flags)
+    line, ancillary, said, _ = connection.recvmsg(_CHUNK, room, flags)
     fds = [
         fd
         for level, kind, data in ancillary
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for (fd,) in _DESCRIPTOR.iter_unpack(data)
     ]
-    for fd in fds[1:]:
-        os.close(fd)
+    if said & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        if not fds:  # this process has no room for it
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise ValueError("message has more than one descriptor")
     return line, fds[0] if fds else None
 
 
