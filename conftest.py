@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
+from integration.interrupts import interrupt_at_sigterm
+
 pytest_plugins = ["integration.lanes.choose", "integration.lanes.measure"]
 
 _LOCK = pytest.StashKey[str]()
 
 _under_way: dict[str, None] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """At SIGTERM, end the engines that tests have started, as after Ctrl-C."""
+    if not hasattr(config, "workerinput"):
+        interrupt_at_sigterm()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "compat-ci")]
 
 from compat_ci import matrix  # noqa: E402  (needs the path above)
 from integration import preflight  # noqa: E402
+from integration.interrupts import interrupt_at_sigterm  # noqa: E402
 
 # The versions that tests, demo and benchmarks run; `compat` runs all of compat-ci/versions.toml.
 VLLM_VERSION = "0.32.0"
@@ -119,6 +120,7 @@ TEST_SECONDS = 600
 
 # Enough for two engines to end on a slow machine; `.ci/run` allows a little more.
 INTERRUPT_SECONDS = 90.0
+interrupt_at_sigterm(forward=True)
 
 HAS_GPU = preflight.has_nvidia_gpu()
 DEMO_ENGINE = "engine-cuda" if HAS_GPU else "engine-cpu"
@@ -421,10 +423,8 @@ def _tests(session: nox.Session, *chosen: str, **variables: str) -> None:
         # Hundreds of tests start a Python, which would compile all that it imports each time.
         "PYTHONDONTWRITEBYTECODE": "",
     }
-    # If it is interrupted, pytest ends its engines and reports what has failed so far.
-    options: dict[str, Any] = {"env": env, "interrupt_timeout": INTERRUPT_SECONDS}
     given = [argument for argument in session.posargs if argument != "--write"]
-    _run(session, "engine-cpu", *pytest, *given, **options)
+    _run(session, "engine-cpu", *pytest, *given, env=env)
 
 
 def _install_linters(session: nox.Session) -> None:
@@ -542,6 +542,8 @@ def _digest(said: str, files: Iterable[pathlib.Path]) -> str:
 def _run(session: nox.Session, engine: str, *command: str, **options: Any) -> None:
     """Run a command with the Python of the environment `engine`; `options` go to `session.run`."""
     python = session.cache_dir.parent / engine / "bin" / "python"
+    # If it is interrupted, a command ends its engines, and pytest reports what has failed so far.
+    options["interrupt_timeout"] = INTERRUPT_SECONDS
     session.run(str(python), *command, external=True, **options)
 
 

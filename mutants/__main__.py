@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 
+from integration.interrupts import interrupt_at_sigterm
 from mutants import changed, entries, jobs, verdicts
 from mutants.verdicts import Result, Verdict
 
@@ -85,4 +86,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     raise SystemExit(main())

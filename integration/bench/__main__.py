@@ -34,6 +34,7 @@ from integration.bench.service import service_rows
 from integration.bench.setup import Bench
 from integration.bench.sglang import sglang_rows
 from integration.bench.slow_disk import slow_disk_rows
+from integration.interrupts import interrupt_at_sigterm
 
 Say = Callable[[str], None]
 
@@ -156,4 +157,5 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     sys.exit(main())

@@ -16,6 +16,7 @@ from integration.campaign.run import Campaign
 from integration.campaign.sglang import STATES, WINDOWS, Sglang
 from integration.campaign.stores import SharedStores
 from integration.campaign.vllm import Vllm
+from integration.interrupts import interrupt_at_sigterm
 
 ENGINES: dict[str, Engine] = {
     "vllm": Vllm(),
@@ -96,4 +97,5 @@ def _table(report: Report) -> str:
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     sys.exit(main())

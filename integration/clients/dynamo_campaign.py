@@ -23,6 +23,7 @@ from pathlib import Path
 from integration.campaign.counts import Counts
 from integration.clients.dynamo_deployment import ENGINE_BLOCK, Deployment, RefusedError
 from integration.clients.worded_model import write_worded_model
+from integration.interrupts import interrupt_at_sigterm
 
 ROUTERS = {
     "FlexKV's tiers count": (),
@@ -197,4 +198,5 @@ def report(campaign: Campaign, from_disk: Sequence[float]) -> int:
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     sys.exit(main())

@@ -24,6 +24,7 @@ from integration.demo.plan import PlanError, make_plan
 from integration.demo.text import Text, TextError, load_text
 from integration.demo.verdict import Pair, Results, judge
 from integration.harness.answers import EngineError, EngineStartError
+from integration.interrupts import interrupt_at_sigterm
 
 # 6,000 tokens take the random model about 3 s on two cores; a GPU does far more in that time.
 TEXT_TOKENS_CPU, TEXT_TOKENS_GPU = 6_000, 20_000
@@ -195,4 +196,5 @@ def _converse(console: Console, setup: Setup, runs: dict[str, Way], folder: Path
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     sys.exit(main())

@@ -21,6 +21,7 @@ from integration.gpu.machine import describe_machine, slug
 from integration.gpu.report import write_report
 from integration.gpu.running import Run, run_sections
 from integration.gpu.section import SECTIONS
+from integration.interrupts import interrupt_at_sigterm
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "docs" / "pages" / "design" / "measured"
@@ -186,4 +187,5 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     sys.exit(main())
