@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 import pytest
 
+from flexkv.host.arena import ArenaSpec
+from flexkv.layout import BlockFormat
+from flexkv.session.wire import SessionInfo
+from flexkv.types.errors import ArenaError
 from packages.flexkv.tests.cli.stores import Cache, Flexkv
 from packages.flexkv.tests.service.served import OTHER, Scheduler, keys_of
 
@@ -150,6 +154,42 @@ def test_the_port_serves_metrics_and_health(flexkv: Flexkv, node: Node, engine: 
         )
 
 
+@pytest.mark.parametrize("file", [None, "default: {%s}", "total: {%s}", "pools: [{model: a, %s}]"])
+def test_more_memory_than_the_machine_has_is_refused_at_the_start(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    options: list[object] = []
+    if file is None:
+        monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "1000000")
+    else:
+        options = ["--pools", tmp_path / "service.yaml"]
+        (tmp_path / "service.yaml").write_text(file % "cpu_cache_gb: 1000000")
+    ended = flexkv("serve", tmp_path / "service", *options)
+    assert ended.code == 2
+    assert "cpu_cache_gb is 1000000 GiB; allowed: at most" in ended.err
+    assert not (tmp_path / "service").exists()
+
+
+def test_health_of_a_service_that_refused_an_engine_is_degraded(
+    flexkv: Flexkv, tmp_path: Path
+) -> None:
+    """A block has more bytes than the pool."""
+    about = SessionInfo("large", ArenaSpec(BlockFormat(1, (8 << 20,)), 0), True, ("model: big",))
+    root = str(tmp_path / "service")
+    with running(tmp_path, root):
+        assert flexkv("health", root).code == 0
+        with pytest.raises(ArenaError, match="less than one block"):
+            Scheduler(root, about=about, model="big")
+        ended = flexkv("health", root)
+        said = "degraded: refused an engine of the model 'big', and let none in since: cpu_cache_gb"
+        assert (ended.code, said in ended.out) == (3, True)
+        assert "problem" in flexkv("stat", root).out
+        Scheduler(root).close()
+        assert flexkv("health", root).code == 3, "another model was let in"
+        Scheduler(root, model="big").close()
+        assert flexkv("health", root).code == 0
+
+
 @pytest.mark.parametrize("address", ["0", "[::1]:0"])
 def test_the_first_line_names_the_port_that_was_free(tmp_path: Path, address: str) -> None:
     environ = os.environ | {"FLEXKV_RUNTIME_DIR": str(tmp_path / "runtime")}
@@ -171,8 +211,10 @@ def test_clear_drops_what_the_service_has(flexkv: Flexkv, node: Node, engine: Sc
     assert (would.code, would.out) == (0, f"would clear {node.root}, fingerprint same\n")
     asked = flexkv("clear", node.root)
     assert (asked.code, "--yes is missing" in asked.err) == (2, True)
-    wrong = flexkv("clear", node.root, "--yes", "--fingerprint", "0" * 32)
-    assert (wrong.code, "no pool has the fingerprint" in wrong.out) == (1, True)
+    for how in ("--yes", "--dry-run"):
+        wrong = flexkv("clear", node.root, how, "--fingerprint", "0" * 32)
+        said = f"no pool of {node.root} has the fingerprint '{'0' * 32}'\n"
+        assert (wrong.code, wrong.out) == (1, said)
     assert engine.cache.lookup(keys_of("a", 3)) == 3
     ended = flexkv("clear", node.root, "--yes")
     assert (ended.code, ended.err) == (0, "")

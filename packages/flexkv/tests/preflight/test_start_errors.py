@@ -30,7 +30,8 @@ from flexkv.preflight.checks import check_start
 from flexkv.service.attach import join_pool
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket
-from flexkv.settings import load_config
+from flexkv.settings import GIB, load_config
+from flexkv.system.available import total_memory
 
 SOURCES = sorted(Path(__file__).parents[3].glob("*/src"))
 ERRORS = {
@@ -100,6 +101,11 @@ def meet_others() -> None:
 
 def answer_operators() -> None:
     local_http(load_config())
+
+
+def whole_memory(world: World) -> None:
+    """The system itself has some of it."""
+    world.set(FLEXKV_CPU_CACHE_GB=total_memory() / GIB)
 
 
 def open_token(world: World) -> None:
@@ -215,7 +221,7 @@ TABLES = [Case("disk", each) for each in (table_that_is_a_directory, newer_table
 TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.eviction.hazard:hazard_policy": [Unknown.NEVER],
     "flexkv.host.arena:plan_arena": [
-        Case("memory", lambda world: world.set(FLEXKV_CPU_CACHE_GB=1 << 20), early=False),
+        Case("memory", whole_memory, early=False),
         Case("memory", lambda world: world.set(FLEXKV_CPU_CACHE_GB=1e-6), early=False),
     ],
     "flexkv.host.arena:Arena.__init__": [Unknown.PEERS] * 2,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from flexkv.control.prompts import PromptQuestion
 from flexkv.eviction import RequestContext
 from flexkv.figures.health_samples import problems_of
 from flexkv.service import door
+from flexkv.service import messages as wire
 from flexkv.service.ask import (
     ServiceError,
     clear_pools,
@@ -37,6 +39,7 @@ from flexkv.service.ask import (
 )
 from flexkv.service.server import NodeServer
 from flexkv.service.state import SOCKET, PoolState
+from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.tiers.disk import OsFiles
 from flexkv.transfer.tier_stack import TierStack
 from flexkv.types.changes import Medium
@@ -222,6 +225,25 @@ def test_an_error_of_a_disk_at_a_clear_reaches_the_operator(
     monkeypatch.setattr(TierStack, "empty", fails)
     with pytest.raises(ServiceError, match=r"for the test"):
         clear_pools(service.root, None)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_health_says_that_no_engine_finds_the_service(
+    port: int, make_service: Callable[..., Service], how: str
+) -> None:
+    service = make_service()
+    assert ask(port, "GET", "/health") == (200, "ok\n")
+    if how == "removed":
+        shutil.rmtree(service.root)
+    else:
+        Path(service.root).rename(f"{service.root} of before")
+    if how == "replaced":
+        with RuntimeDirectory(service.root, create=True) as other:
+            for name in (wire.SOCKET, SOCKET):
+                other.listen(name).close()
+    said = "the service is degraded: the sockets in its directory were removed or replaced: "
+    status, text = ask(port, "GET", "/health")
+    assert (status, text.startswith(said)) == (200, True)
 
 
 def test_silent_peers_keep_nobody_out(

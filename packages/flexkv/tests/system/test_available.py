@@ -60,6 +60,14 @@ def test_available_memory_is_what_the_kernel_says() -> None:
     assert 0 < available.available_memory() <= total
 
 
+def test_total_memory_is_the_lowest_limit_whatever_is_used(machine: Machine) -> None:
+    assert available.total_memory(machine.root) == 2000000 * 1024
+    machine.mount("0::/a/b\n", V2.format(root="/", point="/sys/fs/cgroup"))
+    machine.limit2("sys/fs/cgroup/a", "700", used=650)
+    machine.limit2("sys/fs/cgroup/a/b", "max", used=650)
+    assert available.total_memory(machine.root) == 700
+
+
 def test_what_others_are_about_to_take_counts_where_it_will_be_taken(machine: Machine) -> None:
     """A control group's limit counts those of its own processes only."""
     slice_, engine = "sys/fs/cgroup/user.slice", "sys/fs/cgroup/user.slice/engine.service"

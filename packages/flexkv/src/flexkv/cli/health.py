@@ -111,11 +111,15 @@ def _of_service(root: str) -> list[CacheHealth]:
         state = service_state(root)
     except ServiceError as error:
         return [CacheHealth(name, HealthState.OFF, f"off: {printable(str(error))}")]
-    pools = [
+    found = [
+        CacheHealth(name, HealthState.DEGRADED, f"degraded: {printable(each)}")
+        for each in state.troubles
+    ]
+    found += [
         _health(f"{name}, pool {printable(pool.fingerprint)}", problems_of(pool.figures))
         for pool in state.pools
     ]
-    return pools or [CacheHealth(name, HealthState.OK, "ok, no engine has attached yet")]
+    return found or [CacheHealth(name, HealthState.OK, "ok, no engine has attached yet")]
 
 
 def _of_engine(report: Mapping[str, object]) -> CacheHealth:

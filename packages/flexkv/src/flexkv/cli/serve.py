@@ -20,6 +20,7 @@ from dataclasses import replace
 from flexkv.cli.common import read_settings
 from flexkv.control.http_door import listen_at
 from flexkv.preflight.checks import check_start
+from flexkv.preflight.host import refuse_memory
 from flexkv.service.pool_sizes import read_pools
 from flexkv.service.server import NodeServer
 from flexkv.settings import configure_logging
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     report_without_effect(config, _IGNORED)
     check_start(config, meets=False)
     pools = None if args.pools is None else read_pools(args.pools, config)
+    for each in () if pools is None else (pools.total, pools.other, *pools.named.values()):
+        refuse_memory(each.applied(config))
     figures = None if args.http is None else _listen(args.http)
     address = "" if figures is None else f", and at {_url(figures)} for /metrics and /health"
     server = NodeServer(root, config, figures, pools)

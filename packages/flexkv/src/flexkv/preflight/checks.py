@@ -18,6 +18,7 @@ from flexkv.preflight.host import (
     check_runtime_dir,
     check_service,
     check_trace_file,
+    refuse_memory,
 )
 from flexkv.preflight.stores import check_mooncake, check_objects, refuse_mooncake, refuse_objects
 from flexkv.session.runtime_directory import check_runtime_directory
@@ -80,7 +81,7 @@ def _checks_of_cache(config: CacheConfig, seconds: float) -> list[Check]:
     roots = config.ssd_cache_dir
     room = (config.ssd_cache_gb or 0.0) * GIB / max(1, len(roots))
     return [
-        Check("memory", part(check_memory, config)),
+        Check("memory", part(check_memory, config), part(refuse_memory, config)),
         Check("mooncake", part(check_mooncake, config), part(refuse_mooncake, config)),
         Check("objects", part(check_objects, config), part(refuse_objects, config)),
         Check(

@@ -20,11 +20,11 @@ from flexkv.preflight.findings import Finding, Level
 from flexkv.service.messages import SOCKET
 from flexkv.session.runtime_directory import RuntimeDirectory, check_runtime_directory
 from flexkv.settings import GIB, CacheConfig
-from flexkv.system.available import available_memory, free_huge_pages
+from flexkv.system.available import available_memory, free_huge_pages, total_memory
 from flexkv.system.native import kernels
 from flexkv.system.numa import processors_of
 from flexkv.types.errors import ConfigError
-from flexkv.types.texts import size
+from flexkv.types.texts import exact, size
 
 _OLDEST_KERNEL = (4, 16)
 """memfd_create with pages of 2 MiB came with 4.14, its seals for them with 4.16."""
@@ -88,6 +88,21 @@ def check_memory(config: CacheConfig) -> Iterator[Finding]:
     else:
         text = f"/dev/shm has {size(total)}; FlexKV's own memory does not count there"
         yield Finding("shared memory", Level.OK, text)
+
+
+def refuse_memory(config: CacheConfig) -> None:
+    """Refuse more host memory than the machine has. What other processes have of it counts at the
+    start: those of a service that starts again hand it back.
+
+    Raises:
+        ConfigError: `cpu_cache_gb` is more, and no memory is to come (`memory_grows`).
+    """
+    wanted, total = config.cpu_cache_gb, total_memory()
+    if wanted is not None and wanted * GIB > total and not config.memory_grows:
+        raise ConfigError(
+            f"cpu_cache_gb is {exact(wanted)} GiB; allowed: at most {total / GIB:.2f} GiB, which "
+            "this machine and its control groups have, or memory_grows if the machine gets more"
+        )
 
 
 def check_limits(config: CacheConfig) -> Iterator[Finding]:

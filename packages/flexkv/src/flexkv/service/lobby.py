@@ -56,6 +56,12 @@ class Newcomer:
     pidfd: int
     memory: list[int]
 
+    @property
+    def model(self) -> str:
+        """The name of the model that it serves; empty for a process of an engine that is known."""
+        greeting = self.greeting
+        return greeting.model if isinstance(greeting, wire.Open | wire.Resume) else ""
+
     def close_files(self) -> None:
         """Close the descriptors, and leave the connection open. Idempotent."""
         if self.pidfd >= 0:
@@ -74,6 +80,10 @@ class Lobby:
         unwatch: ends this. A connection that is not watched is no error.
         is_ready: whether a newcomer can be let in now. Else it is asked again in each turn.
         admit: lets a newcomer in, with its connection and pidfd; raises if it is refused.
+
+    Attributes:
+        refused: why processes were refused, by the model that they serve; empty for those that name
+            none. An entry ends when a process of the model is let in; the empty one with any.
     """
 
     def __init__(
@@ -89,6 +99,7 @@ class Lobby:
         self._is_ready, self._admit = is_ready, admit
         self._silent: dict[socket.socket, float] = {}
         self._waiting: list[Newcomer] = []
+        self.refused: dict[str, str] = {}
         self._refused_for, self._refused_at = "", -_LOGGED_SECONDS
         listener.setblocking(False)
         watch(listener, self._accept)
@@ -106,7 +117,7 @@ class Lobby:
         if newcomer in self._waiting:
             self._waiting.remove(newcomer)
         newcomer.close_files()
-        self._refuse(newcomer.connection, error)
+        self._refuse(newcomer.connection, error, newcomer.model)
 
     def close(self) -> None:
         """Dismiss all, and listen no more."""
@@ -160,11 +171,18 @@ class Lobby:
             self._waiting.remove(newcomer)  # nobody is let in twice
             self._admit(newcomer)
             newcomer.close_files()
+            for model in ("", newcomer.model):
+                self.refused.pop(model, None)
         except Exception as error:  # noqa: BLE001 - as above
             self.refuse(newcomer, error)
 
-    def _refuse(self, connection: socket.socket, error: Exception) -> None:
+    def _refuse(self, connection: socket.socket, error: Exception, model: str = "") -> None:
         reason, now = str(error) or type(error).__name__, time.monotonic()
+        if not isinstance(error, ConnectionError):  # else it has ended itself
+            self.refused.pop(model, None)
+            self.refused[model] = reason
+            if len(self.refused) > _MOST_GUESTS:
+                del self.refused[next(iter(self.refused))]
         # Processes try again every second or so.
         if reason != self._refused_for or now - self._refused_at >= _LOGGED_SECONDS:
             self._refused_for, self._refused_at = reason, now

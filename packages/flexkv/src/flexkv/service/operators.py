@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+import msgspec
+
 from flexkv.control.find_blocks import find_blocks
 from flexkv.control.http_door import RefusedError
 from flexkv.control.prompts import AllPlaces, PromptPlaces, PromptQuestion
@@ -26,11 +28,17 @@ from flexkv.service.state import SOCKET, Cleared, PoolState, ServiceState, own_f
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
 from flexkv.types.changes import Medium
+from flexkv.types.texts import printable
 from flexkv.version import __version__
 
 logger = logging.getLogger(__name__)
 
 Told = TypeVar("Told")
+
+_REMOVED = (
+    "the sockets in its directory were removed or replaced: no engine can attach, and running ones "
+    "keep what they have; start the service again"
+)
 
 _KEYS = 4096
 """Blocks that one turn of the loop looks up: about a millisecond. Not tuned."""
@@ -45,6 +53,7 @@ class Operators:
         figures: a listening socket of the network for figures; owned. None for none.
         config: the service's settings.
         pools, engines: the service's; read in its loop.
+        refused: of its lobby; likewise.
         wake: lets the loop begin a turn.
 
     Raises:
@@ -59,11 +68,13 @@ class Operators:
         *,
         pools: Mapping[wire.PoolBlocks, SharedPool],
         engines: Mapping[tuple[wire.PoolBlocks, int], AttachedEngine],
+        refused: Mapping[str, str],
         wake: Callable[[], None],
     ) -> None:
         self.config = config
         self._directory = directory
-        self._pools, self._engines = pools, engines
+        self._has_said = False
+        self._pools, self._engines, self._refused = pools, engines, refused
         self._wake = wake
         self._began = time.monotonic()
         self._guard = threading.Lock()
@@ -78,7 +89,15 @@ class Operators:
         Raises:
             SilentLoopError: the loop has not come to it.
         """
-        return self._ask(self._state, seconds)
+        state = self._ask(self._state, seconds)
+        # In the asking thread: a file system that hangs stops no engine.
+        is_shown = all(self._directory.shows(each) for each in (wire.SOCKET, SOCKET))
+        if is_shown or self._asked is None:  # closed meanwhile
+            return state
+        if not self._has_said:
+            self._has_said = True
+            logger.error("%s", _REMOVED)
+        return msgspec.structs.replace(state, troubles=(_REMOVED, *state.troubles))
 
     def clear(self, fingerprint: str | None, seconds: float) -> Cleared:
         """Drop the blocks of pools, in memory and on disk. Shared stores keep theirs. Returns once
@@ -158,7 +177,12 @@ class Operators:
     def _state(self) -> ServiceState:
         seconds = time.monotonic() - self._began
         pools = (self._state_of(blocks, pool) for blocks, pool in self._pools.items())
-        return ServiceState(__version__, os.getpid(), seconds, tuple(pools))
+        refused = (
+            f"refused an engine{model and f' of the model {model!r}'}, and let none in since: "
+            f"{printable(reason)}"
+            for model, reason in self._refused.items()
+        )
+        return ServiceState(__version__, os.getpid(), seconds, tuple(pools), tuple(refused))
 
     def _state_of(self, blocks: wire.PoolBlocks, pool: SharedPool) -> PoolState:
         figures = pool.cache.figures()

@@ -102,12 +102,14 @@ class PoolSizes:
             slot_bytes: bytes of a block.
 
         Raises:
-            NoRoomError: there is no room for one block.
+            NoRoomError: the total leaves no room for one block.
         """
         taken = self._plan(model)
-        if not _holds(taken.size.memory, slot_bytes):
+        total = self._file.total.memory
+        # Less than a block without a total is an error of the size, which the arena names.
+        if total is not None and taken.entry is None and not _holds(taken.size.memory, slot_bytes):
             raise NoRoomError(
-                f"other pools have all {exact(self._file.total.memory or 0)} GiB of "
+                f"other pools have all {exact(total)} GiB of "
                 f"total.{MEMORY} in {self._file.path}; allowed: an entry for "
                 f"the model {model!r}, or to end the engines of another that has none"
             )

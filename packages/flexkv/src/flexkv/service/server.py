@@ -84,18 +84,19 @@ class NodeServer:
                 undo.callback(figures.close)
             listener = self._directory.listen(wire.SOCKET, socket.SOCK_SEQPACKET)
             undo.callback(listener.close)
+            self._lobby = Lobby(listener, self._watch, self._unwatch, self._is_ready, self._admit)
             self._operators = Operators(
                 self._directory,
                 figures,
                 config,
                 pools=self._pools,
                 engines=self._engines,
+                refused=self._lobby.refused,
                 wake=self._awake,
             )
             undo.pop_all()
         self._room = bytearray(wire.MAX_PACKET)
         self._maker = PoolMaker(self._awake)
-        self._lobby = Lobby(listener, self._watch, self._unwatch, self._is_ready, self._admit)
         self._awaits_until = 0.0
         try:
             if self._directory.is_held(wire.ENGINES):

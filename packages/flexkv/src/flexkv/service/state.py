@@ -110,17 +110,19 @@ class ServiceState(msgspec.Struct, frozen=True):
         pid: process id, in its own PID namespace.
         seconds: since its start.
         pools: its pools.
+        troubles: what keeps engines from it; a sentence each.
     """
 
     version: str
     pid: int
     seconds: float
     pools: tuple[PoolState, ...]
+    troubles: tuple[str, ...] = ()
 
     @property
     def problems(self) -> list[str]:
         """What keeps it from doing all that it should; a sentence each."""
-        return [
+        return [f"the service is degraded: {each}" for each in self.troubles] + [
             f"pool {pool.fingerprint} is {each.trouble.state}: {each.text}"
             for pool in self.pools
             for each in problems_of(pool.figures)

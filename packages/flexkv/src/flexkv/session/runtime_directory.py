@@ -193,6 +193,16 @@ class RuntimeDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
+    def shows(self, name: str) -> bool:
+        """Whether others find the socket `name` of this directory, which may have been removed or
+        replaced since."""
+        file = _file_of(name)
+        try:
+            own = os.stat(file, dir_fd=self._fd)
+            return os.path.samestat(own, os.stat(os.path.join(self._path, file)))
+        except OSError:
+            return False
+
     def remove(self, name: str) -> None:
         """Remove the socket of the engine `name`, on which this process listens."""
         with contextlib.suppress(FileNotFoundError):

@@ -59,8 +59,26 @@ def available_memory(root: Path = _ROOT, promised: Sequence[Promise] = ()) -> in
     Raises:
         OSError: /proc/meminfo cannot be read or has no `MemAvailable`.
     """
-    machine = _machine_available(root) - sum(each.size for each in promised)
+    machine = _meminfo(root, "MemAvailable") - sum(each.size for each in promised)
     return max(0, min([machine, *_left_in_groups(root, promised)]))
+
+
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process may have at most: the machine's memory, or the lowest limit of its
+    control groups.
+
+    Args:
+        root: root of the file system; another one in tests.
+
+    Raises:
+        OSError: /proc/meminfo cannot be read or has no `MemTotal`.
+    """
+    limits = (
+        _limit(folder / name)
+        for folder, version in cgroups.levels("memory", root)
+        for name in _LIMITS[version][0]
+    )
+    return min([_meminfo(root, "MemTotal"), *(each for each in limits if each is not None)])
 
 
 def memory_groups(root: Path = _ROOT) -> frozenset[str]:
@@ -119,19 +137,27 @@ def _left_in_pools(root: Path) -> Iterator[int]:
 
 def _left(folder: Path, limit: str, usage: str) -> int | None:
     """Bytes left below a limit, less than 0 above it; None without a limit."""
+    most = _limit(folder / limit)
     try:
-        text = (folder / limit).read_text().strip()
-        return None if text == "max" else int(text) - int((folder / usage).read_text())
+        return None if most is None else most - int((folder / usage).read_text())
     except (OSError, ValueError):
         return None
 
 
-def _machine_available(root: Path) -> int:
+def _limit(path: Path) -> int | None:
+    """Bytes of a limit; None if there is none, as of the word `max`."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _meminfo(root: Path, wanted: str) -> int:
     for line in (root / _MEMINFO).read_text().splitlines():
         name, _, rest = line.partition(":")
-        if name == "MemAvailable":
+        if name == wanted:
             return int(rest.split()[0]) * 1024
-    raise OSError(f"/{_MEMINFO} has no MemAvailable line")
+    raise OSError(f"/{_MEMINFO} has no {wanted} line")
 
 
 def _stat(path: Path, name: str) -> int:
