@@ -4,7 +4,9 @@ over a real service."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,6 +58,16 @@ def test_the_exit_code_is_that_of_the_worst_engine(
     assert len(lines) == 2
     assert all(each.startswith("vllm, process ") for each in lines)
     assert any(f"fingerprint ab12: {text}" in each for each in lines)
+
+
+def test_an_engine_of_another_container_has_no_number_of_ours(
+    flexkv: Flexkv, tmp_path: Path
+) -> None:
+    about = {"engine": "vllm", "fingerprint": "ab12", "pid_namespace": "another"}
+    with contextlib.closing(StateReport(str(tmp_path / "run"), about, Subject.HEALTH)) as report:
+        report.begin(lambda: {"problems": []})
+        ended = flexkv("health", tmp_path / "run")
+    assert f"process {os.getpid()} of another PID namespace, such as a container's" in ended.out
 
 
 def test_a_directory_without_an_engine_is_off(flexkv: Flexkv, tmp_path: Path) -> None:

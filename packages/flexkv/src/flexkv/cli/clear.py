@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,8 @@ from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared
 from flexkv.cli.stat_service import ask_services
 from flexkv.service.ask import ServiceError, clear_pools
 from flexkv.tiers.disk import cache_directory
-from flexkv.tiers.disk.files import open_folder, reason_of
-from flexkv.tiers.disk.inspect import owner_of
+from flexkv.tiers.disk.files import reason_of
+from flexkv.tiers.disk.lock_owner import describe_owner
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
@@ -312,7 +311,7 @@ def _try(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> t
     count = cache_directory.disk_bytes(path)
     removal = act(path)
     if removal is Removal.IN_USE:
-        return False, f"{skipped} {path}: {removal.value} by process {_owner(path)}"
+        return False, f"{skipped} {path}: {removal.value} by process {describe_owner(path)}"
     if removal is Removal.FOREIGN_FILES:
         return False, f"{done} FlexKV's files in {path}, which {removal.value} and stays"
     return True, f"{done} {path}, {size(count)}"
@@ -329,11 +328,3 @@ def _clear(shared: SharedBlocks) -> bool | None:
         return False
     print(f"cleared {what}" if is_cleared else f"nothing to clear in {what}")
     return is_cleared or None
-
-
-def _owner(path: str) -> int | str:
-    folder = open_folder(path)
-    try:
-        return owner_of(folder) or cache_directory.owner(path)
-    finally:
-        os.close(folder)

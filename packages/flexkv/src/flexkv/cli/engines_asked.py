@@ -17,7 +17,7 @@ from flexkv.cli.input_text import read_input
 from flexkv.control.ask_door import AskError, ask
 from flexkv.control.http_door import RefusedError
 from flexkv.control.prompts import PromptEffect, PromptPlaces, PromptQuestion, check_question
-from flexkv.session.state_reports import Subject, read_states
+from flexkv.session.state_reports import Subject, process_of, read_states
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import blocks, printable
@@ -188,7 +188,7 @@ def _doors(root: str, fingerprint: str | None) -> Iterator[tuple[str, str]]:
     """Name and socket of each engine's door."""
     for report in read_states(root, Subject.HEALTH):
         if fingerprint in (None, report.get("fingerprint")):
-            name = f"engine {report.get('engine')}, process {report.get('pid')},"
+            name = f"engine {report.get('engine')}, process {process_of(report)},"
             yield printable(name), str(report.get("door") or "")
 
 

@@ -16,7 +16,7 @@ from flexkv.cli.common import add_json, print_json, read_settings
 from flexkv.figures.health_samples import health_text, problems_of, state_of
 from flexkv.service.ask import ServiceError, is_service
 from flexkv.service.ask import state_of as service_state
-from flexkv.session.state_reports import Subject, read_states
+from flexkv.session.state_reports import Subject, process_of, read_states
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import printable
@@ -123,7 +123,7 @@ def _of_service(root: str) -> list[CacheHealth]:
 
 
 def _of_engine(report: Mapping[str, object]) -> CacheHealth:
-    parts = (str(report.get("engine")), f"process {report.get('pid')}")
+    parts = (str(report.get("engine")), f"process {process_of(report)}")
     name = printable(f"{', '.join(parts)}, fingerprint {report.get('fingerprint')}")
     problems = _problems(report.get("problems"))
     if problems is None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from flexkv.session.held_files import create_held, read_held, write_held
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.system.forks import close_in_children
+from flexkv.system.processes import pid_namespace, process_text
 from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class StateReport:
         self, root: str, about: Mapping[str, str], subject: Subject = Subject.STORE
     ) -> None:
         self._root = root
-        self._about = {"pid": os.getpid(), **about}
+        self._about = {"pid": os.getpid(), "pid_namespace": pid_namespace(), **about}
         self._subject = subject
         self._name = secrets.token_hex(8) + subject
         self._fd = -1
@@ -149,6 +150,11 @@ def read_states(root: str, subject: Subject = Subject.STORE) -> list[dict[str, o
         raise ArenaError(
             f"runtime_dir {root!r} cannot be read: {error}; allowed: a directory of this user"
         ) from None
+
+
+def process_of(report: Mapping[str, object]) -> str:
+    """The process id of a report's engine, for people."""
+    return process_text(report.get("pid"), report.get("pid_namespace"))
 
 
 def _parsed(contents: Iterable[bytes]) -> Iterator[dict[str, object]]:

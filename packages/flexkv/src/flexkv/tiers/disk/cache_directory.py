@@ -32,11 +32,17 @@ from flexkv.system.forks import close_in_children
 from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk import descriptions, ledger, table
 from flexkv.tiers.disk.files import disk_error, is_regular, open_folder, reason_of, try_lock
+from flexkv.tiers.disk.lock_owner import (
+    LOCK,
+    LOCK_BYTES,
+    LOCK_CONTENT,
+    describe_owner,
+    lock_content,
+)
 from flexkv.tiers.disk.slabs import is_slab, slab_name
 from flexkv.types.errors import DiskError, UnavailableError
 
 TABLE = "table"
-LOCK = "lock"
 RESET = "reset"
 IDENTITY = "identity"
 MAX_OWNERS = 64
@@ -46,8 +52,6 @@ data-parallel ranks."""
 _FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
 REMOVED = ".removed-"
 """Part of the name of a folder that is being removed; random digits follow it."""
-_PID = re.compile(rb"[0-9\n\0]*")  # a power failure may leave zeros in the file
-_LOCK_BYTES = 32
 _TRIES = 10
 _TRY_SECONDS = 0.05
 """Attempts of a starting engine to lock a folder, and seconds between them. A process that removes
@@ -133,10 +137,11 @@ def lock_folder(path: str, above: int | None = None) -> Folder | None:
             folder.release()
             return None
         # A folder with a table is FlexKV's, and a damaged lock there is worth nothing.
-        if not _PID.fullmatch(os.pread(folder.lock, _LOCK_BYTES, 0)) and not has_table(folder.fd):
+        known = LOCK_CONTENT.fullmatch(os.pread(folder.lock, LOCK_BYTES, 0))
+        if not known and not has_table(folder.fd):
             raise OSError(errno.EEXIST, "is a file of another program", os.path.join(path, LOCK))
         os.ftruncate(folder.lock, 0)
-        os.pwrite(folder.lock, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(folder.lock, lock_content(), 0)
     except OSError:
         folder.release()
         raise
@@ -314,18 +319,6 @@ def disk_bytes(path: str) -> int:
     return total
 
 
-def owner(path: str) -> str:
-    """Process id of the folder's last owner as text, or "unknown"."""
-    content = b""
-    with contextlib.suppress(OSError):
-        folder = open_folder(path)
-        try:
-            content = _first_bytes(folder, LOCK, _LOCK_BYTES)
-        finally:
-            os.close(folder)
-    return content.decode("ascii", errors="replace").strip() or "unknown"
-
-
 def _make(path: str, above: int, tries: int) -> Folder | None:
     """Lock the folder `path` in the open directory `above`. Creates it if it is missing. None if
     another process owns it after `tries` attempts."""
@@ -434,10 +427,11 @@ def _taken(root: str, fingerprint: str, owners: int) -> str:
     if owners > 1:
         return (
             f"the {owners} folders {path}* from ssd_cache_dir are in use, one of them by process "
-            f"{owner(path)}; allowed: one server with {owners} engines per directory, or "
+            f"{describe_owner(path)}; allowed: one server with {owners} engines per directory, or "
             f"ssd_in_use=own, with which each engine has a cache of its own there"
         )
     return (
-        f"{path} from ssd_cache_dir is in use by process {owner(path)}; allowed: one engine per "
-        f"directory, or ssd_in_use=own, with which each engine has a cache of its own there"
+        f"{path} from ssd_cache_dir is in use by process {describe_owner(path)}; allowed: one "
+        f"engine per directory, or ssd_in_use=own, with which each engine has a cache of its own "
+        f"there"
     )

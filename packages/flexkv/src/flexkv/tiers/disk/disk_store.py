@@ -24,6 +24,7 @@ from flexkv.tiers.disk.files import (
     write_fully,
 )
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
+from flexkv.tiers.disk.lock_owner import LOCK
 from flexkv.tiers.disk.reader import header_in, read_pages, read_records
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
 from flexkv.tiers.disk.slot_index import SlotIndex
@@ -253,7 +254,7 @@ class DiskStore:
         if os.fstat(folder.fd).st_uid != self._owner:
             return "it belongs to another user now"
         assert self._slabs is not None
-        lock = cache_directory.LOCK, folder.lock, 0
+        lock = LOCK, folder.lock, 0
         first = cache_directory.TABLE, self._table, table.table_bytes(self._num_slots)
         for name, fd, size in (lock, first, *self._slabs.files()):
             try:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from flexkv.system.mounts import read_mounts
-from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import OsFiles, exists, open_folder, reason_of
 from flexkv.tiers.disk.ledger import load_ledger
+from flexkv.tiers.disk.lock_owner import owner_of
 from flexkv.tiers.disk.reader import TableCopy
 from flexkv.tiers.disk.slabs import slab_name, slots_per_slab
 from flexkv.types.errors import DiskError
@@ -152,47 +151,3 @@ def unreadable(path: str, error: OSError) -> DiskError:
     return DiskError(
         f"cannot read {path}: {reason_of(error)}; allowed: a folder that this user can read"
     )
-
-
-def owner_of(folder: int) -> int | None:
-    """Find the process id of the engine that owns the open directory `folder`.
-
-    Reads the kernel's list of locks and does not touch the lock. The list contains only processes
-    of this PID namespace and of those below it. An engine in another container is missing.
-
-    Returns:
-        The process id; None if no visible process owns the folder, or it has no lock file.
-
-    Raises:
-        OSError: the lock file or the list cannot be read.
-    """
-    try:
-        fd = open_regular(folder, cache_directory.LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        file = f"{_lock_device(fd)}:{os.fstat(fd).st_ino}"
-    finally:
-        os.close(fd)
-    with open("/proc/locks", encoding="ascii") as locks:
-        for line in locks:
-            # 1: FLOCK  ADVISORY  WRITE 19469 fe:00:2148231 0 EOF
-            fields = line.split()
-            if fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == file:
-                return int(fields[4])
-    return None
-
-
-def _lock_device(fd: int) -> str:
-    """The device of an open file as in /proc/locks: the device of its mount.
-
-    On btrfs stat(2) returns another device, one for each subvolume.
-    """
-    device = os.fstat(fd).st_dev
-    major, minor = os.major(device), os.minor(device)
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
-        mount = next(line.split()[1] for line in info if line.startswith("mnt_id:"))
-    for each in read_mounts():
-        if each.number == mount:
-            major, minor = map(int, each.device.split(":"))
-    return f"{major:02x}:{minor:02x}"
