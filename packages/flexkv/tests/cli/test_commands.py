@@ -105,7 +105,7 @@ def test_a_fifo_or_a_file_of_any_size_is_not_waited_for(
     os.mkfifo(path)
     ended = flexkv(name, cache.root, *yes)
     needs = {
-        "stat": ["lock"],
+        "stat": ["lock", "counters.json"],
         "verify": ["slab-00000"],
         "clear": ["lock", "counters.json", "slab-00000"],
     }

@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     report_without_effect(config, _IGNORED)
     check_start(config, meets=False)
     pools = None if args.pools is None else read_pools(args.pools, config)
-    for each in () if pools is None else (pools.total, pools.other, *pools.named.values()):
-        refuse_memory(each.applied(config))
+    for size in () if pools is None else (pools.total, pools.other, *pools.named.values()):
+        refuse_memory(size.applied(config))
     figures = None if args.http is None else _listen(args.http)
     address = "" if figures is None else f", and at {_url(figures)} for /metrics and /health"
     server = NodeServer(root, config, figures, pools)

@@ -11,10 +11,9 @@ import stat
 
 from flexkv.system.directories import OTHERS, WRITABLE
 from flexkv.system.regular_files import open_regular
-from flexkv.tiers.disk.cache_directory import Folder
+from flexkv.tiers.disk.cache_directory import Folder, is_own
 from flexkv.tiers.disk.files import is_regular
 from flexkv.tiers.disk.lock_owner import LOCK
-from flexkv.tiers.disk.removal import is_own
 from flexkv.types.errors import DiskError
 
 logger = logging.getLogger(__name__)

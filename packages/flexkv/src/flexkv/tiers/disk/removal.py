@@ -13,7 +13,6 @@ import secrets
 
 from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk.cache_directory import (
-    LOCK,
     REMOVED,
     TABLE,
     disk_bytes,
@@ -26,6 +25,7 @@ from flexkv.tiers.disk.cache_directory import (
     path_of,
 )
 from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
+from flexkv.tiers.disk.lock_owner import LOCK
 from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
