@@ -165,11 +165,11 @@ def test_the_service_of_a_node_takes_its_arguments(
     monkeypatch.setattr(serve, "listen_at", lambda host, _: socket.create_server((host, 0)))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(serve, "configure_logging", lambda _: None)
-    monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "256")
+    monkeypatch.setenv("FLEXKV_CPU_CACHE_GB", "1")
     assert Path(command[0]).name == "flexkv"
     assert cli.main(command[1:]) == 0
     ((root, gb, host),) = begun
-    assert (root.startswith("/run/flexkv"), gb) == (True, 256)
+    assert (root.startswith("/run/flexkv"), gb) == (True, 1)
     assert f"{host}:9470" in command
 
 
