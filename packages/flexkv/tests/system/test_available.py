@@ -66,6 +66,8 @@ def test_total_memory_is_the_lowest_limit_whatever_is_used(machine: Machine) -> 
     machine.limit2("sys/fs/cgroup/a", "700", used=650)
     machine.limit2("sys/fs/cgroup/a/b", "max", used=650)
     assert available.total_memory(machine.root) == 700
+    machine.write("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "3\n")
+    assert available.total_memory(machine.root) == 3 * (2 << 20)
 
 
 def test_what_others_are_about_to_take_counts_where_it_will_be_taken(machine: Machine) -> None:

@@ -153,8 +153,10 @@ def _from_mapping(
 def _is_injected(name: str, text: str) -> bool:
     """Whether Kubernetes has set a variable. A Service `flexkv-control` sets `FLEXKV_CONTROL_PORT`,
     a setting's variable, to an address."""
+    if not _INJECTED.fullmatch(name):
+        return False
     is_setting = any(each.variable == name for each in SETTINGS.values())
-    return _INJECTED.fullmatch(name) is not None and (not is_setting or "://" in text)
+    return not is_setting or "://" in text
 
 
 def _setting_of(variable: str) -> str:

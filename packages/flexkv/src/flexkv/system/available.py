@@ -65,7 +65,7 @@ def available_memory(root: Path = _ROOT, promised: Sequence[Promise] = ()) -> in
 
 def total_memory(root: Path = _ROOT) -> int:
     """Bytes that this process may have at most: the machine's memory, or the lowest limit of its
-    control groups.
+    control groups; or the kernel's pool of 2 MiB pages, which does not count in these.
 
     Args:
         root: root of the file system; another one in tests.
@@ -78,7 +78,9 @@ def total_memory(root: Path = _ROOT) -> int:
         for folder, version in cgroups.levels("memory", root)
         for name in _LIMITS[version][0]
     )
-    return min([_meminfo(root, "MemTotal"), *(each for each in limits if each is not None)])
+    pool = (_limit(root / _POOL / "nr_hugepages") or 0) * (2 << 20)
+    ordinary = [_meminfo(root, "MemTotal"), *(each for each in limits if each is not None)]
+    return max(min(ordinary), pool)
 
 
 def memory_groups(root: Path = _ROOT) -> frozenset[str]:
@@ -145,7 +147,7 @@ def _left(folder: Path, limit: str, usage: str) -> int | None:
 
 
 def _limit(path: Path) -> int | None:
-    """Bytes of a limit; None if there is none, as of the word `max`."""
+    """A number in a file; None if there is none, as of the word `max`."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
