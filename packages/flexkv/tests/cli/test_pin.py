@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pid_namespaces import ELSEWHERE, in_a_namespace
 from toy_blocks import BLOCK
 from toy_world import ToyWorld
 
@@ -101,6 +105,14 @@ def test_a_fingerprint_that_no_engine_has_is_named_with_the_known_ones(
     for command in (["warm", prompt], ["unpin"], ["clear", "--engine", "--dry-run"]):
         ended = flexkv(*command, run, "--fingerprint", "ab12")
         assert (ended.code, ended.out, ended.err) == (1, "", said)
+
+
+def test_an_engine_in_another_container_has_no_number_of_ours(
+    world: ToyWorld, tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "flexkv", "unpin", str(tmp_path / "run"))
+    ended = subprocess.run(in_a_namespace(*command), capture_output=True, text=True, check=False)
+    assert ended.stdout == f"process {os.getpid()} {ELSEWHERE}: no pin has the name 'default'\n"
 
 
 @pytest.mark.parametrize(

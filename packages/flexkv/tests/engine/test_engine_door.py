@@ -20,6 +20,7 @@ from toy_world import ToyWorld
 
 from flexkv.control.ask_door import AskError
 from flexkv.session.state_reports import Subject, read_states
+from flexkv.system.processes import pid_namespace
 from integration.harness.ports import hold_port
 
 PROMPT = [*range(3 * BLOCK)]
@@ -49,7 +50,8 @@ def test_an_idle_engine_says_which_tier_has_a_prompt(world: ToyWorld, tmp_path: 
     tiers = [{"tier": name, "blocks": 3, "is_sure": True} for name in ("host", "disk")]
     fingerprint = lookup(tmp_path, tokens=PROMPT)["fingerprint"]
     assert len(fingerprint) == 32
-    about = {"engine": "toy", "pid": os.getpid(), "block_tokens": BLOCK}
+    about = {"engine": "toy", "pid": os.getpid(), "pid_namespace": pid_namespace()}
+    about["block_tokens"] = BLOCK
     about["fingerprint"] = fingerprint
     assert lookup(tmp_path, tokens=PROMPT) == about | {"blocks": 3, "found": 3, "tiers": tiers}
     other = lookup(tmp_path, tokens=[*PROMPT[:-1], 77])

@@ -46,6 +46,6 @@ def clear_engine(args: argparse.Namespace, agrees: Callable[[str, Sequence[str]]
 
 def _line(effect: ClearEffect) -> str:
     """What an engine has dropped, for people."""
-    name = f"{effect.engine}, process {effect.pid}, fingerprint {effect.fingerprint}"
+    name = f"{effect.engine}, process {effect.process}, fingerprint {effect.fingerprint}"
     reason = f"; {effect.reason}" if effect.reason else ""
     return printable(f"{name}: cleared; host memory had {blocks(effect.blocks)}{reason}")

@@ -66,6 +66,6 @@ def ask_about_session(args: argparse.Namespace, root: str, path: str, done: str)
     for each in answers:
         reason = f"; {printable(each.reason)}" if each.reason else ""
         what = f"{done} {blocks(each.blocks)}" if each.blocks else "knows no such conversation"
-        print(f"process {each.pid}: {what}{reason}")
+        print(f"process {each.process}: {what}{reason}")
     some = any(each.blocks for each in answers)
     return 1 if failed or not some or any(each.reason for each in answers) else 0

@@ -201,7 +201,7 @@ def print_failed(failed: list[str]) -> None:
 def name_of(places: PromptPlaces) -> str:
     """The cache that gave an answer, for people."""
     engine = printable(places.engine or "service")
-    return f"{engine}, process {places.pid}, fingerprint {printable(places.fingerprint)}"
+    return f"{engine}, process {places.process}, fingerprint {printable(places.fingerprint)}"
 
 
 def count_of(places: PromptPlaces, count: int) -> str:

@@ -48,7 +48,7 @@ def ask_services(roots: Sequence[str]) -> tuple[dict[str, ServiceState], bool]:
 def print_service(root: str, state: ServiceState) -> None:
     """Print the state of a service, and an empty line."""
     print(root)
-    _print_line("service", f"FlexKV {printable(state.version)}, process {state.pid}")
+    _print_line("service", f"FlexKV {printable(state.version)}, process {state.process}")
     _print_line("up", str(timedelta(seconds=int(state.seconds))))
     for problem in state.problems:
         _print_line("problem", problem)

@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     print_failed(failed)
     for each in answers:
         what = "the pins of name {!r} have ended" if each.was_pinned else "no pin has the name {!r}"
-        print(f"process {each.pid}: {what.format(each.name)}")
+        print(f"process {each.process}: {what.format(each.name)}")
     return 0 if not failed and any(each.was_pinned for each in answers) else 1

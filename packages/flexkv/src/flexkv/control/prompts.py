@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from flexkv.control.http_door import RefusedError
+from flexkv.system.processes import pid_namespace, process_text
 from flexkv.types.texts import exact
 
 MOST_TOKENS = 1 << 20
@@ -69,17 +71,32 @@ class SessionQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str = ""
 
 
-class SessionEffect(msgspec.Struct, frozen=True):
+class OfProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of one process.
+
+    Attributes:
+        pid: its id as it knows itself.
+        pid_namespace: where it has this id; see `pid_namespace`.
+    """
+
+    pid: int = msgspec.field(default_factory=os.getpid)
+    pid_namespace: int = msgspec.field(default_factory=pid_namespace)
+
+    @property
+    def process(self) -> str:
+        """The id for people."""
+        return process_text(self.pid, self.pid_namespace)
+
+
+class SessionEffect(OfProcess, frozen=True):
     """What was done about a conversation.
 
     Attributes:
-        pid: process of the cache.
         session: its name.
         blocks: how many of its blocks it was done to; 0 if the engine knows none.
         reason: why not to all, for people; empty if there is no reason.
     """
 
-    pid: int
     session: str
     blocks: int
     reason: str = ""
@@ -100,12 +117,11 @@ class TierPlaces(msgspec.Struct, frozen=True):
     is_sure: bool
 
 
-class PromptPlaces(msgspec.Struct, frozen=True):
+class PromptPlaces(OfProcess, frozen=True):
     """Where one cache has the blocks of a prompt.
 
     Attributes:
         engine: name of the engine; empty for a service.
-        pid: process of the cache, in its own PID namespace.
         fingerprint: of the blocks.
         blocks: whole blocks of the prompt.
         found: how many of them, from the first on without a gap, some tier has.
@@ -114,7 +130,6 @@ class PromptPlaces(msgspec.Struct, frozen=True):
     """
 
     engine: str
-    pid: int
     fingerprint: str
     blocks: int
     found: int
@@ -136,16 +151,14 @@ class PromptEffect(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Unpinned(msgspec.Struct, frozen=True):
+class Unpinned(OfProcess, frozen=True):
     """No pin has this name any more.
 
     Attributes:
-        pid: process of the cache, in its own PID namespace.
         name: the name.
         was_pinned: whether there were such pins.
     """
 
-    pid: int
     name: str
     was_pinned: bool
 
@@ -156,19 +169,17 @@ class ClearQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: Literal["all"]
 
 
-class ClearEffect(msgspec.Struct, frozen=True):
+class ClearEffect(OfProcess, frozen=True):
     """An engine has dropped all its blocks.
 
     Attributes:
         engine: name of the engine.
-        pid: process of the cache, in its own PID namespace.
         fingerprint: of the blocks.
         blocks: how many of them host memory had.
         reason: why some may stay, for people; empty if there is no reason.
     """
 
     engine: str
-    pid: int
     fingerprint: str
     blocks: int
     reason: str = ""

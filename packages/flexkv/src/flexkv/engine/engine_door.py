@@ -293,7 +293,7 @@ class EngineDoor:
 
     def _unpin(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         name = read_unpin(asked.body).name
-        return msgspec.json.encode(Unpinned(os.getpid(), name, calls.unpin(name))), JSON
+        return msgspec.json.encode(Unpinned(name, calls.unpin(name))), JSON
 
     def _remove(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_question(asked.body)
@@ -306,23 +306,22 @@ class EngineDoor:
     def _release(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_session(asked.body)
         blocks = calls.release_session(question.session, question.cache_salt)
-        return msgspec.json.encode(SessionEffect(os.getpid(), question.session, blocks)), JSON
+        return msgspec.json.encode(SessionEffect(question.session, blocks)), JSON
 
     def _remove_session(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         question = read_session(asked.body)
         done = calls.remove_session(question.session, question.cache_salt)
-        return msgspec.json.encode(SessionEffect(os.getpid(), question.session, *done)), JSON
+        return msgspec.json.encode(SessionEffect(question.session, *done)), JSON
 
     def _clear(self, calls: CacheCalls, asked: DoorRequest) -> tuple[bytes, str]:
         read_clear(asked.body)
-        effect = ClearEffect(self._engine, os.getpid(), self._fingerprint, *calls.clear())
+        effect = ClearEffect(self._engine, self._fingerprint, *calls.clear())
         return msgspec.json.encode(effect), JSON
 
     def _find(self, question: PromptQuestion) -> PromptPlaces:
         found = find_blocks(self._cache.where, self._parts(question))
         return PromptPlaces(
             self._engine,
-            os.getpid(),
             self._fingerprint,
             self._keys.count(question),
             found.blocks,

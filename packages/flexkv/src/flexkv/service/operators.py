@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -182,7 +181,7 @@ class Operators:
             f"{printable(reason)}"
             for model, reason in self._refused.items()
         )
-        return ServiceState(__version__, os.getpid(), seconds, tuple(pools), tuple(refused))
+        return ServiceState(__version__, seconds, tuple(pools), tuple(refused))
 
     def _state_of(self, blocks: wire.PoolBlocks, pool: SharedPool) -> PoolState:
         figures = pool.cache.figures()
@@ -234,9 +233,7 @@ class Operators:
             lambda part: self._ask(lambda: self._where(blocks, part), seconds),
             (keys[start : start + _KEYS] for start in range(0, len(keys), _KEYS)),
         )
-        return PromptPlaces(
-            "", os.getpid(), blocks.fingerprint, len(keys), found.blocks, None, found.tiers
-        )
+        return PromptPlaces("", blocks.fingerprint, len(keys), found.blocks, None, found.tiers)
 
     def _where(
         self, blocks: wire.PoolBlocks, keys: Sequence[bytes]

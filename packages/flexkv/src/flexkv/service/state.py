@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from flexkv.control.prompts import OfProcess
 from flexkv.figures.definitions import Kind, Metric, Samples
 from flexkv.figures.health_samples import problems_of
 
@@ -102,19 +103,17 @@ class PoolState(msgspec.Struct, frozen=True):
     tenants: tuple[TenantState, ...] = ()
 
 
-class ServiceState(msgspec.Struct, frozen=True):
+class ServiceState(OfProcess, frozen=True):
     """The service.
 
     Attributes:
         version: version of FlexKV.
-        pid: process id, in its own PID namespace.
         seconds: since its start.
         pools: its pools.
         troubles: what keeps engines from it; a sentence each.
     """
 
     version: str
-    pid: int
     seconds: float
     pools: tuple[PoolState, ...]
     troubles: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from disk_folders import OURS
+from pid_namespaces import ELSEWHERE, in_a_namespace
 
 from flexkv.tiers.disk.cache_directory import claim
 from flexkv.tiers.disk.lock_owner import describe_owner
@@ -32,8 +33,6 @@ SERVER = """
 import subprocess, sys
 subprocess.run([sys.executable, "-c", *sys.argv[1:]])
 """
-NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-ELSEWHERE = "of another PID namespace, such as a container's"
 
 
 @contextlib.contextmanager
@@ -66,18 +65,8 @@ def test_an_owner_whose_server_was_killed_is_named(tmp_path: Path) -> None:
         server.stdin.close()  # the owner ends
 
 
-@pytest.fixture
-def namespace() -> tuple[str, ...]:
-    """Runs a command as process 1 of a PID namespace of its own."""
-    if subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not make PID namespaces")
-    return NAMESPACE
-
-
-def test_an_owner_in_another_container_is_not_named_by_a_number_of_ones_own(
-    tmp_path: Path, namespace: tuple[str, ...]
-) -> None:
-    command = (*namespace, sys.executable, "-c", CLAIM, str(tmp_path), OURS)
+def test_an_owner_in_another_container_is_not_named_by_a_number_of_ones_own(tmp_path: Path) -> None:
+    command = in_a_namespace(sys.executable, "-c", CLAIM, str(tmp_path), OURS)
     with started(*command) as owner:
         assert first_line(owner) == "1"
         said = rf"in use by process \d+ \(1 {ELSEWHERE}\); allowed"
@@ -85,11 +74,9 @@ def test_an_owner_in_another_container_is_not_named_by_a_number_of_ones_own(
             claim(str(tmp_path), OURS, 1)
 
 
-def test_an_owner_outside_of_the_container_is_named_so(
-    tmp_path: Path, namespace: tuple[str, ...]
-) -> None:
+def test_an_owner_outside_of_the_container_is_named_so(tmp_path: Path) -> None:
     folder = claim(str(tmp_path), OURS, 1)
-    with started(*namespace, sys.executable, "-c", CLAIM, str(tmp_path), OURS) as other:
+    with started(*in_a_namespace(sys.executable, "-c", CLAIM, str(tmp_path), OURS)) as other:
         assert f"in use by process {os.getpid()} {ELSEWHERE}; allowed" in first_line(other)
     folder.release()
 
