@@ -8,6 +8,7 @@ import http.client
 import json
 import logging
 import os
+import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,8 +159,14 @@ def test_a_body_in_parts_is_refused_and_not_taken_for_an_empty_one(
     world_at_port.generate(PROMPT)
     world_at_port.settle()
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as peer:
+
+        def parts() -> Iterator[bytes]:
+            yield b'{"tokens": [1]}'
+            select.select([peer.sock], [], [])  # the answer is there
+            yield from [bytes(1000)] * 1000
+
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        peer.request("POST", path, iter([b'{"tokens": [1]}']), headers, encode_chunked=True)
+        peer.request("POST", path, parts(), headers, encode_chunked=True)
         assert peer.getresponse().status == http.HTTPStatus.LENGTH_REQUIRED
     assert world_at_port.hits(PROMPT) == 3
 

@@ -185,6 +185,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding"):
             text = "the body is sent in parts; allowed: a body with its Content-Length\n"
             self._send(HTTPStatus.LENGTH_REQUIRED, text.encode())
+            self._await_end()
             return
         if not length.isdecimal() or int(length) > _MOST_BYTES:
             text = f"the body has {length} bytes; allowed: at most {_MOST_BYTES}\n"
@@ -202,6 +203,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error!r}\n".encode())
         else:
             self._send(HTTPStatus.OK, content, kind)
+
+    def _await_end(self) -> None:
+        """Take what the peer still sends until it has read the answer. Left unread, it would cut
+        the connection before."""
+        self.connection.shutdown(socket.SHUT_WR)
+        left = _MOST_BYTES
+        while left > 0 and (taken := self.rfile.read1(left)):
+            left -= len(taken)
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str = TEXT) -> None:
         self.send_response(status)
