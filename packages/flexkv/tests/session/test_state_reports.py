@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -126,6 +128,17 @@ def test_a_directory_that_cannot_be_used_stops_no_engine_and_is_tried_again(
         time.sleep(0.05)
     states.close()
     assert files(root) == []
+
+
+def test_an_engine_whose_directory_is_removed_reports_on(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with contextlib.closing(StateReport(str(root), ABOUT)) as report:
+        report.begin(lambda: {"reads": "closed"})
+        known = read_states(str(root))
+        assert len(known) == 1
+        shutil.rmtree(root)
+        report.update()
+        assert read_states(str(root)) == known
 
 
 def test_files_that_are_not_flexkvs_are_no_states(tmp_path: Path) -> None:

@@ -119,6 +119,9 @@ class StateReport:
 
     def _update(self) -> None:
         with self._guard:
+            if self._fd >= 0 and not os.fstat(self._fd).st_nlink:  # removed since
+                self.leave_to_parent()
+                self._written = b""
             if self._fd < 0:
                 with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
                     self._fd = create_held(directory.descriptor, self._name)
