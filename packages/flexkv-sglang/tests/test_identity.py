@@ -40,6 +40,8 @@ def identity(model: Path, version: str = "0.5.23", **settings: Any) -> list[str]
         ("rl_quant_profile", "/profile"),
         ("decode_attention_backend", "triton"),
         ("mamba_ssm_dtype", "bfloat16"),
+        ("tokenizer_mode", "slow"),
+        ("cuda_graph_tc_compiler", "inductor"),
         ("an_argument_of_a_later_release", False),
     ],
 )
@@ -84,6 +86,32 @@ def test_settings_are_found_whatever_holds_them(model: Path) -> None:
         assert model_identity(View(settings), make_model(), "0.5.23") == identity(model)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("beside", [True, False], ids=["model", "tokenizer_path"])
+def test_the_files_of_a_tokenizer_and_a_processor_count(
+    model: Path, tmp_path: Path, name: str, *, beside: bool
+) -> None:
+    """Callers may name images by hashes of their own, and tokens may choose embeddings by what the
+    tokenizer makes of them."""
+    parts = []
+    for number, text in enumerate(("{}", "{}", '{"size": 448}')):
+        folder = model if beside else tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        parts.append(identity(model, tokenizer_path=None if beside else str(folder)))
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_a_file_that_a_setting_names_counts_by_what_it_contains(
+    model: Path, tmp_path: Path
+) -> None:
+    parts = []
+    for name, text in (("one", "a: 1"), ("two", "a: 1"), ("three", "a: 2")):
+        (tmp_path / name).write_text(text)
+        parts.append(identity(model, dllm_algorithm_config=str(tmp_path / name)))
+    assert parts[0] == parts[1] != parts[2]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -93,6 +121,7 @@ def test_settings_are_found_whatever_holds_them(model: Path) -> None:
         {"kt_weight_path": "/int4"},
         {"weight_cache_mode": "client"},
         {"custom_weight_loader": ["module.load"]},
+        {"uno_lora_path": "/lora"},
     ],
 )
 def test_weights_that_no_file_names_are_not_kept_outside_the_process(

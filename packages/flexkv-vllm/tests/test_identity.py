@@ -336,6 +336,17 @@ def test_the_files_of_a_processor_count_where_the_model_sees(
     assert seeing[0] == seeing[1] != seeing[2]
 
 
+def test_another_tokenizer_is_another_model(config: VllmConfig, tmp_path: Path) -> None:
+    """Some models look up embeddings by tokens that the tokenizer has normalized."""
+    parts = []
+    for folder, text in (("one", "{}"), ("two", "{}"), ("three", '{"normalizer": null}')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(text)
+        config.model_config.tokenizer = str(tmp_path / folder)
+        parts.append(identity.model_identity(config))
+    assert parts[0] == parts[1] != parts[2]
+
+
 CACHES = pytest.mark.parametrize(("own_gb", "processor_gb"), [(0, 0), (1, 0), (0, 1)])
 """vLLM's prefix cache and its cache of processed images; neither or one of them."""
 

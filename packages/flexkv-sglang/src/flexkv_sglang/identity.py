@@ -21,7 +21,10 @@ from flexkv.engine.weights import (
     code_traits,
     configuration_digest,
     digest,
+    file_digests,
+    processor_files,
     text_of_file,
+    tokenizer_files,
     weight_files,
     weight_traits,
 )
@@ -42,6 +45,7 @@ _EXAMINED = frozenset(
         "speculative_draft_load_format",
         "speculative_draft_model_path",
         "speculative_draft_model_revision",
+        "tokenizer_path",
         "trust_remote_code",
     }
 )
@@ -52,56 +56,57 @@ _HARMLESS_NAMES = """
     _swa_full_tokens_ratio_explicitly_set abort_on_priority_when_disabled admin_api_key
     allow_auto_truncate allowed_media_domains api_key asr_max_buffer_seconds
     asr_max_concurrent_sessions attn_cp_size attn_dp_size base_gpu_id batch_notify_size
-    bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token chat_template
-    chunked_prefill_size completion_template constrained_json_disable_any_whitespace
-    constrained_json_max_whitespace_cnt constrained_json_whitespace_pattern cpu_offload_gb
-    crash_dump_folder cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_bs_decode
-    cuda_graph_bs_prefill cuda_graph_config cuda_graph_max_bs_decode cuda_graph_max_bs_prefill
-    cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context cuda_graph_tc_compiler
-    custom_sigquit_handler dcp_size debug_cuda_graph decode_log_interval
-    decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
-    default_chat_template_kwargs default_priority_value delete_ckpt_after_loading
-    detokenizer_worker_num disable_cuda_graph disable_cuda_graph_padding disable_decode_cuda_graph
-    disable_outlines_disk_cache disable_overlap_schedule disable_prefill_cuda_graph
-    disable_priority_preemption disable_radix_cache disable_tokenizer_batch_decode
-    disaggregation_bootstrap_port disaggregation_decode_allocation_policy
-    disaggregation_decode_enable_offload_kvcache disaggregation_decode_enable_radix_cache
-    disaggregation_decode_extra_slots disaggregation_decode_host_receive_threshold
-    disaggregation_decode_polling_interval disaggregation_decode_retraction_backup
-    disaggregation_enable_kv_checksum disaggregation_ib_device disaggregation_mode
-    disaggregation_transfer_backend dist_init_addr dist_timeout download_dir dp_size
-    dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout elastic_ep_rejoin
-    elastic_ep_scale_timeout enable_adaptive_dispatch_to_encoder
-    enable_broadcast_mm_inputs_process enable_cache_report enable_cudagraph_gc
-    enable_custom_logit_processor enable_draft_weights_cpu_backup enable_dynamic_batch_tokenizer
-    enable_dynamic_chunking enable_flexkv enable_forward_pass_metrics enable_hierarchical_cache
-    enable_http2 enable_http_worker_reuseport enable_layerwise_nvtx_marker enable_linker_mla_dedup
+    bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token
+    chat_template chunked_prefill_size completion_template
+    constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
+    constrained_json_whitespace_pattern cpu_offload_gb crash_dump_folder
+    cuda_graph_backend_decode cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_config
+    cuda_graph_max_bs_decode cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill
+    cuda_graph_prefill_max_context custom_sigquit_handler dcp_size debug_cuda_graph
+    decode_log_interval decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints
+    decoupled_spec_rank default_chat_template_kwargs default_priority_value
+    delete_ckpt_after_loading detokenizer_worker_num disable_cuda_graph
+    disable_cuda_graph_padding disable_decode_cuda_graph disable_outlines_disk_cache
+    disable_overlap_schedule disable_prefill_cuda_graph disable_priority_preemption
+    disable_radix_cache disable_tokenizer_batch_decode disaggregation_bootstrap_port
+    disaggregation_decode_allocation_policy disaggregation_decode_enable_offload_kvcache
+    disaggregation_decode_enable_radix_cache disaggregation_decode_extra_slots
+    disaggregation_decode_host_receive_threshold disaggregation_decode_polling_interval
+    disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum
+    disaggregation_ib_device disaggregation_mode disaggregation_transfer_backend dist_init_addr
+    dist_timeout download_dir dp_size dynamic_batch_tokenizer_batch_size
+    dynamic_batch_tokenizer_batch_timeout elastic_ep_rejoin elastic_ep_scale_timeout
+    enable_adaptive_dispatch_to_encoder enable_broadcast_mm_inputs_process enable_cache_report
+    enable_cudagraph_gc enable_custom_logit_processor enable_draft_weights_cpu_backup
+    enable_dynamic_batch_tokenizer enable_dynamic_chunking enable_flexkv
+    enable_forward_pass_metrics enable_hierarchical_cache enable_http2
+    enable_http_worker_reuseport enable_layerwise_nvtx_marker enable_linker_mla_dedup
     enable_lmcache enable_lora_overlap_loading enable_memory_saver enable_metrics
-    enable_metrics_for_all_schedulers enable_mfu_metrics enable_mixed_chunk enable_mm_global_cache
-    enable_p2p_check enable_pd_role_switch enable_prefill_delayer enable_prefix_mm_cache
-    enable_priority_scheduling enable_profile_cuda_graph enable_request_time_stats_logging
-    enable_response_store enable_return_hidden_states enable_return_indexer_topk
-    enable_return_routed_experts enable_session_radix_cache enable_ssl_refresh
-    enable_streaming_session enable_strict_thinking enable_tokenizer_batch_encode enable_trace
-    enable_unified_cache_external_linker enable_watermark enable_weights_cpu_backup
-    encoder_bootstrap_port encoder_register_urls encoder_transfer_backend encoder_urls
-    engine_info_bootstrap_port ep_size expert_balancedness_report_mode
-    expert_distribution_recorder_buffer_size expert_distribution_recorder_mode
-    export_metrics_to_file export_metrics_to_file_dir extra_metric_labels fastapi_root_path
-    file_storage_path flexkv_config_file forward_pass_metrics_ipc_name
-    forward_pass_metrics_worker_id gated_launch_port gc_threshold gc_warning_threshold_secs
-    generation_tokens_buckets gpu_id_step grammar_backend grpc_mode grpc_port
-    grpc_response_timeout_secs grpc_worker_threads hf_chat_template_name
+    enable_metrics_for_all_schedulers enable_mfu_metrics enable_mixed_chunk
+    enable_mm_global_cache enable_p2p_check enable_pd_role_switch enable_prefill_delayer
+    enable_prefix_mm_cache enable_priority_scheduling enable_profile_cuda_graph
+    enable_request_time_stats_logging enable_response_store enable_return_hidden_states
+    enable_return_indexer_topk enable_return_routed_experts enable_session_radix_cache
+    enable_ssl_refresh enable_streaming_session enable_strict_thinking
+    enable_tokenizer_batch_encode enable_trace enable_unified_cache_external_linker
+    enable_watermark enable_weights_cpu_backup encoder_bootstrap_port encoder_register_urls
+    encoder_transfer_backend encoder_urls engine_info_bootstrap_port ep_size
+    expert_balancedness_report_mode expert_distribution_recorder_buffer_size
+    expert_distribution_recorder_mode export_metrics_to_file export_metrics_to_file_dir
+    extra_metric_labels fastapi_root_path file_storage_path flexkv_config_file
+    forward_pass_metrics_ipc_name forward_pass_metrics_worker_id gated_launch_port gc_threshold
+    gc_warning_threshold_secs generation_tokens_buckets gpu_id_step grammar_backend grpc_mode
+    grpc_port grpc_response_timeout_secs grpc_worker_threads hf_chat_template_name
     hicache_host_memory_fraction hicache_host_memory_mode hicache_io_backend hicache_mem_layout
     hicache_ratio hicache_size hicache_storage_backend hicache_storage_backend_extra_config
     hicache_storage_prefetch_policy hicache_storage_prefetch_retry_max_attempts
     hicache_storage_prefetch_retry_poll_interval hicache_write_policy host
-    http2_initial_connection_window_size http2_max_concurrent_streams incremental_streaming_output
-    int8_mamba_ckpt_size keep_mm_feature_on_device kv_canary kv_canary_real_data
-    kv_canary_sweep_interval kv_events_config limit_mm_data_per_request lmcache_config_file
-    load_balance_method load_publish_endpoint load_snapshot_publish_interval log_level
-    log_level_http log_requests log_requests_format log_requests_level log_requests_target
-    lora_drain_wait_threshold lora_eviction_policy mamba_full_memory_ratio
+    http2_initial_connection_window_size http2_max_concurrent_streams
+    incremental_streaming_output int8_mamba_ckpt_size keep_mm_feature_on_device kv_canary
+    kv_canary_real_data kv_canary_sweep_interval kv_events_config limit_mm_data_per_request
+    lmcache_config_file load_balance_method load_publish_endpoint load_snapshot_publish_interval
+    log_level log_level_http log_requests log_requests_format log_requests_level
+    log_requests_target lora_drain_wait_threshold lora_eviction_policy mamba_full_memory_ratio
     mamba_max_states_per_path mamba_track_interval max_loaded_loras max_lora_rank
     max_loras_per_batch max_mamba_cache_size max_prefill_tokens max_queued_requests
     max_running_requests max_total_tokens media_url_max_file_size_mb mem_fraction_static
@@ -112,8 +117,9 @@ _HARMLESS_NAMES = """
     offload_group_size offload_mode offload_num_in_group offload_prefetch_step
     optimistic_prefill_attempts otlp_service_name otlp_traces_endpoint port pp_async_batch_depth
     pp_max_micro_batch_size pp_size pre_warm_nccl preferred_sampling_params
-    prefill_decode_interval prefill_decode_interval_min_bs prefill_delayer_forward_passes_buckets
-    prefill_delayer_max_delay_ms prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio
+    prefill_decode_interval prefill_decode_interval_min_bs
+    prefill_delayer_forward_passes_buckets prefill_delayer_max_delay_ms
+    prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio
     prefill_delayer_token_usage_low_watermark prefill_delayer_wait_seconds_buckets
     prefill_max_requests priority_scheduling_preemption_threshold prompt_tokens_buckets
     radix_cache_backend radix_eviction_policy radix_eviction_policy_config reasoning_parser
@@ -132,21 +138,22 @@ _HARMLESS_NAMES = """
     speculative_ngram_external_sam_budget speculative_ngram_match_type
     speculative_ngram_max_bfs_breadth speculative_ngram_max_trie_depth
     speculative_ngram_min_bfs_breadth speculative_num_draft_tokens speculative_num_steps
-    speculative_use_rejection_sampling ssl_ca_certs ssl_certfile ssl_keyfile ssl_keyfile_password
-    startup_weight_load_mode stat_loggers stream_interval stream_response_default_include_usage
-    strip_thinking_cache swa_full_tokens_ratio tokenizer_backend
-    tokenizer_metrics_allowed_custom_labels tokenizer_metrics_custom_labels_header tokenizer_mode
-    tokenizer_path tokenizer_worker_num tool_call_parser tool_server torch_compile_max_bs tp_size
-    trace_modules trust_request_chat_template unified_cache_external_linker_backend
-    unified_cache_external_linker_config use_ray uvicorn_access_log_exclude_prefixes warmups
-    watchdog_timeout watermark_config watermark_context_window watermark_default_enabled
-    watermark_enforce_all watermark_key watermark_key_b watermark_max_probability
-    watermark_mixing_probability weight_cache_socket weight_cache_timeout
-    weight_loader_disable_mmap weight_loader_drop_cache_after_load
+    speculative_use_rejection_sampling ssl_ca_certs ssl_certfile ssl_keyfile
+    ssl_keyfile_password startup_weight_load_mode stat_loggers stream_interval
+    stream_response_default_include_usage strip_thinking_cache swa_full_tokens_ratio
+    tokenizer_backend tokenizer_metrics_allowed_custom_labels
+    tokenizer_metrics_custom_labels_header tokenizer_worker_num tool_call_parser tool_server
+    torch_compile_max_bs tp_size trace_modules trust_request_chat_template
+    unified_cache_external_linker_backend unified_cache_external_linker_config use_ray
+    uvicorn_access_log_exclude_prefixes warmups watchdog_timeout watermark_config
+    watermark_context_window watermark_default_enabled watermark_enforce_all watermark_key
+    watermark_key_b watermark_max_probability watermark_mixing_probability weight_cache_socket
+    weight_cache_timeout weight_loader_disable_mmap weight_loader_drop_cache_after_load
     weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
-"""Settings of SGLang that change no byte of a page whose key is known. All others count."""
+"""Settings of SGLang that change no byte of a page whose key is known, beyond the rounding that
+also another batch changes. All others count."""
 
 _DRAFT = "speculative_"
 """What names of settings begin with that decide the bytes of a draft's part of a page."""
@@ -178,6 +185,7 @@ _FROM_ELSEWHERE = (
     "kt_weight_path",
     "modelopt_checkpoint_restore_path",
     "rl_quant_profile",
+    "uno_lora_path",
     "weight_cache_mode",
 )
 """Settings of SGLang that bring weights, or code that changes what they compute, from elsewhere."""
@@ -204,19 +212,25 @@ def model_identity(settings: Any, model: Any, version: str, draft: Any = None) -
         *([f"seed: {settings.random_seed}"] if _is_dummy(settings) else []),
         *(each for each in _counted(settings) if not each.startswith(_DRAFT)),
         f"scales: {text_of_file(scales)}",
+        f"processor: {digest(file_digests(_processor_files(settings)))}",
         f"adapters: {digest(_adapters(settings.lora_paths or ()))}",
         *([] if draft is None else _draft_traits(settings, draft)),
     ]
 
 
 def _counted(settings: Any) -> list[str]:
-    """The settings that have a value, but those known not to change bytes."""
+    """The settings that have a value, but those known not to change bytes. A file that a setting
+    names counts by what it contains."""
     # A view of SGLang's settings has no fields of its own, but passes on which the settings have.
     fields = getattr(settings, "__struct_fields__", None)
     names = fields or getattr(settings, "__dataclass_fields__", None) or vars(settings)
     counted = sorted(set(names) - _EXAMINED - _HARMLESS)
     values = [(name, getattr(settings, name)) for name in counted]
-    return [f"{name}: {value}" for name, value in values if value is not None]
+    return [
+        f"{name}: {text_of_file(value) if isinstance(value, str) else value}"
+        for name, value in values
+        if value is not None
+    ]
 
 
 def served_model(settings: Any) -> str:
@@ -287,6 +301,16 @@ def outlives_process(settings: Any, draft: Any = None) -> bool:
             )
             return False
     return True
+
+
+def _processor_files(settings: Any) -> list[Path]:
+    """The files by which SGLang normalizes tokens, which choose embeddings of some models, and
+    prepares images, which callers may name by hashes of their own."""
+    path = str(getattr(settings, "tokenizer_path", None) or settings.model_path)
+    return [
+        *tokenizer_files(path, settings.revision),
+        *processor_files(path, settings.revision),
+    ]
 
 
 def _adapters(references: Iterable[Any]) -> list[str]:

@@ -28,6 +28,7 @@ from flexkv.engine.weights import (
     digest,
     file_digests,
     processor_files,
+    tokenizer_files,
     weight_files,
     weight_traits,
 )
@@ -84,7 +85,7 @@ def model_identity(vllm_config: VllmConfig) -> list[str]:
         *_adapter_traits(vllm_config),
         *_draft_traits(vllm_config),
         *_length_traits(vllm_config),
-        *_media_traits(vllm_config),
+        *_processor_traits(vllm_config),
         f"hash seed: {_hash_seed(vllm_config)}",
     ]
 
@@ -268,12 +269,14 @@ def _length_traits(vllm_config: VllmConfig) -> list[str]:
     return [f"longest context: {model.max_model_len}"] if is_longrope else []
 
 
-def _media_traits(vllm_config: VllmConfig) -> list[str]:
-    """The processing of images, video and sound by files; empty for a model of text alone."""
+def _processor_traits(vllm_config: VllmConfig) -> list[str]:
+    """The files by which vLLM normalizes tokens, and prepares images, video and sound."""
     model = vllm_config.model_config
-    if model.multimodal_config is None:
-        return []
-    files = processor_files(model.model, model.revision)
+    files = tokenizer_files(
+        str(model.tokenizer or model.model), model.tokenizer_revision or model.revision
+    )
+    if model.multimodal_config is not None:
+        files += processor_files(model.model, model.revision)
     return [f"processor: {digest(file_digests(files))}"]
 
 

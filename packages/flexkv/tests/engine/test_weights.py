@@ -17,6 +17,8 @@ from flexkv.engine.weights import (
     file_digests,
     file_stamps,
     processor_files,
+    text_of_file,
+    tokenizer_files,
     weight_files,
     weight_traits,
 )
@@ -257,6 +259,23 @@ def test_the_files_of_a_processor_count_by_their_bytes(tmp_path: Path) -> None:
     files[0].write_text("[]")
     assert file_digests(files) != before
     assert file_digests(files)[1:] == before[1:]
+
+
+def test_a_tokenizer_is_its_file(tmp_path: Path) -> None:
+    assert tokenizer_files(str(tmp_path), None) == []
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert tokenizer_files(str(tmp_path), None) == [tmp_path / "tokenizer.json"]
+
+
+def test_only_the_bytes_of_a_file_stand_for_its_name(tmp_path: Path) -> None:
+    """A pipe has none before somebody writes, and other texts may not even be names."""
+    for name in ("one", "other"):
+        (tmp_path / name).write_text("scales")
+    assert text_of_file(tmp_path / "one") == text_of_file(str(tmp_path / "other")) != "scales"
+    os.mkfifo(tmp_path / "pipe")
+    for text in (str(tmp_path), str(tmp_path / "pipe"), str(tmp_path / "none"), "a\0b", "x" * 9999):
+        assert text_of_file(text) == text
 
 
 def test_an_adapter_is_its_weights_and_how_they_are_applied(tmp_path: Path) -> None:

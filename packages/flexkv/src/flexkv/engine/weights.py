@@ -21,6 +21,9 @@ _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"}
 _PROCESSORS = "*processor_config.json"
 """Files by which engines prepare images, video and sound for a model."""
 
+_TOKENIZER = "tokenizer.json"
+"""File by which engines normalize tokens. Some models look up embeddings by normalized tokens."""
+
 _CODE = "*.py"
 _QUANTIZATION = "*quant*.json"
 """Files of a model with code, and with settings of its quantization."""
@@ -115,6 +118,16 @@ def processor_files(model: str, revision: str | None) -> list[Path]:
     return [] if path is None else sorted(path.glob(_PROCESSORS))
 
 
+def tokenizer_files(model: str, revision: str | None) -> list[Path]:
+    """The file of a tokenizer in the folder of a model, in a list; empty if it is not there.
+
+    Args:
+        model, revision: see `weight_files`.
+    """
+    path = _folder_of(model, revision)
+    return [] if path is None else sorted(path.glob(_TOKENIZER))
+
+
 def _folder_of(model: str, revision: str | None) -> Path | None:
     """The path of a model, or its folder in the Hugging Face cache; None if it is not there."""
     path = Path(model)
@@ -190,10 +203,14 @@ def configuration_digest(text: str) -> str:
 
 def text_of_file(path: object) -> str:
     """Name a small file by its bytes; anything that is no readable file by its name."""
+    file = Path(str(path))
     try:
-        return hashlib.blake2b(Path(str(path)).read_bytes(), digest_size=_DIGEST_BYTES).hexdigest()
+        # A pipe would block.
+        if file.is_file():
+            return hashlib.blake2b(file.read_bytes(), digest_size=_DIGEST_BYTES).hexdigest()
     except OSError:
-        return str(path)
+        pass
+    return str(path)
 
 
 def _content(file: Path) -> str:
