@@ -102,6 +102,24 @@ def test_the_files_of_a_tokenizer_and_a_processor_count(
     assert parts[0] == parts[1] != parts[2]
 
 
+def test_variables_of_sglang_count_unless_they_change_no_byte(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sglang.srt.environ")
+    monkeypatch.delenv("SGLANG_FP8_IGNORED_LAYERS", raising=False)
+    before = identity(model)
+    for name, value in (
+        ("SGLANG_LOG_MS", "1"),
+        ("SGLANG_PORT", "tcp://10.0.0.7:30000"),
+        # Kubernetes sets such variables for a service of the name sglang.
+        ("SGLANG_SERVICE_HOST", "10.0.0.7"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert identity(model) == before
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "lm_head")
+    assert identity(model) != before
+
+
 def test_a_file_that_a_setting_names_counts_by_what_it_contains(
     model: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ adapter, but nothing of what is here.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -155,6 +156,28 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 """Settings of SGLang that change no byte of a page whose key is known, beyond the rounding that
 also another batch changes. All others count."""
 
+_HARMLESS_VARIABLE_NAMES = """
+    ASCEND_NPU_PHY_ID EXA_API_KEY SGLANG_AUTO_NUMA_BIND SGLANG_BACKUP_PORT_BASE SGLANG_CACHE_DIR
+    SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION SGLANG_CUTE_AOT_CACHE_DIR SGLANG_DG_CACHE_DIR
+    SGLANG_DISABLE_OUTLINES_DISK_CACHE SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE
+    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION SGLANG_FORCE_SHUTDOWN SGLANG_HTTP_SERVER_APP_PATH
+    SGLANG_INIT_NEW_TOKEN_RATIO SGLANG_IS_FIRST_RANK_ON_NODE SGLANG_IS_IN_CI SGLANG_IS_IN_CI_AMD
+    SGLANG_MAX_NEW_TOKENS_LIMIT SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR SGLANG_MM_BUFFER_SIZE_MB
+    SGLANG_MM_FEATURE_CACHE_MB SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS SGLANG_NUMA_BIND_V2
+    SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS SGLANG_PORT SGLANG_RAY_BUNDLE_INDICES
+    SGLANG_REQ_RUNNING_TIMEOUT SGLANG_REQ_WAITING_TIMEOUT SGLANG_RETRACT_DECODE_STEPS
+    SGLANG_SET_CPU_AFFINITY SGLANG_TCP_STORE_PORT SGLANG_TIMEOUT_KEEP_ALIVE
+    SGLANG_TORCH_PROFILER_DIR SGLANG_USE_CUDA_IPC_TRANSPORT SGLANG_VLM_CACHE_SIZE_MB
+    SGLANG_WARMUP_TIMEOUT
+"""
+_HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLE_NAMES.split())
+_HARMLESS_KINDS = """
+    MOONCAKE_ SGLANG_CUDA_COREDUMP SGLANG_DISAGGREGATION_ SGLANG_EXA_ SGLANG_FAILED_SESSION_
+    SGLANG_GRPC_ SGLANG_HICACHE_ SGLANG_JIT_ SGLANG_LOG_ SGLANG_OTLP_ SGLANG_PREFILL_DELAYER_
+    SGLANG_PROFILE_ SGLANG_SCHEDULER_ SGLANG_TEST_ SGLANG_TRACE_ SGLANG_ZMQ_
+"""
+"""Environment variables of SGLang that change no byte either: names, and beginnings of names."""
+
 _DRAFT = "speculative_"
 """What names of settings begin with that decide the bytes of a draft's part of a page."""
 
@@ -211,6 +234,7 @@ def model_identity(settings: Any, model: Any, version: str, draft: Any = None) -
         *code_traits(path, revision, runs_code=bool(getattr(settings, "trust_remote_code", False))),
         *([f"seed: {settings.random_seed}"] if _is_dummy(settings) else []),
         *(each for each in _counted(settings) if not each.startswith(_DRAFT)),
+        *_variables(),
         f"scales: {text_of_file(scales)}",
         f"processor: {digest(file_digests(_processor_files(settings)))}",
         f"adapters: {digest(_adapters(settings.lora_paths or ()))}",
@@ -230,6 +254,22 @@ def _counted(settings: Any) -> list[str]:
         f"{name}: {text_of_file(value) if isinstance(value, str) else value}"
         for name, value in values
         if value is not None
+    ]
+
+
+def _variables() -> list[str]:
+    """The environment variables of SGLang that are set, but those known not to change bytes. Other
+    programs may set variables of such names, as Kubernetes does for a service."""
+    try:
+        from sglang.srt.environ import Envs
+    except ImportError:  # before SGLang had a list of them
+        return []
+    return [
+        f"{name}: {text_of_file(os.environ[name])}"
+        for name in sorted(vars(Envs))
+        if name in os.environ
+        and name not in _HARMLESS_VARIABLES
+        and not name.startswith(tuple(_HARMLESS_KINDS.split()))
     ]
 
 
