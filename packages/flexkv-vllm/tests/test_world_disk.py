@@ -80,8 +80,9 @@ def test_a_fetch_is_worth_no_more_than_it_brings(
     read_a_block_a_step(world)  # so that the prefetch has not brought all by the prompt's turn
     spans = []
 
-    def noted(fetch: FetchId, span: Span, others: int, *, announced: bool) -> bool:
+    def noted(fetch: FetchId, span: Span, others: int, *, announced: bool, whole: bool) -> bool:
         assert not announced
+        assert not whole
         spans.append(span)
         return True
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NewType, Protocol
 
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
@@ -97,6 +98,8 @@ class FetchState:
         next_medium: medium of the tier that is expected to give the next block; None if unknown.
         awaited: the blocks that the arena lacked when the fetch began and that could come, in
             order.
+        reach: how many blocks could come if the arena had room for all, from the first on.
+        later: those of them behind `stop` that the arena lacks, in order.
     """
 
     begun: float
@@ -109,6 +112,21 @@ class FetchState:
     gave: Mapping[Medium, tuple[int, float]] = field(default_factory=dict)
     next_medium: Medium | None = None
     awaited: Sequence[AwaitedBlocks] = ()
+    reach: int = 0
+    later: Sequence[AwaitedBlocks] = ()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether further blocks could come, for which the arena has no room now."""
+        return self.reach > self.stop
+
+    @property
+    def unbounded(self) -> FetchState:
+        """The state as if the arena had room for all blocks."""
+        missing = Counter(self.missing)
+        for start, stop, medium in self.later:
+            missing[medium] += stop - start
+        return replace(self, stop=max(self.stop, self.reach), missing=missing)
 
     @property
     def done(self) -> bool:

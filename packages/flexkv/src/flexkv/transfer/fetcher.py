@@ -139,7 +139,7 @@ class Fetcher:
             have arrived or may arrive.
         """
         fetch = self._fetches.get(fetch_id)
-        if fetch is None or fetch.stop < len(fetch.keys):
+        if fetch is None or fetch.stop + fetch.beyond < len(fetch.keys):
             return False
         with contextlib.ExitStack() as undo:
             undo.callback(self.end, fetch_id)
@@ -320,7 +320,10 @@ class Fetcher:
             queried, fetch.ask_at = store.medium, time.monotonic() + _ASK_SECONDS
         most = max(0, self._room()) if fetch.may_wait else len(plan)
         self._fill(fetch, plan[:most])
-        if len(fetch.blocks) - start == len(plan) < reach:
+        lacking = plan[len(fetch.blocks) - start :]
+        if lacking:
+            fetch.fall_short([None if source is None else source.medium for source in lacking])
+        elif len(plan) < reach:
             fetch.wait_for_answer(queried, reach - len(plan))
         self._advance(fetch)
 

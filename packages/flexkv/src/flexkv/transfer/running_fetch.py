@@ -36,6 +36,7 @@ class RunningFetch:
         ask_at: when stores are to be queried about it again; 0 until the first such wait.
         arrived, stop, first, queried, gave: see `FetchState`.
         expected: how many blocks each tier is expected to give, beside those it is queried about.
+        beyond: how many blocks behind `stop` could come if the arena had room for them.
     """
 
     id: FetchId
@@ -56,7 +57,9 @@ class RunningFetch:
     queried: Medium | None = None
     gave: dict[Medium, tuple[int, float]] = field(default_factory=dict)
     expected: dict[Medium, int] = field(default_factory=dict)
+    beyond: int = 0
     _runs: list[AwaitedBlocks] = field(default_factory=list)
+    _later: Sequence[AwaitedBlocks] = ()
     _grouped: int = 0
     _state: FetchState | None = None
 
@@ -81,6 +84,8 @@ class RunningFetch:
                 dict(self.gave),
                 self._next_medium(),
                 self._list_awaited(),
+                self.stop + self.beyond,
+                self._later,
             )
         return state
 
@@ -91,8 +96,16 @@ class RunningFetch:
         for medium in media:
             if medium is not None and medium is not Medium.HOST:
                 self.expected[medium] = self.expected.get(medium, 0) + 1
-        self.stop = len(self.blocks)
-        self.queried = self._state = None
+        self._end_at(len(self.blocks))
+
+    def fall_short(self, media: Sequence[Medium | None]) -> None:
+        """Blocks of these media could follow the others, but the arena has no room for them."""
+        runs, start = list[AwaitedBlocks](), self.stop
+        for medium, group in itertools.groupby(media):
+            first, start = start, start + len(list(group))
+            if medium is not None:
+                runs.append(AwaitedBlocks(first, start, medium))
+        self.beyond, self._later, self._state = len(media), runs, None
 
     def wait_for_answer(self, medium: Medium | None, count: int) -> None:
         """Further `count` blocks may arrive, about the first of which a tier is queried."""
@@ -137,8 +150,11 @@ class RunningFetch:
 
     def cut(self, position: int) -> None:
         """End the prefix before the block at `position`."""
-        self.stop = min(self.stop, position)
+        self._end_at(min(self.stop, position))
         self.arrived = min(self.arrived, self.stop)
+
+    def _end_at(self, stop: int) -> None:
+        self.stop, self.beyond, self._later = stop, 0, ()
         self.queried = self._state = None
 
     def _next_medium(self) -> Medium | None:

@@ -411,6 +411,15 @@ def test_a_delayed_load_is_not_waited_for_either(clock: Clock) -> None:
     assert chooser.is_worth_waiting(fetch(0.0), SPAN, others=3)
 
 
+def test_each_part_of_a_load_is_delayed(clock: Clock) -> None:
+    """One for which host memory has room three times loads in as many parts."""
+    chooser = saturated(clock)
+    short = FETCHES.begin(replace(FETCHES[fetch(0.0)], reach=30))
+    assert chooser.is_worth_waiting(short, SPAN, others=3)
+    worth = [chooser.is_worth_waiting(short, SPAN, others=n, whole=True) for n in (9, 10, 11)]
+    assert worth == [False, False, True]
+
+
 def test_what_is_delayed_does_not_make_a_tier_doubtful(clock: Clock) -> None:
     chooser = saturated(clock)
     end(chooser, fetch(0.1, arrived=10))

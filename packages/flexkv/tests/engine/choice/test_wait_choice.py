@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from fetch_states import FetchStates
 
-from flexkv.client import FetchId, FetchState
+from flexkv.client import AwaitedBlocks, FetchId, FetchState
 from flexkv.engine.choice.cost import PrefillPace, Span
 from flexkv.engine.choice.wait_choice import WaitChooser
 from flexkv.types.changes import Medium
@@ -68,6 +68,27 @@ def test_each_tier_has_its_own_pace(chooser: WaitChooser, fetches: FetchStates) 
     assert chooser.is_worth_waiting(fetches.begin(state(0.0, {Medium.MOONCAKE: 10})), SPAN), (
         "nothing is known"
     )
+
+
+@pytest.mark.parametrize(("reach", "waits"), [(30, True), (60, False)])
+def test_blocks_for_which_there_is_no_room_yet_are_weighed(
+    chooser: WaitChooser, fetches: FetchStates, reach: int, waits: bool
+) -> None:
+    measure(chooser, Medium.DISK, 0.2)
+    later = [AwaitedBlocks(4, reach, Medium.DISK)]
+    short = replace(state(0.0, {Medium.DISK: 4}), reach=reach, later=later)
+    assert chooser.is_worth_waiting(fetches.begin(short), SPAN, whole=True) == waits
+    assert chooser.is_worth_waiting(fetches.begin(short), SPAN)
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(0.9, True), (1.1, False)])
+def test_room_is_waited_for_as_long_as_computing_takes(
+    chooser: WaitChooser, fetches: FetchStates, seconds: float, waits: bool
+) -> None:
+    measure(chooser, Medium.DISK, 0.1)
+    later = [AwaitedBlocks(0, 1, Medium.DISK)]
+    lacking = replace(state(seconds, {}), reach=1, later=later)
+    assert chooser.is_worth_waiting(fetches.begin(lacking), SPAN, whole=True) == waits
 
 
 @pytest.mark.parametrize("slow_last", [True, False])

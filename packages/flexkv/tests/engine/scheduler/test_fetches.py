@@ -46,8 +46,8 @@ class Node:
         self.answers: list[FetchState] = []
 
     def offer(self, first: int = 0) -> int | None:
-        def is_worth_waiting(_: FetchId, state: FetchState, end: int) -> bool:
-            assert end == first + state.stop
+        def is_worth_waiting(_: FetchId, state: FetchState, end: int, whole: bool) -> bool:
+            assert end == first + (state.reach if whole else state.stop)
             self.answers.append(state)
             return self.waits
 

@@ -103,6 +103,7 @@ class LoadChooser:
         self._ranks = ranks
         self._on_cores = on_cores
         self._loading_now = loading
+        self._state_of = state_of
         self.steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
         self._prefill = PrefillPace()
         self._device = LinkPace()
@@ -157,7 +158,13 @@ class LoadChooser:
         return self._probe(blocks, computing / loading, whole)
 
     def is_worth_waiting(
-        self, fetch: FetchId, span: Span, others: int = 0, *, announced: bool = False
+        self,
+        fetch: FetchId,
+        span: Span,
+        others: int = 0,
+        *,
+        announced: bool = False,
+        whole: bool = False,
     ) -> bool:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
@@ -166,12 +173,20 @@ class LoadChooser:
             span: the tokens of all its blocks.
             others: other requests that the engine has, queued or running.
             announced: whether another engine is said to write blocks of it to a shared store.
+            whole: whether the span ends with the blocks for which host memory has no room yet. Each
+                part for which it has room is a load.
         """
         computing = self._prefill.seconds(span)
-        if not self._always and computing is not None and self._is_delayed(computing, others):
+        state = self._state_of(fetch)
+        loads = -(-state.reach // max(1, state.stop)) if whole else 1
+        if (
+            not self._always
+            and computing is not None
+            and self._is_delayed(computing, others, loads)
+        ):
             # Not the tier's fault: its rate is not doubted.
             return False
-        return self._always or self._waits.is_worth_waiting(fetch, span, announced)
+        return self._always or self._waits.is_worth_waiting(fetch, span, announced, whole)
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
         """Whether to load blocks beside the forward pass of the same step.
@@ -200,8 +215,9 @@ class LoadChooser:
             return LoadChoice(blocks)
         return LoadChoice(min(blocks, max(1, int(blocks * PROBE_SHARE * share))), Left.SLOW)
 
-    def _is_delayed(self, computing: float, others: int) -> bool:
-        """Whether an asynchronous load costs more time than computing, over all requests.
+    def _is_delayed(self, computing: float, others: int, loads: int = 1) -> bool:
+        """Whether asynchronous loads, one after the other, cost more time than computing, over all
+        requests.
 
         The loaded request waits until the steps that the engine has begun meanwhile have ended.
         With full steps of long prompts, that may take many times longer than computing a short hit,
@@ -210,7 +226,7 @@ class LoadChooser:
         """
         if others == 0:
             return False
-        delay = self.steps_behind * self.timer.step_seconds
+        delay = loads * self.steps_behind * self.timer.step_seconds
         return delay > max(computing * (1 + others), _MOST_DELAY_SECONDS)
 
     def _loading(self, blocks: int) -> float | None:

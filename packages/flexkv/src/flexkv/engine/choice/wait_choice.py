@@ -105,7 +105,9 @@ class WaitChooser:
             else:
                 pace.refuse()
 
-    def is_worth_waiting(self, fetch: FetchId, span: Span, announced: bool = False) -> bool:
+    def is_worth_waiting(
+        self, fetch: FetchId, span: Span, announced: bool = False, whole: bool = False
+    ) -> bool:
         """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
 
         Until computing is measured, the answer is to wait. A tier whose pace is unknown or in doubt
@@ -115,6 +117,7 @@ class WaitChooser:
             fetch: the fetch. Its request is asked about again with each step.
             span: the tokens of all blocks of the fetch.
             announced: whether another engine is said to write blocks of it to a shared store.
+            whole: whether the span ends with the blocks for which host memory has no room yet.
         """
         wait = self._waits.get(fetch)
         if wait is None:
@@ -123,11 +126,13 @@ class WaitChooser:
                 ahead.update(self._state_of(each).missing)
             wait = self._waits[fetch] = _Wait(time.monotonic(), announced, ahead)
         state = self._state_of(fetch)
+        if whole and state.stop:  # else it waits for room
+            state = state.unbounded
         wait.refused = not self._is_worth_waiting(state, span, wait)
         return not wait.refused
 
     def _is_worth_waiting(self, state: FetchState, span: Span, wait: _Wait) -> bool:
-        first_missing = span.start + span.tokens * state.arrived // state.stop
+        first_missing = span.start + span.tokens * state.arrived // max(1, state.stop)
         gain = self._prefill.seconds(Span(first_missing, span.stop))
         whole = self._prefill.seconds(span)
         if gain is None or whole is None:

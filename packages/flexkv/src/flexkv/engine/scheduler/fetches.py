@@ -24,9 +24,9 @@ class Fetches:
 
     Args:
         cache: the cache of the engine.
-        ahead: whether to offer blocks before they arrive, so that the device copies the first while
-            the last are read. Only for engines that recompute a failed load: such a block may fail
-            to arrive.
+        ahead: whether to offer blocks before they arrive: so the device copies the first while the
+            last are read, and a prompt may be larger than host memory. Only for engines that
+            recompute a failed load: such a block may fail to arrive.
         ended: called with every fetch that has ended, and its last state.
         spans: takes every fetch that has ended; None if nobody wants to know.
     """
@@ -64,16 +64,16 @@ class Fetches:
         tracked: TrackedRequest,
         keys: Sequence[bytes],
         start: int,
-        is_worth_waiting: Callable[[FetchId, FetchState, int], bool],
+        is_worth_waiting: Callable[[FetchId, FetchState, int, bool], bool],
         announced: int = 0,
     ) -> int | None:
         """How many of the request's blocks from `start` on, `keys`, can be loaded now or soon; None
         if the engine should ask again later.
 
         Fetched blocks stay in host memory until `end`. If waiting for the rest is not worthwhile,
-        only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, and the
-        position in the request where it ends, since host memory may have no room for more. Another
-        engine writes the first `announced` of the blocks to a shared store.
+        only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, the position in
+        the request where it ends, and whether that is behind the blocks for which host memory has
+        no room yet. Another engine writes the first `announced` of the blocks to a shared store.
         """
         if not (self._may_fetch and keys):  # the engine may have computed them meanwhile
             return self._cache.lookup(keys)
@@ -86,12 +86,47 @@ class Fetches:
             if fetch is None:
                 return self._cache.lookup(keys)
         state = self._cache.fetch_state(fetch.id)
-        end = fetch.start + state.stop
-        if state.done or not is_worth_waiting(fetch.id, state, end):
-            return self._cache.lookup(keys)
+        end = fetch.start + state.reach
+        whole = state.stop > 0 and self._is_short(state)
+        whole = whole and is_worth_waiting(fetch.id, state, end, True)
+        if not whole:
+            end = fetch.start + state.stop
+            if state.done or not is_worth_waiting(fetch.id, state, end, False):
+                return self._cache.lookup(keys)
         if self._ahead and state.is_steady and state.seconds_left < LOOKAHEAD_SECONDS:
             return end - start
         return None
+
+    def fetch_next(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int
+    ) -> FetchId | None:
+        """Fetch the blocks `keys` of a load, from block `start` of the request on. Host memory had
+        no room for them before the load of the others was ordered, and may have none yet.
+
+        Returns:
+            The fetch, for calls that follow; None if the blocks cannot come.
+        """
+        last = tracked.waiting
+        if not self._ahead or last is None:
+            return None
+        state, ordered = self._cache.fetch_state(last.id), start - last.start
+        if state.length == 0 or state.reach <= ordered < state.length:
+            return None  # it has ended, by a reset or by a block that nobody gave
+        fetch = last.id
+        if ordered or state.stop:
+            tenant, priority = self._tenant_of(tracked), tracked.options.priority or 0
+            # One block first: to begin a fetch of many takes long, and there may be no room.
+            begun = self._cache.fetch(keys[:1], tenant=tenant, priority=priority)
+            if begun is None:
+                return None
+            self._replace(tracked, WantedFetch(begun, keys, start))
+            fetch = begun
+        else:
+            self._cache.extend_fetch(fetch, ())  # looks for room again
+        if self._cache.fetch_state(fetch).stop:
+            self._cache.extend_fetch(fetch, keys[1:])
+            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch))
+        return fetch
 
     def media_of(self, tracked: TrackedRequest) -> Mapping[bytes, Medium]:
         """The medium of each block that had to come from a lower tier, as far as it is known now.
@@ -111,11 +146,23 @@ class Fetches:
         waiting = tracked.waiting
         return waiting is not None and not self._cache.fetch_state(waiting.id).done
 
+    def awaits_more(self, tracked: TrackedRequest) -> bool:
+        """Whether blocks of the request may still arrive, now or once host memory has room."""
+        waiting = tracked.waiting
+        if waiting is None:
+            return False
+        state = self._cache.fetch_state(waiting.id)
+        return not state.done or self._is_short(state)
+
     def end(self, tracked: TrackedRequest) -> None:
         """The request has its blocks, or needs no more. Idempotent."""
         if self._may_fetch:
             self._replace(tracked, None)
             tracked.awaited = {}
+
+    def _is_short(self, state: FetchState) -> bool:
+        """Whether the engine can load blocks for which host memory has no room yet."""
+        return self._ahead and state.is_short
 
     def _tenant_of(self, tracked: TrackedRequest) -> int | None:
         return tenant_number_of(tracked.request) if self._cache.takes_tenants else None

@@ -13,14 +13,15 @@ _NOT_FETCHED = (None, Medium.HOST)
 
 
 def note_media(media: dict[bytes, Medium], keys: Sequence[bytes], state: FetchState) -> None:
-    """Add to `media` the medium of each block that a fetch awaits or awaited.
+    """Add to `media` the medium of each block that a fetch awaits or awaited, or could bring if the
+    arena had room.
 
     Args:
         media: media of blocks by key; changed.
         keys: keys of the fetch.
         state: state of the fetch.
     """
-    for start, stop, medium in state.awaited:
+    for start, stop, medium in (*state.awaited, *state.later):
         media.update(dict.fromkeys(keys[start:stop], medium))
 
 

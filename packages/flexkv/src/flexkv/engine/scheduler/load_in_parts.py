@@ -49,6 +49,11 @@ class Loading:
         whole load is of use."""
         return self.start + self._place(self.ordered) * self.engine_block_tokens
 
+    @property
+    def stop(self) -> int:
+        """Tokens of the request up to the end of the load."""
+        return self.start + len(self.engine_blocks) * self.engine_block_tokens
+
     def next_part(self, cache: CacheClient, more_may_come: bool) -> CopyOrder | None:
         """Order blocks that are in host memory and not ordered yet; None if there are none or few.
         Once the order is given, the caller calls `advance`.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.client import Ended
@@ -45,6 +45,7 @@ class Loads:
     Args:
         engine: the engine's cache.
         fetches: the fetches of its requests.
+        fetch_next: fetches the blocks of a load that are not ordered; see `Matcher.next_part`.
 
     Attributes:
         hits: the hits of the step whose load is not ordered.
@@ -53,12 +54,18 @@ class Loads:
             while they are loaded. The caller clears it once the step is scheduled.
     """
 
-    def __init__(self, engine: EngineCache, fetches: Fetches) -> None:
+    def __init__(
+        self,
+        engine: EngineCache,
+        fetches: Fetches,
+        fetch_next: Callable[[TrackedRequest, Loading], int | None],
+    ) -> None:
         self._cache = engine.cache
         self._groups = engine.groups
         self._keys = engine.keys
         self._boundary = engine.boundary
         self._fetches = fetches
+        self._fetch_next = fetch_next
         self._spans = engine.spans
         self.unfinished: dict[TrackedRequest, None] = {}
         self._running: dict[int, _Running] = {}
@@ -262,5 +269,15 @@ class Loads:
             loading.advance(order)
             if order.last:
                 self.end(tracked)
-        elif not more_may_come:
+                return
+        if not more_may_come and not self._goes_on(tracked, loading) and order is None:
             self.fail_rest(tracked, orders)
+
+    def _goes_on(self, tracked: TrackedRequest, loading: Loading) -> bool:
+        """Whether further blocks of a load come, now that all that had come are ordered."""
+        slots = self._fetch_next(tracked, loading)
+        if slots == 0:
+            # The ends of copies free slots. Requests that wait for a step may keep all others.
+            comes = any(self._fetches.is_waiting(each) for each in self.unfinished)
+            return comes or bool(self._cache.under_way)
+        return slots is not None

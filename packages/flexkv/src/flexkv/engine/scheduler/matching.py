@@ -16,6 +16,7 @@ from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.groups import Group, Reach
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, slowest
 from flexkv.engine.scheduler.hits import full_reach, longest_hit
+from flexkv.engine.scheduler.load_in_parts import Loading
 from flexkv.engine.scheduler.load_plan import Plan, Wanted, flat
 from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
 
@@ -84,6 +85,30 @@ class Matcher:
             return self._match_plain(tracked, local_tokens, limit, others)
         return self._match_groups(tracked, local_tokens, limit, others)
 
+    def next_part(self, tracked: TrackedRequest, loading: Loading, others: int) -> int | None:
+        """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
+
+        Args:
+            tracked: the request.
+            loading: its load; all that has come is ordered.
+            others: the number of other requests that the engine computes.
+
+        Returns:
+            How many of the blocks have got a slot, from the first on. None if they cannot come, or
+            if waiting for them is not worthwhile.
+        """
+        group = self._groups.members[0]
+        first = loading.start // group.block_tokens + loading.ordered
+        keys = loading.keys[loading.ordered :]
+        fetch = self._fetches.fetch_next(tracked, keys, first)
+        span = Span(loading.tokens_ordered, loading.stop)
+        if fetch is None or not self._chooser.is_worth_waiting(fetch, span, others, whole=True):
+            return None
+        slots = self._cache.fetch_state(fetch).stop
+        if slots:
+            self._describe_awaited(tracked, [Wanted(group, first, keys)])
+        return slots
+
     def hit_of(self, tracked: TrackedRequest, match: Match, tokens: int) -> Sequence[bytes]:
         """Keys of the blocks to load for a hit of `tokens` tokens behind the engine's own."""
         start, end = match.local_tokens, match.local_tokens + tokens
@@ -138,10 +163,12 @@ class Matcher:
 
         not_awaited = first
 
-        def is_worth_waiting(fetch: FetchId, _: FetchState, end: int) -> bool:
+        def is_worth_waiting(fetch: FetchId, _: FetchState, end: int, whole: bool) -> bool:
             nonlocal not_awaited
             span = Span(local_tokens, end * group.block_tokens)
-            worth = self._chooser.is_worth_waiting(fetch, span, others, announced=announced > 0)
+            worth = self._chooser.is_worth_waiting(
+                fetch, span, others, announced=announced > 0, whole=whole
+            )
             not_awaited = first if worth else end
             return worth
 
@@ -184,7 +211,7 @@ class Matcher:
             blocks = len(keys)
         if keys:
 
-            def is_worth_waiting(fetch: FetchId, state: FetchState, _: int) -> bool:
+            def is_worth_waiting(fetch: FetchId, state: FetchState, _: int, __: bool) -> bool:
                 nonlocal awaited
                 # A part of the blocks that a window needs is of no use.
                 if state.stop < state.length:
