@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_world import fill, prompts, slabs
+from disk_world import fill, flip_a_byte, hits, prompts, slabs
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
+from traffic import Traffic, fetched, make_stems
 from vllm.v1.request import RequestStatus
 
+from flexkv.engine.scheduler.matching import Matcher
 from packages.inside import index_of
 from packages.tier_blocks import ready_blocks
 
@@ -72,6 +74,62 @@ def test_a_prompt_larger_than_host_memory_loads_whole(
         fill(world, prompts(17, 2))
     assert world.cache.counters.fetched_blocks >= 2 * BLOCKS - slots
     world.check_outputs()
+
+
+@pytest.mark.parametrize("slots", [3, 8, 12])
+def test_a_prompt_larger_than_host_memory_gets_to_disk_whole(
+    make_world: MakeWorld, slots: int
+) -> None:
+    """Each turn stores what follows the blocks that were loaded for it, a part at least."""
+    world = small_world(make_world, slots)
+    found = [0]
+    while found[-1] < BLOCKS:
+        found.append(hits(world, LONG))
+        fill(world, prompts(19, 1))
+        assert found[-1] > found[-2] or len(found) == 2
+    world.check_outputs()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
+    make_world: MakeWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    asynchronous: bool,
+    seed: int,
+) -> None:
+    """Prompts have up to twice as many blocks as there are slots. Bytes on disk change."""
+    rng = random.Random(seed)
+    went_on, next_part = list[int](), Matcher.next_part
+
+    def noted(*args: Any) -> Any:
+        slots = next_part(*args)
+        went_on.extend([slots] if slots else ())
+        return slots
+
+    monkeypatch.setattr(Matcher, "next_part", noted)
+    world = make_world(
+        ranks=1 + seed % 2,
+        num_blocks=40,
+        slots=4 + 4 * seed,
+        disk_slots=200,
+        budget=96,
+        lag=rng if asynchronous else None,
+        settings={"always_load": True},
+    )
+    world.slow_down(rng, failure_rate=0.02)
+    stems = make_stems(rng, 4, longest=400)
+
+    def disturb() -> None:
+        if rng.random() < 0.05:
+            flip_a_byte(rng, slabs(tmp_path))
+
+    traffic = Traffic(world, rng, stems, most_steps=8, clear_rate=0.1, disturb=disturb)
+    traffic.run(30, until=[fetched, lambda _: went_on])
+    world.settle()
+    world.assert_untracked()
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])

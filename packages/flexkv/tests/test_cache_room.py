@@ -24,7 +24,7 @@ from packages.inside_tiers import (
     store_of,
     waiting_writes,
 )
-from packages.tier_blocks import ready_blocks
+from packages.tier_blocks import ready_blocks, writing_blocks
 
 FULL = "stuvwxyz"
 """A prefix that fills host memory."""
@@ -171,6 +171,34 @@ def test_a_block_without_its_predecessor_takes_no_slot_from_a_write(
     fill(node, "uvwxyz")
     assert node.cache.store(names("mn"), [1]) is None
     assert (held(node), dropped(node)) == ("uvwxyz", 0)
+
+
+def test_a_prefix_larger_than_host_memory_gets_to_disk_whole(make: Callable[..., Node]) -> None:
+    node = make(disk="write_through", remote="second_hit")
+    node.store_blocks(FULL)
+    for text in ("zijkl", "lmnop"):  # each behind the last block before
+        node.store_blocks(text)
+    assert node.on_disk(FULL + "ijklmnop") == FULL + "ijklmnop"
+    node.assert_own_bytes()
+    node.assert_at_rest()
+
+
+def test_only_blocks_behind_one_that_a_tier_has_take_slots_of_their_prefix(
+    make: Callable[..., Node],
+) -> None:
+    node = make(disk="write_through", remote="second_hit")
+    node.store_blocks(FULL)
+    node.disk.remove(names("z"))
+    assert node.cache.store(names("zij"), [1, 2]) is None
+    demoters_of(node.cache)[0].offer(names("z"))
+    node.settle()
+    transfer = node.cache.store(names("zijgh"), range(1, 5), (3,))
+    assert transfer is not None
+    assert transfer.keys == names("ijgh")
+    parents = {key: each.parent_key for key, each in writing_blocks(index_of(node.cache)).items()}
+    assert parents == {b"i": None, b"j": b"i", b"g": None, b"h": b"g"}
+    node.cache.cancel(transfer.id)
+    node.assert_at_rest()
 
 
 @pytest.fixture

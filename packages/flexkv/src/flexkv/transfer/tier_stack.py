@@ -150,7 +150,9 @@ class TierStack:
         tenants: Sequence[int] | None = None,
     ) -> BlockRow:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
-        blocks give theirs up that wait to be written to a shared store.
+        blocks give theirs up that wait to be written to a shared store. After that, blocks that a
+        tier has give theirs up to those that build on them: so a prompt larger than the arena gets
+        to the tier whole.
 
         Args:
             keys: keys of blocks; see `BlockIndex.reserve_all`.
@@ -173,6 +175,12 @@ class TierStack:
             while refused and self._reclaimer.make_for_store():
                 blocks += index.reserve_all(keys, refused, prefix_starts, False, tenants)
                 refused = [i for i in refused if keys[i] not in index]
+            at = refused[0] if refused else 0
+            if at and at not in prefix_starts and True in self.contains(keys[at - 1 : at]):
+                starts = [0, *(start - at for start in prefix_starts if start > at)]
+                rest = None if tenants is None else tenants[at:]
+                places = [i - at for i in refused]
+                blocks += index.reserve_all(keys[at:], places, starts, False, rest)
             undo.pop_all()
         if len(blocks) == len(first):
             return first

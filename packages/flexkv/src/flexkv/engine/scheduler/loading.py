@@ -275,6 +275,8 @@ class Loads:
 
     def _goes_on(self, tracked: TrackedRequest, loading: Loading) -> bool:
         """Whether further blocks of a load come, now that all that had come are ordered."""
+        if tracked.failed_at < loading.tokens_ordered:
+            return False  # a part has failed, and the engine computes what follows it
         slots = self._fetch_next(tracked, loading)
         if slots == 0:
             # The ends of copies free slots. Requests that wait for a step may keep all others.
