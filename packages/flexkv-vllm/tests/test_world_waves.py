@@ -4,14 +4,17 @@ checked."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_world import fill, flip_a_byte, hits, prompts, slabs
+from disk_world import drive_of, fill, flip_a_byte, hits, prompts, read_a_block_a_step, slabs
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
@@ -20,6 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from flexkv.engine.scheduler.matching import Matcher
 from packages.inside import index_of
+from packages.inside_tiers import store_of
 from packages.tier_blocks import ready_blocks
 
 BLOCKS = 14
@@ -228,6 +232,26 @@ def test_the_rest_of_a_prompt_that_proves_unreadable_is_computed(
     world.assert_at_rest()
 
 
+@pytest.mark.parametrize("slots", [1, 3, 6])
+def test_a_part_that_the_drive_does_not_read_is_not_asked_for_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    on_disk(make_world, LONG)
+    world = small_world(make_world, slots)
+    request_id, loaded = begin_load(world, monkeypatch)
+
+    def fail(*args: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store_of(drive_of(world)), "read", fail)
+    world.run()
+    assert 0 < len(loaded) <= 2 * slots
+    assert 0 < world.cache.counters.failed_fetches <= slots
+    assert len(world.outputs[request_id]) == 4
+    world.check_outputs()
+    world.assert_at_rest()
+
+
 def _renew(world: World) -> object:
     return world.side.weights_changed(sure=True)
 
@@ -249,8 +273,10 @@ def test_nothing_is_loaded_after_a_reset_between_two_parts(
     end: Callable[[World], object],
 ) -> None:
     """The disk may keep blocks of the weights before, by the keys of before."""
+    monkeypatch.setattr("flexkv.engine.scheduler.fetches.LOOKAHEAD_SECONDS", math.inf)
     on_disk(make_world, LONG)
     world = small_world(make_world, slots)
+    read_a_block_a_step(world)  # so that most of a part is still read
     request_id, loaded = begin_load(world, monkeypatch)
     count = len(loaded)
     assert end(world)

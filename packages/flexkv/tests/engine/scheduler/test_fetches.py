@@ -19,7 +19,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
-from flexkv.tiers.job import Priority
+from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Status
@@ -32,14 +32,14 @@ SLOT = 4096
 class Node:
     """A cache over a disk with four blocks, and a request that wants them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: bool = False) -> None:
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 16), threads=1)
         self.disk = MemoryTier()
         self.disk.blocks = {key: key * SLOT for key in KEYS}
         tiers = [AttachedTier(self.disk, ADMISSIONS["second_hit"], 60.0)]
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
         self.ended: list[tuple[FetchId, FetchState]] = []
-        self.fetches = Fetches(self.cache, False, lambda *end: self.ended.append(end))
+        self.fetches = Fetches(self.cache, ahead, lambda *end: self.ended.append(end))
         request: Any = SimpleNamespace(request_id="r")
         self.tracked = TrackedRequest(request, RequestOptions())
         self.waits = True
@@ -102,6 +102,18 @@ def test_a_request_waits_until_its_blocks_have_arrived(node: Node) -> None:
     node.assert_at_rest()
     ((_, last),) = node.ended
     assert (last.arrived, last.gave[Medium.DISK][0]) == (4, 4)
+
+
+def test_a_load_does_not_go_on_behind_a_block_that_did_not_come() -> None:
+    node = Node(ahead=True)
+    assert node.offer() is None
+    node.disk.end(node.disk.of(KEYS[0]))
+    node.disk.end(node.disk.of(KEYS[1]), Outcome.FAILED)
+    node.cache.poll()
+    node.disk.blocks[KEYS[1]] = KEYS[1] * SLOT  # to be read once more, and to fail again
+    assert node.fetches.fetch_next(node.tracked, KEYS[1:], 1) is None
+    node.disk.tasks.clear()
+    node.arena.close()
 
 
 def test_a_request_for_which_a_wait_is_not_worthwhile_gets_what_is_there(node: Node) -> None:
