@@ -207,8 +207,9 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, list | tuple | set | frozenset):
         texts = [_text("", each) for each in value]
         return str(sorted(texts) if isinstance(value, set | frozenset) else texts)
-    if callable(getattr(value, "compute_hash", None)):
-        return str(value.compute_hash())
+    hash_of = getattr(value, "compute_hash", None)
+    if callable(hash_of):
+        return str(hash_of())
     text = str(value)
     if isinstance(value, str) or " at 0x" not in text:
         return text

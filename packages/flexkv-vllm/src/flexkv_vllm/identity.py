@@ -101,7 +101,7 @@ def outlives_process(vllm_config: VllmConfig) -> bool:
     """Whether blocks on disk are valid for the next process. If not, the reason is logged."""
     for model, load in _models(vllm_config):
         load_format = str(load.load_format)
-        if load_format not in _FROM_FILES or getattr(model, "model_weights", ""):
+        if load_format not in _FROM_FILES or getattr(model, "model_weights", None):
             logger.warning(
                 "FlexKV cannot notice when the weights of %r change, which vLLM loads by "
                 "--load-format %r from elsewhere than the model's files; no blocks are kept on "
