@@ -389,8 +389,7 @@ def test_threads_share_a_cache(pages: Pages) -> None:
 
 
 class Steered:
-    """Host memory whose mover can be told to fail copies, to refuse them, or to make them only when
-    somebody waits."""
+    """Host memory whose mover fails copies, refuses them, or makes them when somebody waits."""
 
     numa_node, _last = None, 0
 
