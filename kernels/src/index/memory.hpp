@@ -65,6 +65,7 @@ inline constexpr Tenant kUnknownTenant = 0xffffffff;  // of a writer that stores
 // The key of the block in a slot. Its version is even while that block can be leased. The block that it
 // builds on, or none, its tenant, the slot's writer, and the resets before the slot was given to it are
 // named for a next owner of the memory. A slot with a writer has the tenant that the writer stores for.
+// `flexkv.index.slot_times` keeps `stored`, and further words behind the header.
 struct alignas(64) StoredKey {
   std::uint32_t version;
   Slot parent;
@@ -73,11 +74,12 @@ struct alignas(64) StoredKey {
   Resets resets;
   Writer writer;
   std::uint8_t size;
-  char bytes[102];
+  char bytes[98];
+  std::uint32_t stored;
 
   KeyView view() const noexcept { return {bytes, size}; }
 };
-static_assert(sizeof(StoredKey) == 128);
+static_assert(sizeof(StoredKey) == 128 && offsetof(StoredKey, stored) == 124);
 
 // flexkv.tiers.base.MAX_KEY_BYTES
 inline constexpr std::size_t kMostKeyBytes = 96;

@@ -26,6 +26,7 @@ from flexkv.figures.tenant_samples import tenant_samples
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
 from flexkv.index.host_pins import HostPins
+from flexkv.index.slot_times import bind_ages
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
@@ -114,9 +115,7 @@ class KVCache:
         self._tenant, self._has_shares = tenant, isinstance(policy, TenantPolicies)
         self._index = block_index(arena.spec.num_slots, policy, memory, begun=begun)
         self._ages = ages
-        if ages is not None:
-            self._index.clear()  # of blocks that are there already, nobody knows the age
-            ages.bind(self._index.__contains__)
+        bind_ages(self._index, ages, memory)
         self._pins = HostPins(self._index, pin_seconds)
         self._counters = Counters()
         self._meter = Meter()
@@ -514,9 +513,9 @@ class KVCache:
             logger.error("the last results of copies are lost while the cache closes: %r", error)
         return self._below.close(flush_seconds)
 
-    def _note_stored(self, keys: Sequence[bytes]) -> None:
+    def _note_stored(self, blocks: BlockRow) -> None:
         if self._ages is not None:
-            self._ages.note(keys)
+            self._ages.note(blocks.keys, slots=blocks.slots)
 
     @_sound
     def _forget(self, cause: str, forget_below: Callable[[], None]) -> None:
@@ -548,7 +547,7 @@ class KVCache:
     def _remove_old(self) -> None:
         if self._ages is not None and self._ages.is_due and not self._off:
             before = len(self._index)
-            self._drop(self._ages.take_old(_REMOVED_BLOCKS))
+            self._ages.remove_old(_REMOVED_BLOCKS, self._drop)
             self._counters.expired_blocks += before - len(self._index)
             self._below.remove_old()
 
@@ -575,8 +574,8 @@ class KVCache:
 
     def _finish_store(self, copy: DeviceCopy[BlockRow], count: int) -> None:
         if copy.done:
+            self._note_stored(copy.blocks)
             publish(self._index, copy.blocks)
-            self._note_stored(copy.blocks.keys)
             self._counters.stored_blocks += count
             self._counters.stored_bytes += count * self._block_bytes
         else:

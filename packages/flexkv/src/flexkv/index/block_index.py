@@ -439,11 +439,11 @@ class IndexReader(Protocol):
     @property
     def held_slots(self) -> int: ...
 
-    def lookup(self, keys: Iterable[bytes], /) -> int:
+    def lookup(self, keys: Sequence[bytes], /) -> int:
         """See `BlockIndex.lookup`."""
         ...
 
-    def present(self, keys: Iterable[bytes], /) -> list[bool]:
+    def present(self, keys: Sequence[bytes], /) -> list[bool]:
         """See `BlockIndex.present`."""
         ...
 

@@ -108,8 +108,8 @@ class SharedCache(KVCache):
         """
         try:
             placed = self._index.place(keys, positions, prefix_starts, slots, tenants)
+            self._note_stored(placed)
             publish(self._index, placed)
-            self._note_stored(placed.keys)
             used = set(placed.slots)
             self._index.give_back([slot for slot in slots if slot not in used])
             self._below.stored(placed.keys, True)

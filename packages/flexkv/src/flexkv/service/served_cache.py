@@ -21,7 +21,7 @@ from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
-from flexkv.index.block_index import index_reader
+from flexkv.index.slot_times import young_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
 from flexkv.service.fetch_rows import FetchRows
@@ -78,7 +78,7 @@ class ServedCache:
         )
         self._block_bytes = sum(spec.format.shard_bytes)
         self._attached = attached
-        self._reader = index_reader(attached.index, attached.page.holds)
+        self._reader = young_reader(attached.index, attached.page.holds, spec.num_slots)
         self._holds = LoadHolds(self._reader, attached.page.bell[:])
         self._line = Line(attached.connection, attached.page.bell)
         self._tiers = ServedTiers(

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """How old blocks are, for the setting `max_age_seconds`.
 
-A time is a count of `UNIT_SECONDS` since 2026, of which a record on disk has 24 bits. A block is
-too old a little before its time, never after it.
+A time is a number of seconds since 2026. A record on disk has 24 bits of it, which count
+`UNIT_SECONDS`. A block is too old a little before its time, never after it.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 UNIT_SECONDS = 32
 UNKNOWN = 0
 """The time of a block of which nobody knows it. It is too old."""
-LAST = (1 << 24) - 1
+LAST = ((1 << 24) - 1) * UNIT_SECONDS
 """The last time that a record can hold: in the year 2043. Later blocks have this one."""
+_STEPS = 64
+"""Times are rounded down to parts of the greatest age, so many of it, or to `UNIT_SECONDS` if that
+is less: the search for old blocks takes memory for each. Not tuned."""
 _BEGIN = 1_767_225_600
 """2026-01-01, in seconds of `time.time()`."""
 _MARGIN_SECONDS = 8.0
@@ -36,9 +41,29 @@ def time_of_day() -> float:
     return time.time()
 
 
+def oldest_of(begin: int, seconds: int) -> int:
+    """Blocks of earlier times are too old.
+
+    Args:
+        begin: the time at which the machine began to run.
+        seconds: blocks that were stored so long ago are not too old.
+    """
+    return max(1, begin + int(uptime()) - seconds)
+
+
+class SharedTimes(Protocol):
+    """The times of blocks in memory that other processes read; see `SlotTimes`."""
+
+    @property
+    def begin(self) -> int: ...
+    def set(self, begin: int, seconds: int, earliest: int) -> None: ...
+    def note(self, slots: Iterable[int], stored: Iterable[int]) -> None: ...
+    def of(self, slots: Iterable[int]) -> list[int]: ...
+
+
 class BlockAges:
     """When the blocks of one cache were stored. It knows those in host memory by their keys; a disk
-    keeps the times of its own. Single-threaded, but for `at_least`.
+    keeps the times of its own, and so does shared memory. Single-threaded, but for `at_least`.
 
     Args:
         max_age_seconds: blocks that were stored longer ago are too old.
@@ -46,11 +71,15 @@ class BlockAges:
     """
 
     def __init__(self, max_age_seconds: float, num_blocks: int) -> None:
-        self._units = max(1, int((max_age_seconds - _MARGIN_SECONDS) // UNIT_SECONDS))
+        self._seconds = int(max_age_seconds - _MARGIN_SECONDS)
+        self._step = max(1, min(UNIT_SECONDS, self._seconds // _STEPS))
         self._most = 2 * num_blocks + 1024
         # The time of day at the start: who sets the clock later does not change the age of a block.
-        self._begin = time_of_day() - _BEGIN - uptime()
+        self._begin = max(0, int(time_of_day() - _BEGIN - uptime()))
+        self._least = UNKNOWN
+        self._shared: SharedTimes | None = None
         self._has: Callable[[bytes], bool] = lambda _: True
+        self._slot_of: Callable[[bytes], int] = lambda _: 0
         self._stored: dict[bytes, int] = {}
         self._keys: dict[int, dict[bytes, None]] = {}  # by time
         self._times: list[int] = []  # a heap of the keys of `_keys`
@@ -60,13 +89,13 @@ class BlockAges:
     @property
     def now(self) -> int:
         """The time of a block that is stored now."""
-        units = int((self._begin + uptime()) // UNIT_SECONDS)
-        return min(max(1, units), LAST)
+        now = self._begin + int(uptime())
+        return min(max(UNIT_SECONDS, now - now % self._step), LAST)
 
     @property
     def oldest(self) -> int:
         """Blocks of earlier times are too old."""
-        return max(1, self.now - self._units + 1)
+        return oldest_of(self._begin, self._seconds)
 
     @property
     def is_due(self) -> bool:
@@ -74,31 +103,55 @@ class BlockAges:
         return uptime() - self._looked >= _LOOK_SECONDS
 
     def at_least(self, stored: int) -> None:
-        """It is not earlier than this time of a block. If it is by the clock, the clock has
+        """It is not earlier than this time of a record. If it is by the clock, the clock has
         fallen."""
-        behind = stored - self.now
+        self._least = max(self._least, stored)
+        behind = stored - self._begin - int(uptime())
         if behind > 0:
-            self._begin += behind * UNIT_SECONDS
+            self._begin += behind + UNIT_SECONDS - 1  # a record is rounded down
 
-    def bind(self, has: Callable[[bytes], bool]) -> None:
-        """Set what says whether host memory has a block, complete or not."""
-        self._has = has
+    def share(self, times: SharedTimes, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Keep the times in shared memory, too. Those of blocks that are there already go on.
 
-    def note(self, keys: Sequence[bytes], stored: Sequence[int] | None = None) -> None:
-        """Blocks come into host memory.
+        Args:
+            times: in that memory.
+            keys, slots: of these blocks.
+        """
+        if times.begin:
+            self._begin = times.begin
+            self.at_least(self._least)
+        self.note(keys, times.of(slots))
+        self._shared = times
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._shared is not None:
+            self._shared.set(self._begin, self._seconds, self._times[0] if self._times else LAST)
+
+    def bind(self, has: Callable[[bytes], bool], slot_of: Callable[[bytes], int]) -> None:
+        """Set what says whether host memory has a block, complete or not, and in which slot."""
+        self._has, self._slot_of = has, slot_of
+
+    def note(
+        self,
+        keys: Sequence[bytes],
+        stored: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Blocks come into host memory, where nobody finds them yet.
 
         Args:
             keys: their keys.
             stored: the time of each; None for now.
+            slots: the slot of each; None if they are not known.
         """
-        now = self.now
-        for key, at in zip(keys, [now] * len(keys) if stored is None else stored, strict=True):
+        times = [self.now] * len(keys) if stored is None else stored
+        for key, at in zip(keys, times, strict=True):
             self._drop(key)
-            self._stored[key] = at
-            if at not in self._keys:
-                self._keys[at] = {}
-                heapq.heappush(self._times, at)
-            self._keys[at][key] = None
+            self._put(key, at)
+        self._tell()
+        if self._shared is not None:
+            self._shared.note(map(self._slot_of, keys) if slots is None else slots, times)
         self._check(_CHECKED * len(keys))
 
     def of(self, keys: Sequence[bytes]) -> list[int]:
@@ -121,30 +174,51 @@ class BlockAges:
             return [True] * len(keys)
         return [self._stored.get(key, oldest) >= oldest for key in keys]
 
-    def take_old(self, most: int) -> list[bytes]:
-        """Up to `most` keys of blocks of host memory that are too old. The caller removes these."""
-        taken: list[bytes] = []
-        oldest = self.oldest
-        while len(taken) < most and self._has_older(oldest):
-            keys = self._keys[self._times[0]]
-            while keys and len(taken) < most:
-                key, _ = keys.popitem()
-                del self._stored[key]
-                taken.append(key)
-            if not keys:
-                del self._keys[heapq.heappop(self._times)]
-        if len(taken) < most:
-            self._looked = uptime()
-        return taken
+    def remove_old(self, most: int, remove: Callable[[list[bytes]], None]) -> None:
+        """Remove up to `most` blocks of host memory that are too old.
+
+        Args:
+            most: as above.
+            remove: removes the ready ones of these blocks. The others are removed later, as are all
+                after an error.
+        """
+        self._looked, oldest = uptime(), self.oldest
+        kept: dict[bytes, int] = {}
+        try:
+            while most and self._has_older(oldest):
+                at = self._times[0]
+                old = list(itertools.islice(self._keys[at], most))
+                remove(old)
+                for key in old:
+                    self._drop(key)
+                    if self._has(key):
+                        kept[key] = at
+                most -= len(old)
+                if not self._keys[at]:
+                    del self._keys[heapq.heappop(self._times)]
+        finally:
+            for key, at in kept.items():
+                self._put(key, at)
+        if not most:
+            self._looked = 0.0
+        self._tell()
 
     def clear(self) -> None:
         """Host memory has no block any more."""
         for known in (self._stored, self._keys, self._times):
             known.clear()
         self._left = None
+        self._tell()
 
     def _has_older(self, oldest: int) -> bool:
         return bool(self._times) and self._times[0] < oldest
+
+    def _put(self, key: bytes, at: int) -> None:
+        self._stored[key] = at
+        if at not in self._keys:
+            self._keys[at] = {}
+            heapq.heappush(self._times, at)
+        self._keys[at][key] = None
 
     def _drop(self, key: bytes) -> None:
         at = self._stored.pop(key, None)

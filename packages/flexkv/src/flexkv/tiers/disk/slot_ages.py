@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from flexkv.tiers.disk.slot_index import SlotIndex
-from flexkv.types.ages import UNKNOWN, BlockAges
+from flexkv.types.ages import UNIT_SECONDS, UNKNOWN, BlockAges
 
 _SEARCHED_SLOTS = 1 << 20
 """Slots that are searched at once: 1 ms on a cloud machine's core."""
@@ -38,9 +38,10 @@ class SlotAges:
         those that are not too old."""
         whole = list(records)
         # A record of a time to come says that the clock has fallen.
-        self._ages.at_least(max((stored for *_, stored in whole), default=UNKNOWN))
+        self._ages.at_least(UNIT_SECONDS * max((units for *_, units in whole), default=UNKNOWN))
         oldest = self._ages.oldest
-        for slot, key, checksum, generation, stored in whole:
+        for slot, key, checksum, generation, units in whole:
+            stored = UNIT_SECONDS * units
             if stored < oldest:
                 self.old_slots.append(slot)
                 continue
@@ -48,14 +49,15 @@ class SlotAges:
             yield slot, key, checksum, generation
 
     def written(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Blocks of host memory are about to be written to these slots. Returns their times."""
+        """Blocks of host memory are about to be written to these slots. Returns what their records
+        have of their times."""
         stored = self._ages.of(keys)
         self._stored[slots] = stored
-        return stored
+        return [at // UNIT_SECONDS for at in stored]
 
     def of_slot(self, slot: int) -> int:
-        """The time of the block in a slot."""
-        return int(self._stored[slot])
+        """What the record of a slot has of the time of its block."""
+        return int(self._stored[slot]) // UNIT_SECONDS
 
     def fetched(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """These blocks come into host memory."""
