@@ -113,7 +113,7 @@ class FetchState:
     next_medium: Medium | None = None
     awaited: Sequence[AwaitedBlocks] = ()
     reach: int = 0
-    later: Sequence[AwaitedBlocks] = ()
+    later: tuple[AwaitedBlocks, ...] = ()
 
     @property
     def is_short(self) -> bool:

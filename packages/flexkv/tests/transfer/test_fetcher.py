@@ -109,7 +109,7 @@ def test_a_fetch_without_room_says_what_could_come_and_goes_on_once_there_is_roo
     node = make("abcdef", slots=4)
     fetch = node.fetch("abcdefg")
     assert (fetch.stop, fetch.reach, fetch.is_short) == (4, 6, True)
-    assert list(fetch.later) == [(4, 6, Medium.DISK)]
+    assert fetch.later == ((4, 6, Medium.DISK),)
     assert (fetch.unbounded.stop, fetch.unbounded.missing) == (6, {Medium.DISK: 6})
     node.tiers[0].end_all()
     node.cache.poll()
@@ -132,7 +132,7 @@ def test_a_block_that_does_not_come_ends_what_could_follow(make: Callable[..., N
     fetch = node.fetch("abcdef")
     node.tiers[0].end(node.tiers[0].of(b"c"), Outcome.FAILED)
     node.cache.poll()
-    assert (fetch.stop, fetch.reach, list(fetch.later)) == (2, 2, [])
+    assert (fetch.stop, fetch.reach, fetch.later) == (2, 2, ())
     assert not node.cache.extend_fetch(fetch, keys("g"))
     node.tiers[0].end_all()
     node.cache.poll()

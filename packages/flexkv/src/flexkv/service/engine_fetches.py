@@ -186,6 +186,7 @@ class EngineFetches:
 
 def _shortened(state: FetchState | None) -> FetchState | None:
     """A state that fits into a packet, whatever gaps lower tiers have."""
-    if state is None or len(state.awaited) <= _MOST_RANGES:
+    if state is None or len(state.awaited) + len(state.later) <= _MOST_RANGES:
         return state
-    return replace(state, awaited=state.awaited[:_MOST_RANGES])
+    awaited = state.awaited[:_MOST_RANGES]
+    return replace(state, awaited=awaited, later=state.later[: _MOST_RANGES - len(awaited)])

@@ -59,7 +59,7 @@ class RunningFetch:
     expected: dict[Medium, int] = field(default_factory=dict)
     beyond: int = 0
     _runs: list[AwaitedBlocks] = field(default_factory=list)
-    _later: Sequence[AwaitedBlocks] = ()
+    _later: tuple[AwaitedBlocks, ...] = ()
     _grouped: int = 0
     _state: FetchState | None = None
 
@@ -105,7 +105,7 @@ class RunningFetch:
             first, start = start, start + len(list(group))
             if medium is not None:
                 runs.append(AwaitedBlocks(first, start, medium))
-        self.beyond, self._later, self._state = len(media), runs, None
+        self.beyond, self._later, self._state = len(media), tuple(runs), None
 
     def wait_for_answer(self, medium: Medium | None, count: int) -> None:
         """Further `count` blocks may arrive, about the first of which a tier is queried."""

@@ -75,7 +75,7 @@ def test_blocks_for_which_there_is_no_room_yet_are_weighed(
     chooser: WaitChooser, fetches: FetchStates, reach: int, waits: bool
 ) -> None:
     measure(chooser, Medium.DISK, 0.2)
-    later = [AwaitedBlocks(4, reach, Medium.DISK)]
+    later = (AwaitedBlocks(4, reach, Medium.DISK),)
     short = replace(state(0.0, {Medium.DISK: 4}), reach=reach, later=later)
     assert chooser.is_worth_waiting(fetches.begin(short), SPAN, whole=True) == waits
     assert chooser.is_worth_waiting(fetches.begin(short), SPAN)
@@ -86,7 +86,7 @@ def test_room_is_waited_for_as_long_as_computing_takes(
     chooser: WaitChooser, fetches: FetchStates, seconds: float, waits: bool
 ) -> None:
     measure(chooser, Medium.DISK, 0.1)
-    later = [AwaitedBlocks(0, 1, Medium.DISK)]
+    later = (AwaitedBlocks(0, 1, Medium.DISK),)
     lacking = replace(state(seconds, {}), reach=1, later=later)
     assert chooser.is_worth_waiting(fetches.begin(lacking), SPAN, whole=True) == waits
 

@@ -41,6 +41,8 @@ class Fetches:
         self._cache = cache
         self._may_fetch = cache.info.may_fetch
         self._ahead = ahead
+        # A service answers later whether it has room: what lacks room then is computed.
+        self._in_parts = ahead and not cache.info.is_shared
         self._ended = ended
         self._spans = spans
 
@@ -107,7 +109,7 @@ class Fetches:
             The fetch, for calls that follow; None if the blocks cannot come.
         """
         last = tracked.waiting
-        if not self._ahead or last is None:
+        if not self._in_parts or last is None:
             return None
         state, ordered = self._cache.fetch_state(last.id), start - last.start
         if state.length == 0 or state.reach <= ordered < state.length:
@@ -162,7 +164,7 @@ class Fetches:
 
     def _is_short(self, state: FetchState) -> bool:
         """Whether the engine can load blocks for which host memory has no room yet."""
-        return self._ahead and state.is_short
+        return self._in_parts and state.is_short
 
     def _tenant_of(self, tracked: TrackedRequest) -> int | None:
         return tenant_number_of(tracked.request) if self._cache.takes_tenants else None
