@@ -80,6 +80,24 @@ def test_a_prompt_larger_than_host_memory_loads_whole(
     world.check_outputs()
 
 
+@pytest.mark.parametrize("own", [0, 1, 3, 7])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_load_in_parts_begins_inside_a_block(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, slots: int, own: int
+) -> None:
+    """vLLM has so many blocks of the prompt itself; each of FlexKV's is three of them."""
+    text = random_prompt(random.Random(20), 8 * 48 + 5)
+    (keys,) = on_disk(make_world, text, block_tokens=48)
+    world = small_world(make_world, slots, block_tokens=48)
+    if own:
+        world.generate(text[: own * BLOCK_TOKENS + 1], params={"flexkv.load": False})
+    loaded = Loaded(world, monkeypatch)
+    request_id = world.generate(text)
+    assert loaded == keys[own // 3 :]
+    assert world.external_tokens[request_id] == 8 * 48 - own * BLOCK_TOKENS
+    world.check_outputs()
+
+
 @pytest.mark.parametrize("slots", [3, 8, 12])
 def test_a_prompt_larger_than_host_memory_gets_to_disk_whole(
     make_world: MakeWorld, slots: int

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.client import Ended
+from flexkv.engine.choice.cost import Span
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
@@ -58,7 +59,7 @@ class Loads:
         self,
         engine: EngineCache,
         fetches: Fetches,
-        fetch_next: Callable[[TrackedRequest, Loading], int | None],
+        fetch_next: Callable[[TrackedRequest, Sequence[bytes], int, Span], int | None],
     ) -> None:
         self._cache = engine.cache
         self._groups = engine.groups
@@ -277,7 +278,9 @@ class Loads:
         """Whether further blocks of a load come, now that all that had come are ordered."""
         if tracked.failed_at < loading.tokens_ordered:
             return False  # a part has failed, and the engine computes what follows it
-        slots = self._fetch_next(tracked, loading)
+        first = loading.start // self._groups.members[0].block_tokens + loading.ordered
+        span = Span(loading.tokens_ordered, loading.stop)
+        slots = self._fetch_next(tracked, loading.keys[loading.ordered :], first, span)
         if slots == 0:
             # The ends of copies free slots. Requests that wait for a step may keep all others.
             comes = any(self._fetches.is_waiting(each) for each in self.unfinished)

@@ -16,7 +16,6 @@ from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.groups import Group, Reach
 from flexkv.engine.scheduler.hit_sources import fetched_blocks, slowest
 from flexkv.engine.scheduler.hits import full_reach, longest_hit
-from flexkv.engine.scheduler.load_in_parts import Loading
 from flexkv.engine.scheduler.load_plan import Plan, Wanted, flat
 from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
 
@@ -85,12 +84,16 @@ class Matcher:
             return self._match_plain(tracked, local_tokens, limit, others)
         return self._match_groups(tracked, local_tokens, limit, others)
 
-    def next_part(self, tracked: TrackedRequest, loading: Loading, others: int) -> int | None:
+    def next_part(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], first: int, span: Span, others: int
+    ) -> int | None:
         """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
 
         Args:
-            tracked: the request.
-            loading: its load; all that has come is ordered.
+            tracked: the request; all that has come of its load is ordered.
+            keys: of the blocks that are not.
+            first: position of the first of them in the request.
+            span: their tokens.
             others: the number of other requests that the engine computes.
 
         Returns:
@@ -98,10 +101,7 @@ class Matcher:
             if waiting for them is not worthwhile.
         """
         group = self._groups.members[0]
-        first = loading.start // group.block_tokens + loading.ordered
-        keys = loading.keys[loading.ordered :]
         fetch = self._fetches.fetch_next(tracked, keys, first)
-        span = Span(loading.tokens_ordered, loading.stop)
         if fetch is None or not self._chooser.is_worth_waiting(fetch, span, others, whole=True):
             return None
         slots = self._cache.fetch_state(fetch).stop

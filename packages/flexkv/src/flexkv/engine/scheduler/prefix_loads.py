@@ -13,7 +13,6 @@ from flexkv.engine.scheduler.engine import EnginePool
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
-from flexkv.engine.scheduler.load_in_parts import Loading
 from flexkv.engine.scheduler.loading import Loads
 from flexkv.engine.scheduler.matching import Matcher
 from flexkv.engine.scheduler.request import Match, TrackedRequest
@@ -48,7 +47,11 @@ class PrefixLoads:
         ahead = load_ahead and self._groups.plain
         self._fetches = Fetches(self._cache, ahead, chooser.fetched, engine.spans)
         self._matcher = Matcher(engine, self._fetches, chooser)
-        self._loads = Loads(engine, self._fetches, self._fetch_next)
+        self._loads = Loads(
+            engine,
+            self._fetches,
+            lambda *part: self._matcher.next_part(*part, self.running_requests),
+        )
         self.hits = self._loads.hits
         tokens = engine.groups.members[0].block_tokens
         self._reports = HitReports(engine.cache, chooser, figures, engine.recorder, tokens)
@@ -207,9 +210,6 @@ class PrefixLoads:
     def running(self) -> Iterable[int]:
         """Ids of the transfers of loads that have not ended."""
         return self._loads.running
-
-    def _fetch_next(self, tracked: TrackedRequest, loading: Loading) -> int | None:
-        return self._matcher.next_part(tracked, loading, self.running_requests)
 
     def _hold(self, tracked: TrackedRequest, match: Match, tokens: int) -> bool:
         """Hold the blocks of a hit. Returns False if one of them has left. What a fetch brings
