@@ -189,6 +189,12 @@ class Scheduler:
         self.settle()
         return list(transfer.keys)
 
+    def fill(self, name: str, count: int) -> None:
+        """Store prompts of one block, each as soon as a slot is granted for it."""
+        for number in range(count):
+            key = keys_of(name, 1, number)
+            until(lambda key=key: self.store(key), self.cache.poll)  # type: ignore[misc]
+
     def load(self, keys: Sequence[bytes]) -> bool:
         """Load blocks, and check their bytes."""
         transfer = self.cache.load(keys)

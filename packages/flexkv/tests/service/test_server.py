@@ -170,17 +170,15 @@ def test_an_engine_that_is_not_served_any_more_reads_right_bytes(
     line_of(bad.cache).put(wire.Return([-1]))
     bad.cache.poll()
     until(lambda: any(each.has_ended for each in service.server.engines))
-    for number in range(40):
-        good.store(keys_of(f"b {number}", 1))
+    good.fill("b", 40)
     held = service.pool.cache.look_at_holds
     until(lambda: held() > 0)  # the last block: the others cannot leave before it
     bad.copy(under_way)
     until(lambda: not bad.cache.busy, bad.cache.poll)
     until(lambda: held() == 0)
-    for number in range(40):
-        good.store(keys_of(f"c {number}", 1))
+    good.fill("c", 40)
     assert bad.cache.lookup(keys) == 0
-    assert good.cache.lookup(keys_of("c 39", 1)) == 1
+    assert good.cache.lookup(keys_of("c", 1, 39)) == 1
 
 
 def test_a_store_that_no_rank_has_copied_is_not_published(service: Service, attach: Attach) -> None:
