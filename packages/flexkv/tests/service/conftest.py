@@ -61,7 +61,7 @@ def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
                 stdin=subprocess.PIPE,
                 text=True,
                 pass_fds=pass_fds,
-                env=os.environ | {"PYTHONPATH": str(root)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
             )
         )
         return started[-1]

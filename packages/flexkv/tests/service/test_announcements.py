@@ -23,7 +23,14 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import announced, announced_keys, index_of, stores_of, tier_keys
+from packages.inside import (
+    announced,
+    announced_keys,
+    index_of,
+    open_fetches,
+    stores_of,
+    tier_keys,
+)
 
 Attach = Callable[..., Scheduler]
 
@@ -79,6 +86,7 @@ def test_an_engine_waits_for_what_another_is_storing(service: Service, attach: A
     one, other = attach(service), attach(service)
     transfer = ordered(one, KEYS, range(6))
     fetch = awaited(other, KEYS)
+    until(lambda: open_fetches(service.pool.cache))
     until(lambda: other.cache.fetch_state(fetch).missing == {}, other.cache.poll)
     assert not other.cache.fetch_state(fetch).done
     assert other.cache.lookup(KEYS) == 0
@@ -223,6 +231,7 @@ def test_blocks_of_a_disk_and_of_another_engine_come_as_one_prefix(
     assert state(one, back).arrived == 3
     transfer = ordered(one, KEYS, [3, 4, 5])
     fetch = awaited(other, KEYS)
+    until(lambda: len(open_fetches(service.pool.cache)) == 2)
     one.copy(transfer)
     one.settle()
     assert state(other, fetch).arrived == 6
