@@ -13,6 +13,7 @@ from flexkv.client import Transfer
 from flexkv.host.board import CELLS
 from flexkv.service import line
 from flexkv.service import messages as wire
+from flexkv.service.ask import clear_pools
 from flexkv.service.engine_page import PUBLISHED
 from flexkv.service.line import MOST_WAITING, READ, SENT
 from flexkv.types.changes import Changes, Medium
@@ -222,6 +223,25 @@ def test_granted_slots_are_a_share_and_come_back(
     assert one.store(keys_of("a", 2)) == keys_of("a", 2)
     # A quarter may be missing before the service grants others.
     until(lambda: len(stores_of(one.cache).free) >= 12, one.cache.poll)
+
+
+def test_an_engine_at_rest_gets_slots_after_a_clear(
+    make_service: Callable[..., Service], attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has returned most, and then all."""
+    monkeypatch.setattr("flexkv.service.attached._IDLE_SLOTS", 2)
+    monkeypatch.setattr("flexkv.service.attached._IDLE_SHARE", 64)
+    service = make_service(64)
+    one = attach(service, step_blocks=1000)
+    monkeypatch.setattr("flexkv.service.attached._IDLE_SECONDS", 0.0)
+    until(lambda: len(stores_of(one.cache).free) == 2, one.cache.poll)
+    before = set(stores_of(one.cache).granted)
+    clear_pools(service.root, None)
+    until(lambda: not before & stores_of(one.cache).granted, one.cache.poll)
+    until(lambda: len(stores_of(one.cache).free) == 2, one.cache.poll)
+    keys = keys_of("a", 2)
+    assert one.store(keys) == keys
+    assert one.load(keys)
 
 
 def test_a_reset_of_one_engine_leaves_the_blocks_to_others(

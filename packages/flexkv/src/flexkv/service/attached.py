@@ -425,16 +425,16 @@ class AttachedEngine:
     def _grant(self, now: float) -> None:
         if self._holds is not None and self._holds.is_over:
             return
+        target = self._target
         if now - self._stored_at > _IDLE_SECONDS:
-            spare = len(self._granted) - min(self._idle_slots, self._target)
+            target = min(self._idle_slots, target)
+            spare = len(self._granted) - target
             if spare > 0 and not self._is_recalled:
                 self._is_recalled = True
                 self.tell(wire.Recall(spare))
-            if self._is_recalled:
-                return
-        if 4 * len(self._granted) > 3 * self._target:
+        if 4 * len(self._granted) > 3 * target:
             return
-        wanted = self._target - len(self._granted)
+        wanted = target - len(self._granted)
         slots = self.pool.cache.grant(wanted, self.number, self.tenant)
         if slots:
             self._granted.update(slots)
