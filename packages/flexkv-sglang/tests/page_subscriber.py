@@ -41,6 +41,7 @@ class Subscriber:
 
     def listen(self) -> list[Told]:
         told = self.events.take()
+        self.events.confirm(told)
         for each in told:
             what = each.medium, each.page.number
             assert (what in self.known) != each.stored, "told twice"

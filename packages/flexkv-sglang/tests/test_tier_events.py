@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from page_subscriber import Subscriber, numbers_of, pages_of
@@ -152,6 +152,32 @@ def test_pages_of_new_weights_are_told_on_disk_too(
     subscriber.rank.side.weights_changed(flushed=True)
     subscriber.offload("a", 3)
     subscriber.wait_for(DISK, set(numbers_of("a", 3)))
+
+
+@pytest.mark.parametrize("place", ["_forget", "confirm"], ids=["is computed", "is published"])
+def test_after_an_error_all_pages_are_told_anew(
+    subscribe: Callable[..., Subscriber], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The cache has given the changes that the lost events were of."""
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("on purpose")
+
+    subscriber = subscribe()
+    subscriber.offload("a", 3)
+    subscriber.listen()
+    arena = cache_of(subscriber.rank.side)
+    assert arena is not None
+    assert arena.remove(subscriber.rank.side.keys_of(hashes_of("a", 3)[2:])) == 0
+    subscriber.offload("b", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(subscriber.events, place, fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            subscriber.listen()
+    subscriber.listen()
+    wanted = {(HOST, number) for number in [*numbers_of("a", 2), *numbers_of("b", 2)]}
+    assert subscriber.known == wanted
+    assert subscriber.listen() == []
 
 
 def test_pages_that_nobody_has_are_not_kept(subscribe: Callable[..., Subscriber]) -> None:

@@ -25,7 +25,9 @@ def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
     early, ours.early = ours.early, []
     _learn(events, ours)
     told = ours.take() if ours.begun else []
-    return [*early, *events, *_to_sglang(told, page_size)]
+    published = [*early, *events, *_to_sglang(told, page_size)]
+    ours.confirm(told)
+    return published
 
 
 def learn_early(events: list[Any], ours: TierEvents) -> None:

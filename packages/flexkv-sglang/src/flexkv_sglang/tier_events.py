@@ -70,6 +70,8 @@ class TierEvents:
         # By number, whether there is an event for the page; there is none as long as nobody has
         # described it.
         self._reported: dict[Medium, dict[int, bool]] = {medium: {} for medium in Medium}
+        self._told: dict[Medium, set[int]] = {medium: set() for medium in Medium}
+        self._is_torn = False  # changes were taken, and may not have been told
         self._described: dict[int, None] = {}  # pages of which tiers may lack an event
         self._removed: list[Told] = []
         self._left: set[int] = set()
@@ -86,6 +88,8 @@ class TierEvents:
         """
         if cleared:
             self._removed.clear()
+            for told in self._told.values():
+                told.clear()
             for reported in self._reported.values():
                 known = [number for number, is_told in reported.items() if is_told]
                 reported.update(dict.fromkeys(known, False))
@@ -105,7 +109,11 @@ class TierEvents:
 
     def take(self) -> list[Told]:
         """The events since the last call: removals first, then stored pages, each after its
-        parent."""
+        parent. If an error comes before `confirm`, the next call takes back all that was told, and
+        all pages that are there are told anew."""
+        if self._is_torn:
+            self._begin_anew()
+        self._is_torn = True
         removed, self._removed = self._removed, []
         new: dict[tuple[Medium, int], None] = {}
         for changes in self._cache.drain_changes():
@@ -120,9 +128,17 @@ class TierEvents:
                 order, text = self._pages[number]
                 reported[number] = True
                 stored.append((order, Told(medium, Page(number, *_read(text)), True)))
-        self._forget()
+        if not (self._cache.has_changes or self._cache.awaits_changes):
+            self._forget()
         stored.sort(key=lambda each: each[0])
         return removed + [each for _, each in stored]
+
+    def confirm(self, told: Iterable[Told]) -> None:
+        """Subscribers get what `take` has returned."""
+        for each in told:
+            known = self._told[each.medium]
+            (known.add if each.stored else known.discard)(each.page.number)
+        self._is_torn = False
 
     def forget_all(self, epoch: bytes) -> None:
         """Forget all pages in tiers: no lookup finds them again. The next `take` reports their
@@ -138,6 +154,16 @@ class TierEvents:
             ]
             reported.clear()
         self._unsure |= self._left
+
+    def _begin_anew(self) -> None:
+        self._removed = [
+            Told(medium, Page(number), False)
+            for medium, told in self._told.items()
+            for number in told
+        ]
+        for reported in self._reported.values():
+            reported.clear()
+        self._cache.watch()
 
     def _note(self, number: int, text: bytes) -> None:
         self._learned += 1
