@@ -256,6 +256,7 @@ def nightly(session: nox.Session) -> None:
         failed.append("tests")
     every_line = [
         "packages/flexkv/tests/test_cache_errors.py",
+        "packages/flexkv/tests/service/test_service_errors.py",
         "packages/flexkv-vllm/tests/test_world_errors.py",
         "packages/flexkv-sglang/tests/test_side_errors.py",
         "packages/flexkv-sglang/tests/test_rank_faults.py",

@@ -482,7 +482,7 @@ class CacheClient(Protocol):
         """What changed since the last call: blocks that became loadable or ceased to be, each at
         most once, removals first within a medium. A block that came and left meanwhile is not among
         them. Many changes take several calls, the oldest first; see `has_changes`. Empty without
-        `watch`."""
+        `watch`. If an error may have lost some, this raises until `watch` is called again."""
         ...
 
     def watch_lower_again(self) -> None:

@@ -85,7 +85,7 @@ def open_tiers(
     tiers = []
     if config.ssd_cache_gb is not None:
         tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy, engines, ages=ages))
-    with _closed_on_error(tiers):
+    with closed_on_error(tiers):
         return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
 
 
@@ -105,7 +105,7 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
         StoreSettingError: a store cannot be used with these settings.
     """
     tiers: list[AttachedTier] = []
-    with _closed_on_error(tiers):
+    with closed_on_error(tiers):
         if config.mooncake_master is not None and config.mooncake_metadata is not None:
             tiers.append(
                 _open_mooncake(
@@ -143,7 +143,7 @@ def import_objects(url: str) -> None:
 
 
 @contextlib.contextmanager
-def _closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
+def closed_on_error(tiers: Sequence[AttachedTier]) -> Iterator[None]:
     """Close `tiers` if the block raises, because no cache owns them yet."""
     try:
         yield

@@ -112,6 +112,11 @@ class Service:
         (engine,) = self.server.engines
         return engine
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether its loop runs."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """End the loop, as if the service hung."""
         self.server.stop()

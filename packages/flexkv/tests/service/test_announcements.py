@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,6 +14,8 @@ from flexkv.client import FetchId, FetchState, Transfer
 from flexkv.eviction import RequestContext
 from flexkv.service import announcements, reattachment
 from flexkv.service import messages as wire
+from flexkv.service.announcements import AnnouncedKeys, Announcements
+from flexkv.service.attached import AttachedEngine
 from flexkv.service.lobby import RefusalError
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
@@ -379,3 +382,75 @@ def test_no_engine_announces_what_cannot_be(
     attach(service)
     with pytest.raises(RefusalError, match=reason):
         service.engine.handle(wire.Announce(cell, keys_of("x", blocks)))
+
+
+class OnPurposeError(Exception):
+    """Of a test."""
+
+
+@pytest.mark.parametrize("failures", [1, 2], ids=["at its end", "when its engine leaves, too"])
+def test_a_fetch_whose_end_fails_holds_nothing_afterwards(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise RefusalError("for the test")
+
+    one, other = attach(service), attach(service)
+    ordered(one, KEYS, range(6))
+    fetch = awaited(other, KEYS)
+    cache = service.pool.cache
+    until(lambda: open_fetches(cache))
+    end_fetch, failed, ended = cache.end_fetch, list[FetchId](), list[FetchId]()
+
+    def fail(number: FetchId) -> FetchState:
+        if len(failed) < failures:
+            failed.append(number)
+            raise OnPurposeError
+        ended.append(number)
+        return end_fetch(number)
+
+    monkeypatch.setattr(cache, "end_fetch", fail)
+    monkeypatch.setattr(AttachedEngine, "resume", refuse)
+    other.cache.end_fetch(fetch)
+    other.settle_line()
+    until(lambda: not open_fetches(cache))
+    assert {*failed} == {*ended}
+    assert len(failed) == failures
+    assert [engine.has_ended for engine in service.server.engines] == [False, True]
+
+
+@pytest.mark.parametrize("request_", [False, True], ids=["of a store", "of a request"])
+@pytest.mark.parametrize("place", ["begin", "end"])
+def test_an_error_leaves_nothing_announced(
+    service: Service,
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    request_: bool,
+) -> None:
+    attach(service)
+    service.stop()
+    pool = service.pool
+    mine = Announcements(pool.announced, SLOTS)
+    whole = vars(AnnouncedKeys)[place]
+
+    def fail(keys: AnnouncedKeys, names: Sequence[bytes]) -> NoReturn:
+        if place == "begin":
+            whole(keys, names)
+        raise OnPurposeError
+
+    def begin() -> None:
+        if request_:
+            mine.begin_request("r", KEYS)
+        else:
+            mine.begin(7, KEYS)
+
+    if place == "end":
+        begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(AnnouncedKeys, place, fail)
+        with pytest.raises(OnPurposeError):
+            (begin if place == "begin" else mine.clear)()
+    mine.clear()
+    assert not announced(pool.cache)
+    assert not any(announced_keys(pool).contains(KEYS))

@@ -303,6 +303,7 @@ def test_an_error_of_the_policy_costs_one_engine(
     service.stop()
     gone, _ = service.server.engines
     gone.free()
+    gone.free()
     assert service.accounted()
 
 
@@ -401,6 +402,86 @@ def test_an_error_of_one_engine_ends_the_attachment_of_that_one(
     until(lambda: attached_again(service, bad))
 
 
+def test_a_process_whose_end_cannot_be_handled_is_tried_again_and_keeps_no_loop_busy(
+    service: Service,
+    attach: Attach,
+    other_process: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures, shown, ended = list[int](), list[int](), NodeServer._ended
+
+    def fail(*_: object) -> NoReturn:
+        failures.append(1)
+        raising()
+
+    def show(*arguments: Any) -> None:
+        shown.append(1)
+        ended(*arguments)
+
+    monkeypatch.setattr("flexkv.service.server._GONE_SECONDS", 0.01)
+    monkeypatch.setattr(NodeServer, "_ended", show)
+    good = attach(service)
+    engine = other_process(ENGINE, service.root)
+    assert engine.stdout is not None
+    engine.stdout.readline()
+    processes = len(service.server.engines[1].processes)
+    with monkeypatch.context() as patch:
+        patch.setattr(AttachedEngine, "ended", fail)
+        engine.kill()
+        engine.wait()
+        until(lambda: len(failures) > 3 * processes)
+        assert good.load(keys_of("a", 3))
+        assert len(service.server.engines) == 2
+    assert len(shown) <= processes, "its descriptor wakes the loop no more"
+    until(lambda: len(service.server.engines) == 1)
+    until(service.accounted)
+
+
+def test_an_error_of_one_part_hides_none_of_another(
+    service: Service,
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attach(service)
+    with monkeypatch.context() as patch:
+        patch.setattr("flexkv.service.lobby.Lobby.serve", raising)
+        until(lambda: "processes wait longer" in caplog.text)
+        patch.setattr("flexkv.service.pool.SharedPool.poll", raising)
+        until(lambda: "a pool could not be polled" in caplog.text)
+    assert caplog.text.count("processes wait longer") == 1
+
+
+def test_changes_that_an_error_kept_from_engines_are_told(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = attach(service), attach(service)
+    other.cache.watch()
+    other.settle()
+    failures: list[int] = []
+    with monkeypatch.context() as patch:
+        note = service.pool.below.note
+
+        def fail(changes: Sequence[object], **_: bool) -> None:
+            if changes:
+                failures.append(1)
+                raising()
+
+        patch.setattr(service.pool.below, "note", fail)
+        keys = keys_of("a", 3)
+        one.store(keys)
+        until(lambda: len(failures) > 2)
+        patch.setattr(service.pool.below, "note", note)
+        told: list[bytes] = []
+
+        def read() -> None:
+            other.cache.poll()
+            for change in other.cache.drain_changes():
+                told.extend(change.added)
+
+        until(lambda: told == keys, read)
+
+
 def test_an_error_of_the_lobby_loses_no_process_that_waits(
     service: Service,
     attach: Attach,
@@ -425,7 +506,7 @@ def test_an_error_of_the_lobby_loses_no_process_that_waits(
     assert second.load(keys_of("b", 3))
 
 
-def test_pools_that_nobody_has_taken_come_again() -> None:
+def test_pools_come_until_they_are_taken() -> None:
     done = threading.Semaphore(0)
     maker = PoolMaker(done.release)
     with closing(maker):
@@ -437,7 +518,7 @@ def test_pools_that_nobody_has_taken_come_again() -> None:
             for _ in all_blocks:
                 assert done.acquire(timeout=60)
             assert next(iter(maker.drain())).blocks == all_blocks[0]
-            assert [made.blocks for made in maker.drain()] == all_blocks[1:]
+            assert [made.blocks for made in maker.drain()] == all_blocks
             assert not any(map(maker.is_making, all_blocks))
 
 

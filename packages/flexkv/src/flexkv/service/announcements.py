@@ -83,7 +83,6 @@ class Announcements:
         self._keys = keys
         self._most = most
         self._stores: dict[int, tuple[float, list[bytes]]] = {}
-        self._blocks = 0
         self._requests: dict[str, _Computation] = {}
         self._by_key: dict[bytes, str] = {}
 
@@ -95,19 +94,17 @@ class Announcements:
         """
         if not 0 <= cell < CELLS:
             raise RefusalError(f"cell {cell} is none of the board")
-        if self._blocks + len(keys) > self._most:
+        if sum(len(known) for _, known in self._stores.values()) + len(keys) > self._most:
             raise RefusalError(f"more than {self._most} blocks are announced")
         _, known = self._stores.setdefault(cell, (time.monotonic(), []))
-        self._keys.begin(keys)
         known += keys
-        self._blocks += len(keys)
+        self._keys.begin(keys)
 
     def end(self, cell: int) -> None:
         """The store of this cell has ended. Idempotent."""
         _, keys = self._stores.get(cell, (0.0, ()))
         if keys:
             self._keys.end(keys)
-            self._blocks -= len(keys)
         self._stores.pop(cell, None)
 
     def begin_request(self, request: str, keys: Sequence[bytes]) -> None:

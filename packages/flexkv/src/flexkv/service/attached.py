@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import socket
 import time
 from collections import deque
@@ -71,6 +72,15 @@ class Process:
     connection: socket.socket
     pidfd: int
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, and its memory is unmapped."""
+        if self.pidfd < 0:  # closed
+            return True
+        ends = select.poll()
+        ends.register(self.pidfd, select.POLLIN)
+        return bool(ends.poll(0))
+
     def close(self) -> None:
         """Close connection and descriptor. Idempotent."""
         self.connection.close()
@@ -96,8 +106,8 @@ class AttachedEngine:
         number: as above.
         tenant: number of the tenant of all its requests; `NO_TENANT` if it has none of its own.
         ticket: what its processes show; of an engine that has begun, what the first one shows.
-        processes: those that have the memory and live, by descriptor of their end. Of an engine
-            that has begun, some may not have attached again yet.
+        processes: those that have the memory and live. Of an engine that has begun, some may not
+            have attached again yet.
         has_ended: whether its scheduler has left. It gets nothing more until that attaches again.
     """
 
@@ -109,7 +119,7 @@ class AttachedEngine:
         self.ticket: wire.Ticket | None = None
         if not begun:
             self.ticket = wire.Ticket(number, secrets.token_bytes(16))
-        self.processes: dict[int, Process] = {}
+        self.processes: set[Process] = set()
         self.has_ended = begun
         self._board: CompletionBoard = pool.arena.board_of(number)
         self._scheduler: Process | None = None
@@ -225,7 +235,8 @@ class AttachedEngine:
             engines: the number of engines of the pool.
 
         Returns:
-            The same process as it was known before; the caller's. None if it was not.
+            The same process as it was known before, which the caller closes and discards. None if
+            it was not.
 
         Raises:
             RefusalError: the engine has a scheduler, or none that it could be.
@@ -238,14 +249,13 @@ class AttachedEngine:
         if self._scheduler is not None:
             raise RefusalError(f"engine {self.name!r} has a scheduler; allowed: one")
         self._end_work()
+        self._granted = set(self.pool.cache.granted_to(self.number))  # an error may have lost some
         self.name, self.ticket = greeting.engine, greeting.ticket
         self._bell[SENT] = self._bell[READ] = self._bell[PUBLISHED] = 0
         self._claims = set()
         self.has_ended = self._watches = False
         self._repeated = None
         known = self._reading
-        if known is not None:
-            del self.processes[known.pidfd]
         self._begin(process, greeting, engines)
         return known
 
@@ -492,15 +502,18 @@ class AttachedEngine:
 
     def joined(self, process: Process) -> None:
         """A process has attached, for the first time or again."""
-        self.processes[process.pidfd] = process
+        self.processes.add(process)
         if len(self.processes) > self.pool.arena.spec.ranks:  # the scheduler is no rank
             self._all_known = True
 
     def ended(self, process: Process) -> None:
-        """A process has ended. What the scheduler held may leave: no token can come of it."""
+        """A process has ended, and is closed. What the scheduler held may leave: no token can come
+        of it. After an error, this is called again."""
         if process is self._reading:
             self._let_go()
-        del self.processes[process.pidfd]
+        self.leave(process)
+        process.close()
+        self.processes.discard(process)
 
     def is_gone(self, now: float) -> bool:
         """Whether all its processes have ended, so that nobody writes to its slots any more."""
@@ -514,11 +527,11 @@ class AttachedEngine:
         return now - self._unused_since >= _LAST_WRITES_SECONDS
 
     def free(self) -> None:
-        """All processes have ended."""
+        """All processes have ended. Idempotent, as long as no other engine has its number."""
         self._end_work()
         self.close()
         self._let_go()
-        self.pool.cache.give_back(sorted(self._granted))
+        self.pool.cache.give_back(self.pool.cache.granted_to(self.number))
         self._granted.clear()
 
     def _let_go(self) -> None:
@@ -529,7 +542,7 @@ class AttachedEngine:
     def close(self) -> None:
         """The service ends, and the engine goes on without it. Idempotent."""
         self._board.release()
-        for process in self.processes.values():
+        for process in self.processes:
             process.close()
 
 

@@ -61,9 +61,9 @@ class EngineUses:
                 cache.demote(message.keys)
             case wire.RequestEnded():
                 request = self._own(message.request_id)
-                self._requests.discard(request)
                 self._announced.end_request(request)
                 cache.ended(request, message.output_tokens)
+                self._requests.discard(request)
             case wire.Pin():
                 owner = self._own(message.owner)
                 if message.retain:
@@ -73,8 +73,8 @@ class EngineUses:
                     cache.pin(message.keys, owner, message.seconds)
             case wire.Unpin(owner, None):
                 owner = self._own(owner)
-                self._pins.discard(owner)
                 cache.unpin(owner)
+                self._pins.discard(owner)
             case wire.Unpin(owner, list(keys)):
                 cache.release(keys, self._own(owner))
 

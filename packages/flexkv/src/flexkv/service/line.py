@@ -49,7 +49,7 @@ class Line:
     @property
     def has_news(self) -> bool:
         """Whether anything has come. Makes no system call."""
-        return bool(self.come) or (not self.is_cut and self._bell[SENT] != self._heard)
+        return bool(self.come) or (not self.is_cut and self._bell[SENT] != self._bell[READ])
 
     @property
     def is_silent(self) -> bool:
@@ -88,7 +88,7 @@ class Line:
 
     def listen(self) -> None:
         """Read what has come."""
-        if self.is_cut or self._bell[SENT] == self._heard:
+        if self.is_cut or self._bell[SENT] == self._bell[READ]:
             return
         try:
             while self._heard != self._bell[SENT]:
@@ -101,7 +101,7 @@ class Line:
                 self.note_answer()
         except BlockingIOError:
             self._heard = self._bell[SENT]
-        except (OSError, wire.WireError) as error:
+        except Exception as error:  # noqa: BLE001 - a packet may be lost: both sides begin anew
             self.cut(str(error))
             return
         self._bell[READ] = self._heard
@@ -117,7 +117,7 @@ class Line:
                 self._packets.popleft()
         except BlockingIOError:
             pass
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a packet may be lost, or sent twice
             self.cut(str(error))
 
     def resume(self, connection: socket.socket) -> None:

@@ -11,6 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -114,10 +115,11 @@ class Lobby:
 
     def refuse(self, newcomer: Newcomer, error: Exception) -> None:
         """Dismiss a newcomer."""
-        if newcomer in self._waiting:
-            self._waiting.remove(newcomer)
-        newcomer.close_files()
-        self._refuse(newcomer.connection, error, newcomer.model)
+        with newcomer.connection:  # it would wait for an answer
+            if newcomer in self._waiting:
+                self._waiting.remove(newcomer)
+            newcomer.close_files()
+            self._refuse(newcomer.connection, error, newcomer.model)
 
     def close(self) -> None:
         """Dismiss all, and listen no more."""
@@ -134,16 +136,19 @@ class Lobby:
         except OSError as error:
             logger.warning("cannot accept a process: %s", error)
             return
-        connection.setblocking(False)
-        if len(self._silent) >= _MOST_GUESTS or not wire.is_same_user(connection):
-            logger.warning("refused a process of another user, or one of too many")
-            connection.close()
-            return
-        self._silent[connection] = time.monotonic()
-        self._watch(connection, lambda: self._greet(connection))
+        with ExitStack() as undo:
+            undo.callback(connection.close)
+            connection.setblocking(False)
+            if len(self._silent) >= _MOST_GUESTS or not wire.is_same_user(connection):
+                logger.warning("refused a process of another user, or one of too many")
+                return
+            self._silent[connection] = time.monotonic()
+            self._watch(connection, lambda: self._greet(connection))
+            undo.pop_all()
 
     def _greet(self, connection: socket.socket) -> None:
         fds: list[int] = []
+        newcomer = None
         try:
             packet, fds = wire.receive_greeting(connection)
             if not packet:
@@ -153,11 +158,13 @@ class Lobby:
             if len(self._waiting) >= _MOST_GUESTS:
                 raise RefusalError(f"{_MOST_GUESTS} processes wait; allowed: no more")
             self._forget(connection)
-            newcomer = Newcomer(connection, greeting, fds.pop(0), fds)
-            fds = []
+            newcomer, fds = Newcomer(connection, greeting, fds[0], fds[1:]), []
             self._waiting.append(newcomer)
         except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
-            self._refuse(connection, error)
+            if newcomer is None:
+                self._refuse(connection, error)
+            else:
+                self.refuse(newcomer, error)
             return
         finally:
             for fd in fds:
@@ -196,8 +203,8 @@ class Lobby:
         self._silent.pop(connection, None)
 
     def _dismiss(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        connection.close()
+        with connection:
+            self._forget(connection)
 
 
 def _greeting_of(messages: list[wire.ToService], fds: Sequence[int]) -> Greeting:

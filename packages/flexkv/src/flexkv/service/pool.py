@@ -16,7 +16,7 @@ from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.block_index import index_bytes, publish
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
+from flexkv.open_tiers import ages_of, closed_on_error, host_policy, open_tiers, policy_maker
 from flexkv.service.announcements import AnnouncedKeys
 from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.messages import PoolBlocks
@@ -167,6 +167,7 @@ class SharedPool:
         descriptions: what events say of its blocks.
         policy: name of the eviction policy.
         has_shares: whether tenants have shares of the memory.
+        untold: changes that engines have not been told of.
         prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
             engines found.
 
@@ -184,11 +185,12 @@ class SharedPool:
         *,
         begun: bool = False,
     ) -> None:
-        self.model = model
         with ExitStack() as undo:
             undo.callback(memory.close)
+            self.model = model
             self._memory = memory
             self.prompt_blocks = self.found_blocks = self._met_holds = 0
+            self.untold: Sequence[Changes] = ()
             self.arena, self.index_fd, self.pages_fd = memory.arena, memory.index, memory.pages
             slots = self.arena.spec.num_slots
             info = SessionInfo(blocks.fingerprint, self.arena.spec, True, blocks.identity)
@@ -197,17 +199,19 @@ class SharedPool:
             self.has_shares = bool(self._shares)
             self.policy, policy = host_policy(config, slots, follows_requests=True)
             ages = ages_of(config, slots)
-            self.cache = SharedCache(
-                self.arena,
-                policy,
-                open_tiers(config, Session(info, self.arena), make_policy, ages=ages),
-                policy_name=self.policy,
-                pin_seconds=config.pin_seconds,
-                memory=mmap.mmap(self.index_fd, index_bytes(slots)),
-                begun=begun,
-                ages=ages,
-            )
-            undo.callback(self.cache.close)
+            tiers = open_tiers(config, Session(info, self.arena), make_policy, ages=ages)
+            with closed_on_error(tiers):
+                self.cache = SharedCache(
+                    self.arena,
+                    policy,
+                    tiers,
+                    policy_name=self.policy,
+                    pin_seconds=config.pin_seconds,
+                    memory=mmap.mmap(self.index_fd, index_bytes(slots)),
+                    begun=begun,
+                    ages=ages,
+                )
+                undo.callback(self.cache.close)
             self.cache.info = replace(self.cache.info, is_shared=True)
             self.cache.watch()
             disk_bytes = int((config.ssd_cache_gb or 0) * GIB)
@@ -239,17 +243,19 @@ class SharedPool:
     @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
-        return self.cache.busy or self.cache.has_changes
+        return bool(self.untold) or self.cache.busy or self.cache.has_changes
 
     def poll(self) -> Sequence[Changes]:
-        """See what has ended, and what blocks came and left, if not too many at once."""
+        """See what has ended, and what blocks came and left, if not too many at once. The same
+        changes come again until the caller clears `untold`."""
         cache = self.cache
         if cache.busy:
             cache.poll()
         self._met_holds = cache.look_at_holds()
-        changes = cache.drain_changes() if cache.has_changes else ()
-        self.below.note(changes, are_all=not cache.has_changes)
-        return changes
+        if not self.untold:
+            self.untold = cache.drain_changes() if cache.has_changes else ()
+        self.below.note(self.untold, are_all=not cache.has_changes)
+        return self.untold
 
     @property
     def is_short(self) -> bool:

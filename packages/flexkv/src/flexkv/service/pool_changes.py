@@ -36,13 +36,14 @@ class PoolChanges:
         self._unsure: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
         self._again: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
         self._watch = self._ended = 0
+        self._is_torn = False
         self._texts: dict[bytes, bytes] = {}
         self._drained_texts: dict[bytes, bytes] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether `drain` returns nothing."""
-        return not any(self._changed.values())
+        return not self._is_torn and not any(self._changed.values())
 
     @property
     def awaits_changes(self) -> bool:
@@ -50,7 +51,13 @@ class PoolChanges:
         return self._ended != self._watch
 
     def drain(self) -> list[Changes]:
-        """See `CacheClient.drain_changes`."""
+        """See `CacheClient.drain_changes`.
+
+        Raises:
+            RuntimeError: after `tear`, until `watch`.
+        """
+        if self._is_torn:
+            raise RuntimeError("an error may have lost changes of blocks; watch again to get all")
         changes = [
             each for medium, keys in self._changed.items() for each in changes_of(medium, keys)
         ]
@@ -60,7 +67,7 @@ class PoolChanges:
 
     def watch(self) -> None:
         """See `CacheClient.watch`."""
-        self.watches = True
+        self.watches, self._is_torn = True, False
         self._list_again(Medium)
 
     def watch_lower_again(self) -> None:
@@ -80,6 +87,10 @@ class PoolChanges:
             self._again[medium] = self._known[medium] | self._unsure[medium]
         self._watch += 1
         self.resume()
+
+    def tear(self) -> None:
+        """An error may have lost changes. Their reader has to watch again."""
+        self._is_torn = self.watches
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `CacheClient.describe`."""

@@ -45,8 +45,8 @@ class PoolMaker:
 
     def begin(self, blocks: PoolBlocks, newcomer: Newcomer, make: Callable[[], SharedPool]) -> None:
         """Make a pool for a newcomer by calling `make` in the thread."""
-        future = self._thread.submit(make)
-        self._making[blocks] = newcomer, future
+        # In one statement: no error loses a pool that is being made.
+        self._making[blocks] = newcomer, (future := self._thread.submit(make))
         future.add_done_callback(lambda _: self._wake())
 
     def drain(self) -> Iterator[Made]:
@@ -56,9 +56,8 @@ class PoolMaker:
                 error = future.exception()
                 if error is not None and not isinstance(error, Exception):
                     raise error
-                made = Made(blocks, newcomer, error or future.result())
+                yield Made(blocks, newcomer, error or future.result())
                 del self._making[blocks]
-                yield made
 
     def close(self) -> None:
         """Make no more. A pool that is being made is closed once it is there."""

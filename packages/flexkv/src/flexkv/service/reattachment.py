@@ -55,6 +55,7 @@ class Reattachment:
         self._attach = attach
         self._stops = threading.Event()
         self._made: deque[Attachment] = deque()  # one at most; each call on it is atomic
+        self._taken: Attachment | None = None
         threading.Thread(
             target=self._stay, args=(connection.dup(),), name="flexkv-reattachment", daemon=True
         ).start()
@@ -67,8 +68,15 @@ class Reattachment:
     def take(self) -> Attachment | None:
         """The new attachment, which is the caller's; None if there is none yet."""
         with contextlib.suppress(IndexError):
-            return self._made.popleft()
+            self._taken = self._made.popleft()
+            return self._taken
         return None
+
+    def reject(self) -> None:
+        """What `take` has given last is of no use. Attaches again, unless that has ended before."""
+        if self._taken is not None:
+            with contextlib.suppress(OSError):
+                self._taken.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Try no more. A thread that waits for the service ends after that. The caller shuts down

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
@@ -264,7 +265,7 @@ class ServedCache:
         if copy.transfer.direction is Direction.LOAD:
             self.counters.loads -= 1
             self._holds.release(copy.blocks.slots)
-        else:
+        elif transfer_id in self._stores.by_id:  # else an error came before
             self._stores.undo(self._stores.end(transfer_id))
 
     def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
@@ -419,29 +420,32 @@ class ServedCache:
     def _attach_again(self) -> None:
         """The service is gone, or serves this engine no more, until there is a new connection."""
         if not self._is_alone:
+            self._line.come.clear()
+            self._tiers.lose()
+            self._uses.lose()
+            self._changes.lose()
+            self._stores.lose_told()
             self._is_alone = True
             logger.error(
                 "the service of FlexKV is gone: %s; until it is back, blocks in host memory are "
                 "loaded as before, and nothing is stored or fetched",
                 self._line.reason,
             )
-            self._line.come.clear()
-            self._tiers.lose()
-            self._uses.lose()
-            self._changes.lose()
-            self._stores.lose_told()
-        attachment = self._reattachment.take()
-        if attachment is None:
-            return
-        self._line.resume(attachment.connection)
-        self._tiers.below = attachment.below
-        self._tiers.announced = attachment.announced
-        self._has_shares = attachment.has_shares
-        self._is_alone = False
-        self._stores.claim()
-        self._changes.resume()
-        self._line.send()
-        logger.info("attached to the service of FlexKV again")
+        with ExitStack() as undo:
+            undo.callback(self._reattachment.reject)
+            attachment = self._reattachment.take()
+            if attachment is None:
+                return
+            self._is_alone = False
+            self._line.resume(attachment.connection)
+            self._tiers.below = attachment.below
+            self._tiers.announced = attachment.announced
+            self._has_shares = attachment.has_shares
+            self._stores.claim()
+            self._changes.resume()
+            self._line.send()
+            logger.info("attached to the service of FlexKV again")
+            undo.pop_all()
 
     def _hear(self, message: wire.ToEngine) -> None:
         match message:
@@ -536,12 +540,14 @@ class ServedCache:
     def recover(self) -> None:
         """See `CacheClient.recover`."""
         self._recovering = True
+        self._changes.tear()
 
     def _recover(self) -> None:
         """Hold what the loads under way hold, and have the slots that no store has."""
         loads = self._device.rows_in_use(Direction.LOAD)
         self._holds.settle([slot for row in loads for slot in row.slots])
         self._stores.recover(self._device.under_way)
+        self._tiers.end_all()  # some may be nobody's
         self._recovering = False
 
     def close(self, flush_seconds: float = 0.0) -> bool:

@@ -16,6 +16,13 @@ _PART = wire.MOST_KEYS // 2
 """Blocks that one message publishes: each may bring the key of the block before it."""
 
 
+def _returns(slots: Sequence[int]) -> list[wire.Return]:
+    return [
+        wire.Return(list(slots[start : start + wire.MOST_KEYS]))
+        for start in range(0, len(slots), wire.MOST_KEYS)
+    ]
+
+
 def _without_repetitions(keys: Sequence[bytes], places: Sequence[int]) -> list[int]:
     """The places without those of keys that came before."""
     first: dict[bytes, int] = {}
@@ -143,8 +150,9 @@ class ServedStores:
 
     def grant(self, slots: Sequence[int]) -> None:
         """The service grants slots."""
+        # None is free twice: the engine handles a message again after an error.
+        self.free += [slot for slot in slots if slot not in self.granted]
         self.granted.update(slots)
-        self.free += slots
 
     def recall(self, count: int) -> None:
         """The service wants as many slots back, if there are so many."""
@@ -152,12 +160,10 @@ class ServedStores:
 
     def give_back(self, slots: Sequence[int]) -> None:
         """The service may grant these slots to others. If it is gone, they stay granted."""
-        if self._line.is_cut:
-            self.free += slots
-            return
-        self.granted.difference_update(slots)
-        for start in range(0, len(slots), wire.MOST_KEYS):
-            self._line.put(wire.Return(list(slots[start : start + wire.MOST_KEYS])))
+        if slots:
+            returns, granted = _returns(slots), self.granted
+            # In one statement, as in `publish`.
+            (granted.difference_update if self._line.put(*returns) else self.free.extend)(slots)
 
     def plan(
         self,
@@ -225,9 +231,9 @@ class ServedStores:
 
     def undo(self, store: PlannedStore) -> None:
         """A planned store could not begin, or has failed."""
-        self.free += store.slots
         self._retract(store)
         self.announce_nothing()
+        self.free += store.slots
 
     def announce_nothing(self) -> None:
         """Some blocks of prompts are not stored. It is not known which requests compute them."""
@@ -235,8 +241,8 @@ class ServedStores:
 
     def _retract(self, store: PlannedStore) -> None:
         if store.is_announced:
-            store.is_announced = False
             self._line.put(wire.Retract(store.cell))
+            store.is_announced = False
 
     def end(self, number: int) -> PlannedStore:
         """A store is over: its cell is free, and nobody knows of it any more. Its slots are the
@@ -258,18 +264,15 @@ class ServedStores:
             if any(each is not None and not each.is_told for each in before):
                 continue
             parts = store.parts()
-            if not parts:
-                self._retract(store)
+            returns = _returns([store.slots[place] for place in store.dropped])
             # In one statement: no error can come between the messages and the note of them.
-            store.is_told = bool(parts) and self._line.put(*parts)
+            store.is_told = bool(parts) and self._line.put(*parts, *returns)
             if store.is_told:
                 self._told.append(number)
-            if self._line.is_cut:
-                self.free += store.slots
             else:
-                self.give_back([store.slots[place] for place in store.dropped])
-            if not store.is_told:
+                self._retract(store)
                 self.end(number)
+                self.give_back(store.slots)
 
     def drain_published(self) -> int | None:
         """End the stores that the service has published since the last call: their slots are the
@@ -286,8 +289,8 @@ class ServedStores:
                 self.granted.difference_update(store.slots)
                 self.end(self._told[0])
                 blocks += len(store.keys) - len(store.dropped)
-            self._told.popleft()
-            self._published = (self._published + 1) % (1 << 32)
+            # In one statement: else later counts would be of other stores.
+            _, self._published = self._told.popleft(), (self._published + 1) % (1 << 32)
         return blocks
 
     def claim(self) -> None:

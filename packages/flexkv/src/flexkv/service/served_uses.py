@@ -38,9 +38,8 @@ class ServedUses:
         parts = [wire.RecordUse(part, found, [], None) for part in _parts(whole)]
         parts += [wire.RecordUse([], found, part, None) for part in _parts(others)]
         last = parts.pop() if parts else wire.RecordUse([], found, [], None)
-        for part in parts:
-            self._line.put(part)
-        self._line.put(wire.RecordUse(last.prompt, found, last.others, context))
+        # All or none: the service joins those that come to one prompt.
+        self._line.put(*parts, wire.RecordUse(last.prompt, found, last.others, context))
         return context.stores and is_prefix and len(whole) > found
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -74,7 +74,7 @@ class NodeServer:
         self._engines: dict[tuple[wire.PoolBlocks, int], AttachedEngine] = {}
         self._selector = selectors.DefaultSelector()
         self._stops = self._is_closed = False
-        self._logged_at = -_LOGGED_SECONDS
+        self._logged_at: dict[str, float] = {}  # by what was logged
         self._looked_at = 0.0
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with ExitStack() as undo:
@@ -166,15 +166,18 @@ class NodeServer:
         blocks = greeting.blocks
         if self._maker.is_making(blocks):
             return False
-        if isinstance(greeting, wire.Resume):
-            config = self._size_resumed(greeting)
-            taken = [os.dup(fd) for fd in newcomer.memory]
-            make = partial(_resume_pool, config, greeting, taken)
-        elif time.monotonic() < self._awaits_until:
-            return False
-        else:
-            make = partial(_make_pool, self._size(greeting), greeting)
-        self._maker.begin(blocks, newcomer, make)
+        with ExitStack() as undo:
+            undo.callback(self._sizes.give_back, blocks)
+            if isinstance(greeting, wire.Resume):
+                config = self._size_resumed(greeting)
+                taken = [os.dup(fd) for fd in newcomer.memory]
+                make = partial(_resume_pool, config, greeting, taken)
+            elif time.monotonic() < self._awaits_until:
+                return False
+            else:
+                make = partial(_make_pool, self._size(greeting), greeting)
+            self._maker.begin(blocks, newcomer, make)
+            undo.pop_all()
         return False
 
     def _size(self, greeting: wire.Open) -> CacheConfig:
@@ -216,10 +219,13 @@ class NodeServer:
             try:
                 self._take(made)
             except Exception as error:  # noqa: BLE001 - the others are served on
+                self._drop(made)
                 self._lobby.refuse(made.newcomer, error)
 
     def _take(self, made: Made) -> None:
         blocks, newcomer, result = made
+        if self._pools.get(blocks) is result:
+            return  # it comes again after an error
         if isinstance(result, SharedPool):
             self._begin_pool(blocks, result)
             return
@@ -228,20 +234,24 @@ class NodeServer:
         if is_resumed or not isinstance(result, ArenaError) or not self._end_idle_pool():
             raise result
 
+    def _drop(self, made: Made) -> None:
+        """A pool could not be made, or cannot be served."""
+        blocks, pool = made.blocks, made.result
+        if self._pools.get(blocks) is pool:
+            return
+        self._sizes.give_back(blocks)
+        for key in [key for key in self._engines if key[0] == blocks]:
+            self._engines.pop(key).close()
+        if isinstance(pool, SharedPool):
+            pool.close(0.0)
+
     def _begin_pool(self, blocks: wire.PoolBlocks, pool: SharedPool) -> None:
         """Serve a pool, for the engines, too, that used it under the service before this one."""
-        try:
-            for number in range(1, MOST_ENGINES + 1):
-                if pool.is_used_by(number) or pool.cache.granted_to(number):
-                    name = f"number {number}"
-                    engine = AttachedEngine(name, pool, number, begun=True)
-                    self._engines[blocks, number] = engine
-        except BaseException:
-            for key in [key for key in self._engines if key[0] == blocks]:
-                self._engines.pop(key).close()
-            self._sizes.give_back(blocks)
-            pool.close(0.0)
-            raise
+        for number in range(1, MOST_ENGINES + 1):
+            if pool.is_used_by(number) or pool.cache.granted_to(number):
+                name = f"number {number}"
+                engine = AttachedEngine(name, pool, number, begun=True)
+                self._engines[blocks, number] = engine
         self._pools[blocks] = pool
         self._share(pool)
         logger.info(
@@ -270,30 +280,43 @@ class NodeServer:
         return True
 
     def _admit(self, newcomer: Newcomer) -> None:
-        """Let a process in."""
+        """Let a process in. It is known before it is told so."""
         process = Process(newcomer.connection, newcomer.pidfd)
-        greeting, made = newcomer.greeting, None
-        try:
-            answer: wire.ToEngine
-            lent: list[int] = []
+        greeting = newcomer.greeting
+        answer: wire.ToEngine
+        lent: list[int] = []
+        with ExitStack() as undo:
             if isinstance(greeting, wire.Open):
-                engine = made = self._open(greeting)
+                engine = self._open(greeting)
+                undo.callback(self._forget, engine)
                 spec = engine.pool.arena.spec
                 assert engine.ticket is not None
                 answer = wire.Opened(engine.ticket, spec.num_slots, spec.boards)
                 lent = [engine.pool.arena.fd]
             elif isinstance(greeting, wire.Resume):
-                engine = self._resume(greeting, process, newcomer.memory[0])
+                engine = self._resumed(greeting, newcomer.memory[0])
                 pool = engine.pool
                 answer, lent = wire.Resumed(pool.has_shares), [pool.below.fd, pool.announced.fd]
+                undo.callback(engine.leave, process)
+                self._resume(engine, greeting, process)
             else:
                 engine = self._named(greeting.ticket)
                 answer = wire.Joined()
                 if isinstance(greeting, wire.Schedule):
+                    undo.callback(engine.leave, process)
                     lent = engine.schedule(process, greeting, self._mates(engine))
                     info = engine.pool.cache.info
                     shares, policy = engine.pool.has_shares, engine.pool.policy
                     answer = wire.Scheduled(info.media, info.must_query, policy, shares)
+            undo.callback(setattr, newcomer, "pidfd", newcomer.pidfd)
+            undo.callback(setattr, process, "pidfd", -1)
+            newcomer.pidfd = -1
+            undo.callback(engine.processes.discard, process)
+            engine.joined(process)
+            undo.callback(self._unwatch, process.pidfd)
+            self._watch(process.pidfd, self._ended)
+            undo.callback(self._unwatch, process.connection)
+            self._watch(process.connection, lambda: self._serve(engine, process))
             (packet,) = wire.packets([answer])
             try:
                 socket.send_fds(process.connection, [packet], lent)
@@ -301,14 +324,7 @@ class NodeServer:
                 if not isinstance(greeting, wire.Resume):
                     raise
                 # An engine that is served again, and has gone meanwhile, leaves as any other.
-        except BaseException:
-            if made is not None:
-                self._forget(made)
-            raise
-        newcomer.pidfd = -1  # the process's
-        engine.joined(process)
-        self._watch(process.pidfd, lambda: self._ended(engine, process))
-        self._watch(process.connection, lambda: self._serve(engine, process))
+            undo.pop_all()
 
     def _open(self, greeting: wire.Open) -> AttachedEngine:
         blocks = greeting.blocks
@@ -323,8 +339,9 @@ class NodeServer:
         logger.info("engine %r is attached", engine.name)
         return engine
 
-    def _resume(self, greeting: wire.Resume, process: Process, arena: int) -> AttachedEngine:
-        """Serve an engine on, which this service served no more, or a service before it."""
+    def _resumed(self, greeting: wire.Resume, arena: int) -> AttachedEngine:
+        """The engine that is to be served on, which this service served no more, or a service
+        before it."""
         blocks, number = greeting.blocks, greeting.ticket.client
         if not self._pools[blocks].has(arena):
             raise RefusalError(
@@ -334,12 +351,15 @@ class NodeServer:
         engine = self._engines.get((blocks, number))
         if engine is None:
             raise RefusalError(f"no engine of number {number} uses the memory")
+        return engine
+
+    def _resume(self, engine: AttachedEngine, greeting: wire.Resume, process: Process) -> None:
         known = engine.resume(process, greeting, self._mates(engine))
         if known is not None:
             self._unwatch(known.pidfd)
             known.close()
+            engine.processes.discard(known)
         logger.info("engine %r is attached again", engine.name)
-        return engine
 
     def _mates(self, engine: AttachedEngine) -> int:
         """How many engines use its pool."""
@@ -387,6 +407,9 @@ class NodeServer:
             self._looked_at = now
             for engine in self.engines:
                 self._guard_engine(engine, partial(engine.look, now))
+                for process in list(engine.processes):
+                    what = f"a process of engine {engine.name!r} has ended, and is not forgotten"
+                    self._guard(what, partial(self._end_if_over, engine, process))
                 what = f"engine {engine.name!r} cannot be forgotten yet"
                 self._guard(what, partial(self._forget_if_gone, engine))
         self._guard("a pool that was made is not used yet", self._take_made)
@@ -424,13 +447,16 @@ class NodeServer:
         for message in pool.descriptions.messages(changes) if changes else ():
             for engine in watching:
                 self._guard_engine(engine, partial(engine.tell, message))
+        pool.untold = ()
 
     def _log_error(self, what: str, error: Exception) -> None:
         """Log an error that may come again and again."""
         now = time.monotonic()
-        if now - self._logged_at > _LOGGED_SECONDS:
-            self._logged_at = now
+        recent = {each: at for each, at in self._logged_at.items() if now - at <= _LOGGED_SECONDS}
+        if what not in recent:
+            recent[what] = now
             logger.error("%s: %r", what, error, exc_info=error)
+        self._logged_at = recent
 
     def _give_up(self, engine: AttachedEngine, process: Process, error: Exception) -> None:
         """What an engine has sent is against the rules, or made a call of the cache fail; or it has
@@ -448,14 +474,17 @@ class NodeServer:
         process.connection.close()
         engine.leave(process)
 
-    def _ended(self, engine: AttachedEngine, process: Process) -> None:
-        """A process has ended, and its memory is unmapped. After an error, that shows again."""
-        if process.connection.fileno() >= 0:
-            self._leave(engine, process)
-        engine.ended(process)
-        self._unwatch(process.pidfd)
-        process.close()
-        self._forget_if_gone(engine)
+    def _ended(self) -> None:
+        """A process has ended: the next turn looks at all."""
+        self._looked_at = 0.0
+
+    def _end_if_over(self, engine: AttachedEngine, process: Process) -> None:
+        """Forget a process that has ended. After an error, the next look tries again."""
+        if process.has_ended:
+            # First: it would wake the loop again and again.
+            self._unwatch(process.pidfd)
+            self._unwatch(process.connection)
+            engine.ended(process)
 
     def _forget_if_gone(self, engine: AttachedEngine) -> None:
         if engine.is_gone(time.monotonic()):
