@@ -50,7 +50,9 @@ class PrefixLoads:
         self._loads = Loads(
             engine,
             self._fetches,
-            lambda *part: self._matcher.next_part(*part, self.running_requests),
+            lambda tracked, keys, first, span: self._matcher.next_part(
+                tracked, keys, first, span, self.running_requests
+            ),
         )
         self.hits = self._loads.hits
         tokens = engine.groups.members[0].block_tokens
