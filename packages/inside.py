@@ -59,6 +59,16 @@ def go_on(server: NodeServer) -> None:
     server._stops = False
 
 
+def turn_of_server() -> Callable[[NodeServer, float], bool]:
+    """A turn of a service's loop, without what replaces it."""
+    return NodeServer._turn
+
+
+def end_of_server() -> Callable[..., None]:
+    """What a service does about the end of a process, without what replaces it."""
+    return NodeServer._ended
+
+
 def is_making(server: NodeServer) -> bool:
     """Whether a pool is being made."""
     return bool(server._maker._making)

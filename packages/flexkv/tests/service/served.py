@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flexkv.client import Transfer
 from flexkv.host.arena import ArenaSpec
@@ -56,6 +56,10 @@ print(one.ticket.client, one.ticket.token, path, flush=True)
 sys.stdin.read()
 """
 """Programs of a rank and of a scheduler with a rank, as processes of their own."""
+
+
+def raising(*_: object) -> NoReturn:
+    raise RuntimeError("on purpose")
 
 
 def until(condition: Callable[[], object], act: Callable[[], object] = lambda: None) -> None:

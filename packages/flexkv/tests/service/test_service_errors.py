@@ -43,6 +43,7 @@ from packages.inside import (
     line_of,
     open_fetches,
     stores_of,
+    turn_of_server,
     waiting_newcomers,
 )
 from packages.line_errors import InjectedError, LineErrors
@@ -421,7 +422,7 @@ def test_an_error_before_any_line_of_the_service_costs_nothing(
     # As in `SPARED`.
     errors.spare((pool.__file__, at) for at, text in lines if "undo.callback(memory.close)" in text)
     made = world(errors, in_service=True)
-    turn = NodeServer._turn
+    turn = turn_of_server()
 
     def armed_turn(self: NodeServer, now: float) -> bool:
         if made.spared_turns:

@@ -380,7 +380,8 @@ class ServedCache:
             self._line.come.popleft()
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
-            self._publish()
+            self._end_published()
+            self._stores.publish()
         if self._uses.has_demotions:
             self._uses.tell_demotions(self._stores.untold_ids)
         if not self._line.is_cut and self._changes.compares(self._tiers.below):
@@ -403,11 +404,6 @@ class ServedCache:
         if self._recovering or self._reattachment.has_made:
             return False
         return not self._changes.compares(self._tiers.below)
-
-    def _publish(self) -> None:
-        """Go on with the stores that all ranks have copied."""
-        self._end_published()
-        self._stores.publish()
 
     def _end_published(self) -> None:
         """End and count the stores that the service has published."""
