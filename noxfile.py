@@ -75,6 +75,8 @@ CLIENTS = ["ai-dynamo-runtime==1.6.1", "sglang-router==0.3.2", "vllm-router==0.1
 DYNAMO = ["ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"]
 DYNAMO_VLLM = "0.31.0"  # what it pins
 DYNAMO_NEEDS = ["aiohttp", "blake3", "kubernetes<33", "redis<9", "uvloop", "zstandard<1"]
+LMCACHE = "lmcache==0.5.6"
+LMCACHE_NEEDS = ["aiofile", "aiofiles", "awscrt", "nvtx", "opentelemetry-exporter-prometheus"]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 TYPED = [
@@ -231,6 +233,20 @@ def dynamo(session: nox.Session) -> None:
     session.run(*uv, "--no-deps", *DYNAMO)
     session.run(*uv, *DYNAMO_NEEDS)
     _run(session, "dynamo", "-m", "integration.clients.dynamo_campaign", *session.posargs)
+
+
+@nox.session(default=False, requires=["engine-sglang"])
+def peers(session: nox.Session) -> None:
+    """Run what the page "Compare" says of vLLM's own caches, HiCache and LMCache. `-- --only PEER`
+    runs one of them."""
+    _install_engine(session, "cpu", VLLM_VERSION)
+    # With all that it requires, it would bring packages for GPUs.
+    uv = ["python", "-m", "uv", "pip", "install", "--system-certs"]
+    session.run(*uv, "--no-deps", LMCACHE)
+    session.run(*uv, *LMCACHE_NEEDS)
+    cache = ["--cache", str(_compat_cache(session)), *session.posargs]
+    env = {"PYTHONPATH": str(ROOT / "compat-ci")}
+    session.run("python", "-m", "integration.peers", *cache, env=env)
 
 
 @nox.session(

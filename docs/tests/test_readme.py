@@ -39,7 +39,7 @@ def test_a_figure_that_is_outdated_is_noticed() -> None:
 def rows(page: str) -> list[str]:
     """The rows of the tables that compare five columns, without references to notes."""
     found = re.findall(r"^\|(?: [^|]+ \|){5}$", page, re.MULTILINE)
-    return [re.sub(r" \[\d+\]", "", row) for row in found]
+    return [re.sub(r" \[(\d+|run)\]", "", row) for row in found]
 
 
 def test_the_comparison_is_that_of_its_page() -> None:

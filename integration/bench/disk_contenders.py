@@ -142,7 +142,11 @@ class FlexKV:
 
 class VllmFiles:
     """vLLM's file-system tier with its defaults, as `TieringOffloadingSpec` makes and drives it:
-    one file a block, kept for ever, 16 + 16 threads, a batch is one task of one thread."""
+    one file a block, kept for ever, 16 + 16 threads, a batch is one task of one thread.
+
+    Attributes:
+        keys: of the blocks in memory, which `read` reads.
+    """
 
     name = "vLLM"
 
@@ -153,10 +157,10 @@ class VllmFiles:
 
         self._folder = folder
         self._blocks = blocks_of(memory, block_bytes)
-        self._keys: list[Any] = []
+        self.keys: list[Any] = []
         self._jobs = itertools.count(1)
         self._request = ReqContext("bench")
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         self._direct: bool = probe_o_direct(str(folder))
         caching = "O_DIRECT" if self._direct else "buffered, evicted from page cache before reads"
         self.how = f"{caching}, a new file for each block"
@@ -168,7 +172,7 @@ class VllmFiles:
     def write(self) -> Transfer:
         from vllm.v1.kv_offload.base import make_offload_key
 
-        self._keys = [make_offload_key(os.urandom(KEY_BYTES), 0) for _ in self._blocks]
+        self.keys = [make_offload_key(os.urandom(KEY_BYTES), 0) for _ in self._blocks]
         done = self._timed(self._tier.submit_store, is_promotion=False)
         if not self._direct:
             self._leave_page_cache()
@@ -186,7 +190,7 @@ class VllmFiles:
 
         def job(batch: slice) -> Any:
             chunks = np.arange(batch.start, batch.stop)
-            keys = self._keys[batch]
+            keys = self.keys[batch]
             return TransferJob(next(self._jobs), keys, chunks, is_promotion, self._request)
 
         def settle() -> int:

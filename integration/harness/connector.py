@@ -108,6 +108,32 @@ def native_offloading(gigabytes: float) -> Connector:
     )
 
 
+def simple_offloading(gigabytes: float) -> Connector:
+    """vLLM's SimpleCPUOffloadConnector with so many GiB of host memory."""
+    return Connector(
+        "simple_offloading",
+        {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": int(gigabytes * (1 << 30))},
+        },
+        holds_blocks=False,
+    )
+
+
+def lmcache_server(port: int) -> Connector:
+    """LMCache's server at a port of this machine."""
+    return Connector(
+        "lmcache_server",
+        {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.port": port},
+        },
+        holds_blocks=False,
+    )
+
+
 def lmcache(gigabytes: float) -> Connector:
     """LMCache in the engine's processes, with so many GiB of host memory and no disk."""
     return Connector(

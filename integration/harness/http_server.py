@@ -56,6 +56,7 @@ def spawned(command: Sequence[str]) -> Start:
 
 class HttpServer:
     """A server; a context manager that ends it. Methods may be called from several threads.
+    `HEALTH` is what it answers when it is ready.
 
     Args:
         name: of the engine, for messages.
@@ -72,6 +73,8 @@ class HttpServer:
     Raises:
         EngineError: it did not start; nothing of it is left then.
     """
+
+    HEALTH = "/health"
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ class HttpServer:
         deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline and self.alive:
             try:
-                self.ask("/health")
+                self.ask(self.HEALTH)
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.2)
             else:
