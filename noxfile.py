@@ -76,7 +76,7 @@ DYNAMO = ["ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"]
 DYNAMO_VLLM = "0.31.0"  # what it pins
 DYNAMO_NEEDS = ["aiohttp", "blake3", "kubernetes<33", "redis<9", "uvloop", "zstandard<1"]
 LMCACHE = "lmcache==0.5.6"
-LMCACHE_NEEDS = ["aiofile", "aiofiles", "awscrt", "nvtx", "opentelemetry-exporter-prometheus"]
+LMCACHE_NEEDS = ["aiofile", "aiofiles", "opentelemetry-exporter-prometheus"]
 INSTALLERS = ["integration/harness/install_vllm.py", "integration/sglang/install.py"]
 DOCS = ["mkdocs-material==9.8.1", "mkdocstrings==1.0.8", "mkdocstrings-python==2.0.11"]
 TYPED = [

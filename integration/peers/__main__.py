@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--only", choices=RUNS, help="run this peer alone, and read nothing")
     parser.add_argument("--cache", type=Path, required=True, help="keeps Python files of wheels")
     arguments = parser.parse_args()
+    os.environ["DO_NOT_TRACK"] = "1"  # LMCache reports its use over the network
     versions, wrong = page.versions(), 0
     for finding in _findings(arguments.only, arguments.cache):
         said = "" if finding.holds else "DIFFERS FROM THE PAGE: "
