@@ -16,7 +16,7 @@ from integration.harness import processes
 
 ROOT = Path(__file__).parents[1]
 COMMAND = """
-import os, sys, tempfile
+import os, signal, sys, tempfile
 from pathlib import Path
 from integration.harness.http_server import HttpServer, spawned
 from integration.interrupts import interrupt_at_sigterm
@@ -30,6 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 '''
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever runs the tests
 interrupt_at_sigterm()
 with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
     start, log = spawned([sys.executable, "-c", SERVER]), Path(folder) / "log"
@@ -43,8 +44,9 @@ with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
             print("ended", flush=True)
 """
 CALLER = """
-import subprocess, sys
+import signal, subprocess, sys
 from integration.interrupts import interrupt_at_sigterm
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 interrupt_at_sigterm(forward=True)
 child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
 try:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from compat_ci import wheels
+from integration.interrupts import interrupt_at_sigterm
 from integration.peers import page
 from integration.peers.lmcache_server import lmcache_findings
 from integration.peers.page import HICACHE, LMCACHE, VLLM, Finding
@@ -69,4 +70,5 @@ RUNS: dict[str, Callable[[Path], Iterator[Finding]]] = {
 }
 
 if __name__ == "__main__":
+    interrupt_at_sigterm()
     sys.exit(main())

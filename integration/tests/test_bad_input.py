@@ -63,7 +63,7 @@ def refuse(
         pytest.param(
             {"cpu_cache_gb": 1e6},
             ["cpu_cache_gb", "1000000 GiB"],
-            "available on this machine",
+            "this machine and its control groups have",
             id="more than the machine has",
         ),
         pytest.param(

@@ -12,7 +12,7 @@ from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.table import Header
 from flexkv.tiers.envelope import checksum_of
-from flexkv.types.ages import LAST, UNKNOWN
+from flexkv.types.ages import LAST, UNIT_SECONDS, UNKNOWN
 
 KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 CHECKSUMS = st.binary(min_size=table.CHECKSUM_BYTES, max_size=table.CHECKSUM_BYTES)
@@ -46,7 +46,7 @@ class Record:
 
 
 GENERATIONS = st.integers(1, (1 << 63) - 1)
-STORED = st.integers(UNKNOWN, LAST)
+STORED = st.integers(UNKNOWN, LAST // UNIT_SECONDS)
 RECORDS = st.builds(Record, SLOTS, NUMBERS, KEYS, CHECKSUMS, GENERATIONS, STORED)
 
 
