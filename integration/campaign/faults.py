@@ -115,7 +115,8 @@ class Hit:
         number: of the order.
         kind: as ordered.
         time: when.
-        blocks: that it concerned: engine blocks of a copy, slots of a read or write.
+        blocks: that it concerned: engine blocks of a copy, slots of a read or write; 0 for a
+            read of a table.
     """
 
     number: int

@@ -66,7 +66,7 @@ def check_failures(
         )
 
     def done(kinds: Collection[Kind]) -> int:
-        return sum(hit.kind in kinds for hit in hits)
+        return sum(hit.kind in kinds and hit.blocks > 0 for hit in hits)
 
     def alone(kinds: Collection[Kind]) -> int:
         # What hits a call for several blocks makes FlexKV do them one by one.

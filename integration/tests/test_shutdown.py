@@ -53,8 +53,8 @@ def test_blocks_that_wait_are_on_disk_after_sigterm(
     assert "FlexKV ends: " in server.log()
     assert "force killing" not in server.log()
 
-    # As the server, without the probe, which counts in the fingerprint.
-    engine = host.start(engine_config(connector.plugin(**flexkv(**settings)), probe=False))
+    # As the server, without the probe and vLLM's plugins, which count in the fingerprint.
+    engine = host.start(engine_config(connector.module_path(**flexkv(**settings)), probe=False))
     answers = ask_each(engine, EVICTED)
     reference.check_all(EVICTED, answers, what="after SIGTERM")
     assert restored(answers) == restorable(EVICTED)

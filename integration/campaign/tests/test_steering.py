@@ -87,6 +87,17 @@ def test_reads_go_wrong_as_ordered(book: OrderBook, files: SteeredFiles, file: i
     assert read(files, file) == (len(CONTENT), CONTENT)
 
 
+def test_a_read_of_a_table_concerns_no_block(
+    book: OrderBook, files: SteeredFiles, file: int, tmp_path: Path
+) -> None:
+    (tmp_path / "content").rename(tmp_path / "table")
+    (tmp_path / "table").unlink()  # as under a running engine
+    book.give(Kind.READ_ERROR, 1, 60)
+    with pytest.raises(OSError, match="error"):
+        read(files, file)
+    assert [hit.blocks for hit in book.hits()] == [0]
+
+
 def test_writes_go_wrong_as_ordered(book: OrderBook, files: SteeredFiles, file: int) -> None:
     new = [memoryview(bytes(2 * PAGE)), memoryview(bytes(2 * PAGE))]
     for kind in (Kind.WRITE_ERROR, Kind.WRITE_FULL):
