@@ -50,7 +50,8 @@ class OrderedTransfers:
                 self._copied[ended.id] = offload
             self.offloads.pop(ended.id, None)
             self._note_end(ended)
-        self._end_published()
+        if self._copied:
+            self._end_published()
         return True
 
     def _end_published(self) -> None:

@@ -177,8 +177,10 @@ class LoadChooser:
                 part for which it has room is a load.
         """
         computing = self._prefill.seconds(span)
-        state = self._state_of(fetch)
-        loads = -(-state.reach // max(1, state.stop)) if whole else 1
+        loads = 1
+        if whole:
+            state = self._state_of(fetch)
+            loads = -(-state.reach // max(1, state.stop))
         if (
             not self._always
             and computing is not None
