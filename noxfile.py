@@ -36,7 +36,7 @@ PACKAGES = [
 ]
 STATIC_TOOLS = ["pyrefly==1.4.1", "packaging>=24"]
 TOOLS = [
-    "pytest>=8.4,<9.2",  # pytest-xdist 3.8 does not see its groups under pytest 9.2
+    "pytest>=9,<9.2",  # pytest-xdist 3.8 does not see its groups under pytest 9.2
     "pytest-timeout>=2.4,<3",
     "pytest-xdist>=3.7,<4",
     "hypothesis>=6.100,<7",
@@ -117,7 +117,9 @@ nox.options.default_venv_backend = "virtualenv"  # not uv: it does not find torc
 WORKERS = "3"
 
 # Far above the slowest test with its engine's start, 170 s on a busy machine. A test that hangs
-# fails with the stacks of all threads, and the others go on.
+# fails with the stacks of all threads, and the others go on. One that hangs in native code, where
+# no signal ends it, ends its worker a minute later, and with it the run: pytest-xdist 3.8 starts
+# another worker, gives it nothing to do under `loadgroup`, and waits for it for ever.
 TEST_SECONDS = 600
 
 # Enough for two engines to end on a slow machine; `.ci/run` allows a little more.
@@ -433,6 +435,8 @@ def _tests(session: nox.Session, *chosen: str, **variables: str) -> None:
     # wait for processes and disks. Groups stay in the order of integration/tests.
     workers = ["-n", WORKERS, "--dist", "loadgroup", "--no-loadscope-reorder"]
     limit = ["--timeout", str(TEST_SECONDS), "--timeout-method", "signal"]
+    limit += ["-o", f"faulthandler_timeout={TEST_SECONDS + 60}"]
+    limit += ["-o", "faulthandler_exit_on_timeout=true", "--max-worker-restart", "0"]
     pytest = ["-m", "pytest", *workers, *limit, "--times", "test-times.json", *chosen]
     env = {
         **variables,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -266,52 +266,54 @@ def test_the_last_segments_of_a_load_are_short(fake: FakeCuda) -> None:
         assert sizes_of(mover, fake, world, Direction.LOAD) == 4
 
 
-@pytest.fixture
-def busy(fake: FakeCuda) -> Iterator[FakeCuda]:
-    """A device on which the engine leaves room for no kernel until a test allows one."""
-    yield fake
-    fake.allow_kernels()
+@contextmanager
+def busy(fake: FakeCuda) -> Iterator[None]:
+    """The engine leaves room for no kernel until a test allows one, or fails: the mover's end waits
+    for its kernels."""
+    fake.allow_kernels(0)
+    try:
+        yield
+    finally:
+        fake.allow_kernels()
 
 
 def launches(fake: FakeCuda, before: int) -> int:
     return fake.calls("cuLaunchKernel") - before
 
 
-def test_scatters_that_wait_for_the_engine_become_few(busy: FakeCuda) -> None:
+def test_scatters_that_wait_for_the_engine_become_few(fake: FakeCuda) -> None:
     """Each waits for the engine's next kernel to end: few of them carry all that is ready."""
     world = simple_world(num_blocks=64, page_bytes=64 * KIB, n_planes=16, slots=64)
-    options = busy.options(mode=CudaMode.STAGED, ring_bytes=16 * MIB)  # segments of 2 MiB
+    options = fake.options(mode=CudaMode.STAGED, ring_bytes=16 * MIB)  # segments of 2 MiB
     with closing(world.cuda_mover(options)) as mover:
-        before, ran = busy.calls("cuLaunchKernel"), busy.calls("copies ran")
-        busy.allow_kernels(0)
-        ticket = mover.submit(Direction.LOAD, range(64), range(0, 64 * MIB, MIB))
-        # The ring is full; one copy has taken the tiles to the device.
-        until(lambda: busy.calls("copies ran") >= ran + 9)
-        assert launches(busy, before) == 8
-        busy.allow_kernels(2)
-        until(lambda: launches(busy, before) == 9)  # 4 MiB: 33 launches become 32 or fewer
-        busy.allow_kernels()
+        before, ran = fake.calls("cuLaunchKernel"), fake.calls("copies ran")
+        with busy(fake):
+            ticket = mover.submit(Direction.LOAD, range(64), range(0, 64 * MIB, MIB))
+            # The ring is full; one copy has taken the tiles to the device.
+            until(lambda: fake.calls("copies ran") >= ran + 9)
+            until(lambda: launches(fake, before) == 8)  # a copy may run before its launch is asked
+            fake.allow_kernels(2)
+            until(lambda: launches(fake, before) == 9)  # 4 MiB: 33 launches become 32 or fewer
         assert mover.wait(ticket, 60) is Status.DONE
-        assert launches(busy, before) < 33
+        assert launches(fake, before) < 33
         assert world.pages[:] == world.after(Direction.LOAD, range(64), range(0, 64 * MIB, MIB))[0]
 
 
-def test_gathers_that_wait_for_the_engine_become_few(busy: FakeCuda) -> None:
+def test_gathers_that_wait_for_the_engine_become_few(fake: FakeCuda) -> None:
     """The first has 1 MiB, and each is twice as large as the one before, up to half the ring."""
     world = simple_world(num_blocks=64, page_bytes=64 * KIB, n_planes=16, slots=64)
-    options = busy.options(mode=CudaMode.STAGED, ring_bytes=16 * MIB)
+    options = fake.options(mode=CudaMode.STAGED, ring_bytes=16 * MIB)
     with closing(world.cuda_mover(options)) as mover:
-        before = busy.calls("cuLaunchKernel")
-        busy.allow_kernels(0)
-        ticket = mover.submit(Direction.STORE, range(64), range(0, 64 * MIB, MIB))
-        until(lambda: launches(busy, before) == 2)
-        busy.allow_kernels(1)
-        until(lambda: launches(busy, before) == 3)
-        busy.allow_kernels(1)
-        until(lambda: launches(busy, before) == 4)  # 15 MiB: 32 launches become 29 or fewer
-        busy.allow_kernels()
+        before = fake.calls("cuLaunchKernel")
+        with busy(fake):
+            ticket = mover.submit(Direction.STORE, range(64), range(0, 64 * MIB, MIB))
+            until(lambda: launches(fake, before) == 2)
+            fake.allow_kernels(1)
+            until(lambda: launches(fake, before) == 3)
+            fake.allow_kernels(1)
+            until(lambda: launches(fake, before) == 4)  # 15 MiB: 32 launches become 29 or fewer
         assert mover.wait(ticket, 60) is Status.DONE
-        assert launches(busy, before) < 30
+        assert launches(fake, before) < 30
         assert world.arena[:] == world.after(Direction.STORE, range(64), range(0, 64 * MIB, MIB))[1]
 
 
