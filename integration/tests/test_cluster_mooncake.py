@@ -16,7 +16,14 @@ from integration.harness.engine import Engine
 from integration.harness.mooncake_master import MooncakeMaster
 from integration.tests.corpus import ABORTED, CONCURRENT, EVICTED, FLEXKV_BLOCK, LONG, WARM
 from integration.tests.disks import restorable, restored
-from integration.tests.nodes import Nodes, await_sharing, hits_by_tier, store, submit_all
+from integration.tests.nodes import (
+    Nodes,
+    await_sharing,
+    hits_by_tier,
+    leave_host_memory,
+    store,
+    submit_all,
+)
 from integration.tests.reference import Reference
 from integration.tests.steps import ask_each
 
@@ -55,6 +62,18 @@ def test_a_node_hits_what_another_computed_and_outlives_it(
         one.kill()
         reference.check_all(EVICTED, [each.result() for each in waiting], what="as a node dies")
         reference.check_all(WARM, ask_each(other, WARM), what="after the node's death")
+
+
+def test_without_a_metadata_server(nodes: Nodes, reference: Reference) -> None:
+    with MooncakeMaster(metadata=False) as master:
+        engine = nodes.start(**master.settings)
+        cold = store(engine, WARM, lambda: master.metric("key_count"))
+        reference.check_all(WARM, cold, what="cold")
+        leave_host_memory(engine, EVICTED[:6])
+        found = ask_each(engine, WARM)
+        reference.check_all(WARM, found, what="from Mooncake")
+        assert restored(found) == restorable(WARM)
+        assert hits_by_tier(engine) == {"mooncake": sum(restorable(WARM))}
 
 
 def _lose_the_master(master: MooncakeMaster, engine: Engine, reference: Reference) -> None:

@@ -21,7 +21,6 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
 
 
 def test_what_has_no_end_is_an_error_and_not_read_in_part(flexkv: Flexkv) -> None:
-    for command, most in (("lookup", 64 << 20), ("migrate", 1 << 20)):
-        ended = flexkv(command, "/dev/zero")
-        assert ended.code == 2
-        assert f"larger than {most} bytes; allowed: a " in ended.err
+    ended = flexkv("lookup", "/dev/zero")
+    assert ended.code == 2
+    assert f"larger than {64 << 20} bytes; allowed: a " in ended.err

@@ -31,7 +31,6 @@ ARGUMENTS = {
     "release": "$EMPTY --session a",
     "clear": "$DIR --yes",
     "doctor": "--seconds 0",
-    "migrate": "$LMCACHE",
     "plan": "$TRACE --token-bytes 1000 --prefill-rate 1000 --max-memory-gb 1",
 }
 """Of commands that need more than the cache, or do not take it."""
@@ -48,7 +47,7 @@ class Streams:
 
     Attributes:
         words: what stands for names in the arguments: $DIR is the cache, $TRACE a trace of
-            requests, $LMCACHE a configuration of LMCache, $PROMPT tokens, $EMPTY a directory.
+            requests, $PROMPT tokens, $EMPTY a directory.
     """
 
     words: Mapping[str, str]
@@ -86,14 +85,11 @@ def streams(cache: Cache) -> Streams:
     cache.fill(2)
     folder = cache.root.parent
     (folder / "trace.jsonl").write_text(TRACE, encoding="utf-8")
-    lmcache = "chunk_size: 256\nmax_local_cpu_size: 5.0\n"
-    (folder / "lmcache.yaml").write_text(lmcache, encoding="utf-8")
     (folder / "prompt").write_text("1 2 3", encoding="utf-8")
     (folder / "empty").mkdir()
     names = {
         "$DIR": "cache",
         "$TRACE": "trace.jsonl",
-        "$LMCACHE": "lmcache.yaml",
         "$PROMPT": "prompt",
         "$EMPTY": "empty",
     }

@@ -21,7 +21,6 @@ from flexkv.cli import (
     doctor,
     health,
     lookup,
-    migrate,
     pin,
     plan,
     release,
@@ -87,7 +86,6 @@ COMMANDS: tuple[Command, ...] = (
     top,
     health,
     doctor,
-    migrate,
 )
 
 

@@ -73,7 +73,8 @@ def _settings() -> tuple[CacheConfig, list[Finding]]:
         for sentence in without_effect(config)
     ]
     if theirs := lmcaches_variables():
-        unused.append(Finding("settings", Level.ADVICE, theirs, "flexkv migrate env"))
+        change = "set what FlexKV has in their place"
+        unused.append(Finding("settings", Level.ADVICE, theirs, change))
     return config, [Finding("settings", Level.OK, ", ".join(given) or "all defaults"), *unused]
 
 

@@ -75,7 +75,7 @@ def lmcaches_variables(environ: Mapping[str, str] | None = None) -> str:
     theirs = _given((name for name in names if name.startswith(_LMCACHE)), environ)
     if not theirs:
         return ""
-    return f"{theirs}: set, but without effect on FlexKV; `flexkv migrate` translates them"
+    return f"{theirs}: set, but without effect on FlexKV; see the page 'Coming from other caches'"
 
 
 def _given(names: Iterable[str], environ: Mapping[str, str] | None) -> str:
