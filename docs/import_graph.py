@@ -65,6 +65,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("flexkv-vllm: compat", "what differs between releases", _of(VLLM, "compat")),
         Room("cli", "flexkv stat, top, plan, ...", _of(CORE, "cli", "__main__")),
     ),
+    (Room("plan", "traces, replays, sizing", _of(CORE, "plan")),),
     (
         Room("flexkv", "the public names", (CORE,)),
         Room("kernels", "native copies, index, steps", ("flexkv_kernels",)),
@@ -90,7 +91,6 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     ),
     (Room("engine/choice", "whether a load is worth it", _of(CORE, "engine.choice")),),
     (Room("engine", "the boundary, orders, identity of weights", _of(CORE, "engine")),),
-    (Room("plan", "traces, replays, sizing", _of(CORE, "plan")),),
     (Room("service", "one cache for a node's engines", _of(CORE, "service")),),
     (Room("cache", "KVCache, the facade, and its tiers", _of(CORE, "cache", "open_tiers")),),
     (Room("transfer", "fetch, demote, copies", _of(CORE, "transfer")),),

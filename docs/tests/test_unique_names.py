@@ -34,7 +34,6 @@ CLASSES = {
     "Level": 2,
     "Outcome": 2,
     "Pages": 3,
-    "Parser": 3,
     "Place": 2,
     "Report": 2,
     "Requests": 2,

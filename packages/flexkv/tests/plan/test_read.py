@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.plan import room
+from flexkv.plan import trace as traces
 from flexkv.plan.read import ReadOptions, TraceFile, read_trace
 from flexkv.plan.trace import Trace
 from flexkv.types.errors import TraceError
@@ -345,7 +345,6 @@ def test_objects_over_several_lines_or_on_one_are_read(tmp_path: Path) -> None:
     [
         (ReadOptions(sessions_per_hour=5), "'5' from --sessions-per-hour has no use"),
         (ReadOptions(form="flexkv", unit="s"), "'s' from --time-unit cannot be used .* flexkv"),
-        (ReadOptions(form="vllm", unit="ms"), "'ms' from --time-unit cannot be used .* vllm"),
         (ReadOptions(form="sessions", block_tokens=16), "16 from --block-tokens cannot be used"),
     ],
 )
@@ -355,41 +354,17 @@ def test_options_without_a_use_are_refused(tmp_path: Path, reading: ReadOptions,
         read_trace(path, reading)
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (
-            ["INFO 11-25 10:00:00 [logger.py:1] Received request r1: params: X, lora: None."] * 2,
-            "1 requests without token ids.*--enable-log-requests, and VLLM_LOGGING_LEVEL=DEBUG",
-        ),
-        (
-            ["[2026-11-25 10:00:00] Receive: obj=GenerateReqInput(rid='r1', text='hi')"],
-            "1 requests without token ids.*--log-requests-level 3",
-        ),
-        (
-            ["INFO 11-25 10:00:00 [engine.py:1] Engine 000: Avg prompt throughput: 0.0 tokens/s"],
-            "no line of a known trace.*--enable-log-requests.*--log-requests-level 3",
-        ),
-    ],
-)
-def test_a_log_without_ids_names_the_flags_that_log_them(
-    tmp_path: Path, lines: list[str], says: str
-) -> None:
-    with pytest.raises(TraceError, match=says):
-        read_trace(write(tmp_path / "t", *lines))
-
-
-def test_a_request_that_is_logged_twice_is_skipped_in_neither(tmp_path: Path) -> None:
-    start = "DEBUG 11-25 10:00:00 [logger.py:1] "
-    path = write(
-        tmp_path / "t",
-        f"{start}Request r1 details: prompt: 'a', prompt_token_ids: {A}, prompt_embeds shape: None",
-        f"{start}Received request r1: params: X, lora_request: None.",
-        f"{start}Received request r2: params: X, lora_request: None.",
-    )
+def test_a_request_without_token_ids_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", {"prompt_token_ids": []}, {"prompt_token_ids": A}, {"other": 1})
     trace = read_trace(path).trace
     assert len(trace.requests) == 1
-    assert list(trace.skipped.values()) == [1]
+    assert trace.skipped == {"without token ids": 1}
+
+
+def test_a_log_is_no_trace(tmp_path: Path) -> None:
+    line = f"INFO 11-25 10:00:00 Received request r1: prompt: 'a', prompt_token_ids: {A}"
+    with pytest.raises(TraceError, match=r"no line of a known trace; allowed: .*mooncake, "):
+        read_trace(write(tmp_path / "t", line))
 
 
 def test_a_sparse_file_has_an_end(tmp_path: Path) -> None:
@@ -485,8 +460,8 @@ def test_a_trace_that_takes_too_much_memory_is_refused(
     """While it is read, or while its blocks are numbered, after as many looks at the memory."""
     path = write(tmp_path / "t", *(mooncake(i, 512, [i]) for i in range(requests)))
     taken = iter([0] * looks)
-    monkeypatch.setattr(room, "available_memory", lambda: 2 << 30)
-    monkeypatch.setattr(room, "_resident", lambda: next(taken, (1 << 30) + 1))
+    monkeypatch.setattr(traces, "available_memory", lambda: 2 << 30)
+    monkeypatch.setattr(traces, "_resident", lambda: next(taken, (1 << 30) + 1))
     with pytest.raises(TraceError, match=r"takes more than 1\.00 GiB of memory, half of what is"):
         read_trace(path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.plan import recording
+from flexkv.engine.recorder import HEAD as KEY
 from flexkv.preflight.findings import Level
 from flexkv.preflight.host import (
     check_memory,
@@ -19,7 +19,7 @@ from flexkv.service.server import NodeServer
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ArenaError
 
-HEAD = f'{{"{recording.HEAD}":1}}\n'
+HEAD = f'{{"{KEY}":1}}\n'
 
 
 def traced(path: Path) -> tuple[Level, str]:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records an engine's requests for `flexkv plan`: digests of blocks and lengths, no text.
 
-Each start draws a new salt for the digests and stores it nowhere. A reader of the file therefore
-cannot check whether a known text was sent. A thread makes the digests and writes them. The
-scheduler only passes on names and numbers that it already has.
+Each start of an engine writes a head, then one JSON object per line. It draws a new salt for the
+digests, which are the names of blocks, and stores it nowhere. Equal names therefore mean equal
+prefixes only behind the same head, and no reader can check whether a known text was sent.
+
+A thread makes the digests and writes them. The scheduler only passes on names and numbers that it
+already has.
 """
 
 from __future__ import annotations
@@ -23,13 +26,34 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flexkv.plan import recording
 from flexkv.settings import GIB, CacheConfig
 from flexkv.system.directories import check_creatable, lasts, open_directory
 from flexkv.system.forks import close_in_children
 from flexkv.system.retries import Retried
 
 logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of the format. A parser refuses all others."""
+
+HEAD = "flexkv_trace"
+"""The key of a head, with the version of the format. A head also has `engine`, `block_tokens`,
+`block_bytes` and `began`, in seconds since 1970."""
+
+TIME, PROMPT, OUTPUT = "t", "in", "out"
+"""Keys of a request: when it was scheduled, in seconds since `began`; tokens of the prompt; tokens
+of the answer."""
+ENGINE_HIT, HIT = "own", "hit"
+"""Keys of a request: prompt tokens in the engine's own cache; prompt tokens that FlexKV loaded."""
+BLOCKS = "blocks"
+"""Key of a request: the concatenated names of the complete blocks of prompt and answer."""
+SESSION = "session"
+"""Key of a request: a digest of the name of its conversation; missing if unknown."""
+PREFILL = "prefill"
+"""Key of a line of its own: seconds to compute a token and a pair of tokens, as measured so far."""
+
+NAME_DIGITS = 16
+"""Hexadecimal digits of a name."""
 
 _SALT_BYTES = 32
 _BUFFER_BYTES = 1 << 16
@@ -289,18 +313,18 @@ class Recorder:
 
     def _line_of(self, item: _Ended | tuple[float, float]) -> bytes:
         if isinstance(item, tuple):
-            return _line({recording.PREFILL: list(item)})
+            return _line({PREFILL: list(item)})
         running = item.running
         line: dict[str, object] = {
-            recording.TIME: round(running.began, 6),
-            recording.PROMPT: running.prompt_tokens,
-            recording.OUTPUT: item.output_tokens,
-            recording.ENGINE_HIT: running.own_tokens,
-            recording.HIT: running.hit_tokens,
-            recording.BLOCKS: self._digests(item),
+            TIME: round(running.began, 6),
+            PROMPT: running.prompt_tokens,
+            OUTPUT: item.output_tokens,
+            ENGINE_HIT: running.own_tokens,
+            HIT: running.hit_tokens,
+            BLOCKS: self._digests(item),
         }
         if running.session:
-            line[recording.SESSION] = self._digest(running.session.encode())
+            line[SESSION] = self._digest(running.session.encode())
         self._taken += item.blocks
         return _line(line)
 
@@ -313,7 +337,7 @@ class Recorder:
         return "".join(digests[: item.blocks])
 
     def _digest(self, data: bytes) -> str:
-        size = recording.NAME_DIGITS // 2
+        size = NAME_DIGITS // 2
         return hashlib.blake2b(data, digest_size=size, key=self._salt).hexdigest()
 
     def _flush(self) -> None:
@@ -367,7 +391,7 @@ def open_recorder(
     if config.trace is None:
         return None
     head: dict[str, object] = {
-        recording.HEAD: recording.VERSION,
+        HEAD: VERSION,
         "engine": engine,
         "block_tokens": block_tokens,
         "block_bytes": block_bytes,
@@ -445,7 +469,7 @@ def _open(path: str, *, create: bool = True) -> int:
 
 def _check_head(fd: int, size: int) -> None:
     """Raises OSError if the file is no recording of FlexKV."""
-    start = b'{"%s"' % recording.HEAD.encode()
+    start = b'{"%s"' % HEAD.encode()
     if size and os.pread(fd, len(start), 0) != start:
         raise OSError(errno.EEXIST, "a file that is no recording of FlexKV")
 

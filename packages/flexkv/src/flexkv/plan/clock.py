@@ -14,6 +14,7 @@ SECONDS, MILLISECONDS = "s", "ms"
 UNITS = {SECONDS: 1.0, MILLISECONDS: 1e-3, "us": 1e-6, "ns": 1e-9}
 """Seconds of each unit of time."""
 
+_HOUR_SECONDS = 3600.0
 _SINCE_1970 = ((1e17, "ns"), (1e14, "us"), (1e11, MILLISECONDS), (1e9, SECONDS))
 """Times of the years 2001 to 5138, since 1970, are at least this large in each unit."""
 
@@ -62,16 +63,34 @@ class Clock:
         return found * UNITS[self._unit or self._usual]
 
 
-def date_seconds(value: object) -> float:
-    """Seconds since 1970 of a date such as 2026-01-31T12:00:00.
+class Starts:
+    """Makes starts, at equal distances, of sessions of which a trace names the times within only.
 
-    Raises:
-        LineError: `value` is none.
+    Args:
+        sessions_per_hour: the number of sessions that start in an hour; None if the user named
+            none.
+
+    Attributes:
+        count: the number of starts made so far.
     """
-    when = _date(value) if isinstance(value, str) else None
-    if when is None:
-        raise LineError("timestamp", show(value), "a time as 2026-01-31T12:00:00")
-    return when
+
+    def __init__(self, sessions_per_hour: float | None) -> None:
+        self._rate = sessions_per_hour
+        self.count = 0
+
+    def next(self) -> float:
+        """The start of the next session, in seconds.
+
+        Raises:
+            LineError: the user named no rate.
+        """
+        if self._rate is None:
+            raise LineError(
+                "the start of the session", "missing", "a trace with it, or --sessions-per-hour"
+            )
+        start = self.count * _HOUR_SECONDS / self._rate
+        self.count += 1
+        return start
 
 
 def _date(text: str) -> float | None:

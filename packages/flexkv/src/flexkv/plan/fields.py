@@ -34,21 +34,6 @@ class LineError(ValueError):
         super().__init__(f"{field} is {shown}; allowed: {allowed}")
 
 
-def json_object(line: str) -> dict[str, object]:
-    """Parse the JSON object of a line.
-
-    Raises:
-        LineError: the line is no JSON object.
-    """
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LineError("the line", f"{NO_JSON} ({error})", "a JSON object") from None
-    if not isinstance(content, dict):
-        raise LineError("the line", show(content), "a JSON object")
-    return content
-
-
 def json_objects(text: str) -> Iterator[dict[str, object]]:
     """Parse JSON objects that follow one another, at least one.
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from flexkv.plan.clock import MILLISECONDS, SECONDS, Clock
+from flexkv.plan.clock import MILLISECONDS, SECONDS, Clock, Starts
 from flexkv.plan.fields import LineError, natural, show
-from flexkv.plan.starts import Starts
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 MOONCAKE, BAILIAN = "mooncake", "bailian"
@@ -37,7 +36,7 @@ def form_of(line: Mapping[str, object]) -> str | None:
     return BAILIAN if "parent_chat_id" in line else MOONCAKE
 
 
-class Parser:
+class HashedParser:
     """Reads the lines of one trace.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import stat
 import sys
@@ -15,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol
 
-from flexkv.plan import clock, hashed, recording, request_logs, sessions
-from flexkv.plan.fields import LineError, json_object, json_objects
-from flexkv.plan.room import Room
-from flexkv.plan.starts import Starts
-from flexkv.plan.trace import Trace
+from flexkv.plan import clock, hashed, recording, sessions, tokens
+from flexkv.plan.clock import Starts
+from flexkv.plan.fields import LineError, json_objects
+from flexkv.plan.trace import Room, Trace
 from flexkv.types.errors import TraceError
 from flexkv.types.texts import exact
 
@@ -30,15 +28,11 @@ FORMS = (
     hashed.MOONCAKE,
     hashed.BAILIAN,
     sessions.FORM,
-    request_logs.VLLM,
-    request_logs.SGLANG,
-    request_logs.TOKENS,
+    tokens.FORM,
 )
 STANDARD_INPUT = "-"
 CUT = "in a last line whose end is missing"
 
-_TIMED = (hashed.MOONCAKE, hashed.BAILIAN, sessions.FORM, request_logs.TOKENS)
-"""Formats whose times are numbers of a unit that the user may name."""
 _MOST_LINE = 1 << 28
 """The most characters of a line, or of an object over several lines. A prompt of a million tokens
 takes about 8 MB."""
@@ -47,8 +41,6 @@ _FREE_TEXT = 1 << 20
 """The most bytes for each byte that gzip made of them, and those that every file may have. Of eight
 kinds of traces, gzip packed one prompt again and again best, 110 to 1. It can pack nonsense 1,030
 to 1."""
-_LOG_BLOCK_TOKENS = 16
-"""Tokens of a block of a log, if the user names no other number: the engines' default."""
 _GZIP = b"\x1f\x8b"
 _LINES = 200
 _CHARACTERS = 1 << 24
@@ -88,9 +80,9 @@ class TraceFile:
 
 
 class _Parser(Protocol):
-    def add(self, line: str) -> None: ...
+    def add(self, line: Mapping[str, object]) -> None: ...
 
-    def finish(self, name: str) -> TraceFile: ...
+    def trace(self, name: str) -> Trace: ...
 
 
 def read_trace(
@@ -127,7 +119,6 @@ def read_trace(
             f"{trace.block_tokens} tokens"
             + "".join(f", and {count} requests {why}" for why, count in trace.skipped.items())
             + "; allowed: a trace with longer prompts, with all their ids"
-            + (f" ({_logging(trace.form)})" if trace.form in request_logs.FLAGS else "")
         )
     if reading.sessions_per_hour is not None and not found.made_starts:
         raise TraceError(
@@ -228,6 +219,7 @@ def _checked(
 
 def _read(path: str, lines: Iterable[tuple[int, str]], reading: ReadOptions) -> TraceFile:
     parser: _Parser | None = None
+    starts = Starts(reading.sessions_per_hour)
     cut = 0
     for number, line in lines:
         if len(line) >= _MOST_LINE:
@@ -242,109 +234,57 @@ def _read(path: str, lines: Iterable[tuple[int, str]], reading: ReadOptions) -> 
             known = _form_of(line) if reading.form == AUTO else reading.form
             if known is None:
                 continue
-            parser = _parser(known, reading)
+            parser = _parser(known, reading, starts)
         try:
-            parser.add(line)
+            # Files of one object each may have been joined without a line end between them.
+            for content in json_objects(line):
+                parser.add(content)
         except LineError as error:
             if error.is_cut and not line.endswith("\n"):
                 cut = 1  # the writer of the file was stopped in the middle of the line
                 break
             raise TraceError(f"line {number} of {path!r}: {error}") from None
     if parser is None:
-        raise _unknown(path)
-    found = parser.finish(path)
-    if not cut:
-        return found
-    skipped: Mapping[str, int] = {**found.trace.skipped, CUT: cut}
-    return replace(found, trace=replace(found.trace, skipped=skipped))
-
-
-def _unknown(path: str) -> TraceError:
-    """The error of a file that is no trace."""
-    return TraceError(
-        f"{path!r} from TRACE on the command line has no line of a known trace; allowed: JSONL "
-        f"with hash_ids or prompt_token_ids, a recording of FlexKV, or a log with token ids "
-        f"({', '.join(FORMS[1:])}): {_logging(request_logs.VLLM)}; {_logging(request_logs.SGLANG)}"
-    )
-
-
-def _logging(form: str) -> str:
-    name = {request_logs.VLLM: "vLLM", request_logs.SGLANG: "SGLang"}[form]
-    return f"{name} logs ids with {request_logs.FLAGS[form]}"
+        raise TraceError(
+            f"{path!r} from TRACE on the command line has no line of a known trace; allowed: JSONL "
+            f"with hash_ids or prompt_token_ids, or a recording of FlexKV ({', '.join(FORMS[1:])})"
+        )
+    trace = parser.trace(path)
+    if cut:
+        trace = replace(trace, skipped={**trace.skipped, CUT: cut})
+    measured = parser.measured if isinstance(parser, recording.RecordingParser) else None
+    return TraceFile(trace, measured, starts.count)
 
 
 def _form_of(line: str) -> str | None:
-    if line.startswith("{"):
-        try:
-            content, _ = json.JSONDecoder().raw_decode(line)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(content, dict):
-            return None
-        if recording.recognises(content):
-            return recording.FORM
-        if sessions.recognises(content):
-            return sessions.FORM
-        form = hashed.form_of(content)
-        if form is not None:
-            return form
-    return request_logs.form_of(line)
+    if not line.startswith("{"):
+        return None
+    try:
+        content = next(json_objects(line))
+    except LineError:
+        return None
+    if recording.recognises(content):
+        return recording.FORM
+    if sessions.recognises(content):
+        return sessions.FORM
+    return hashed.form_of(content) or (tokens.FORM if tokens.recognises(content) else None)
 
 
-def _parser(form: str, reading: ReadOptions) -> _Parser:
+def _parser(form: str, reading: ReadOptions, starts: Starts) -> _Parser:
     if form in (recording.FORM, sessions.FORM) and reading.block_tokens is not None:
         raise TraceError(
             f"{reading.block_tokens} from --block-tokens cannot be used with the format {form}, "
             "which names the size of its blocks; allowed: no --block-tokens"
         )
-    if form not in _TIMED and reading.unit != clock.AUTO:
+    if form == recording.FORM and reading.unit != clock.AUTO:
         raise TraceError(
             f"{reading.unit!r} from --time-unit cannot be used with the format {form}, whose times "
             "have a known unit; allowed: no --time-unit"
         )
     if form == recording.FORM:
-        return _Recording()
-    if form in (hashed.MOONCAKE, hashed.BAILIAN, sessions.FORM):
-        return _Hashed(form, reading)
-    return _Log(form, reading)
-
-
-class _Recording:
-    def __init__(self) -> None:
-        self._parser = recording.Parser()
-
-    def add(self, line: str) -> None:
-        self._parser.add(json_object(line))
-
-    def finish(self, name: str) -> TraceFile:
-        return TraceFile(self._parser.trace(name), self._parser.measured)
-
-
-class _Hashed:
-    def __init__(self, form: str, reading: ReadOptions) -> None:
-        self._starts = Starts(reading.sessions_per_hour)
-        self._parser = (
-            sessions.SessionParser(reading.unit, self._starts)
-            if form == sessions.FORM
-            else hashed.Parser(form, reading.block_tokens, reading.unit, self._starts)
-        )
-
-    def add(self, line: str) -> None:
-        # Files of one object each may have been joined without a line end between them.
-        for content in json_objects(line):
-            self._parser.add(content)
-
-    def finish(self, name: str) -> TraceFile:
-        return TraceFile(self._parser.trace(name), made_starts=self._starts.count)
-
-
-class _Log:
-    def __init__(self, form: str, reading: ReadOptions) -> None:
-        tokens = reading.block_tokens or _LOG_BLOCK_TOKENS
-        self._parser = request_logs.Parser(form, tokens, reading.unit)
-
-    def add(self, line: str) -> None:
-        self._parser.add(line)
-
-    def finish(self, name: str) -> TraceFile:
-        return TraceFile(self._parser.trace(name))
+        return recording.RecordingParser()
+    if form == sessions.FORM:
+        return sessions.SessionParser(reading.unit, starts)
+    if form == tokens.FORM:
+        return tokens.TokenParser(reading.block_tokens, reading.unit)
+    return hashed.HashedParser(form, reading.block_tokens, reading.unit, starts)

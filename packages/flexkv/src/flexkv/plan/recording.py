@@ -1,41 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of FlexKV's own recordings, and its parser.
-
-Each start of an engine writes a head, then one JSON object per line. Names of blocks are digests
-with a random salt, which is stored nowhere. Equal names mean equal prefixes only behind the same
-head.
-"""
+"""Traces that engines with FlexKV have recorded; see `flexkv.engine.recorder` for the format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flexkv.engine.recorder import (
+    BLOCKS,
+    ENGINE_HIT,
+    HEAD,
+    HIT,
+    NAME_DIGITS,
+    OUTPUT,
+    PREFILL,
+    PROMPT,
+    SESSION,
+    TIME,
+    VERSION,
+)
 from flexkv.plan.fields import LineError, natural, number, show
 from flexkv.plan.trace import NO_BLOCK, Prefixes, Trace, TracedRequest
 
 FORM = "flexkv"
-VERSION = 1
-"""Version of the format. A parser refuses all others."""
-
-HEAD = "flexkv_trace"
-"""The key of a head, with the version of the format. A head also has `engine`, `block_tokens`,
-`block_bytes` and `began`, in seconds since 1970."""
-
-TIME, PROMPT, OUTPUT = "t", "in", "out"
-"""Keys of a request: when it was scheduled, in seconds since `began`; tokens of the prompt; tokens
-of the answer."""
-ENGINE_HIT, HIT = "own", "hit"
-"""Keys of a request: prompt tokens in the engine's own cache; prompt tokens that FlexKV loaded."""
-BLOCKS = "blocks"
-"""Key of a request: the concatenated names of the complete blocks of prompt and answer."""
-SESSION = "session"
-"""Key of a request: a digest of the name of its conversation; missing if unknown."""
-PREFILL = "prefill"
-"""Key of a line of its own: seconds to compute a token and a pair of tokens, as measured so far."""
-
-NAME_DIGITS = 16
-"""Hexadecimal digits of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +45,7 @@ def recognises(line: Mapping[str, object]) -> bool:
     return HEAD in line
 
 
-class Parser:
+class RecordingParser:
     """Reads the lines of one recording."""
 
     def __init__(self) -> None:

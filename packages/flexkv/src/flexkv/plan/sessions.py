@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from flexkv.plan.clock import SECONDS, Clock
+from flexkv.plan.clock import SECONDS, Clock, Starts
 from flexkv.plan.fields import LineError, natural, show
 from flexkv.plan.hashed import NO_HASHES, hashes
-from flexkv.plan.starts import Starts
 from flexkv.plan.trace import NO_BLOCK, Prefixes, Trace, TracedRequest
 
 FORM = "sessions"

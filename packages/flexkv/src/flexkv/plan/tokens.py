@@ -1,118 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns requests with known token ids into blocks."""
+"""Traces with token ids, one JSON object a request: `prompt_token_ids`, and optionally
+`output_token_ids`, `timestamp` in seconds and `session`."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+from flexkv.plan.clock import SECONDS, Clock
+from flexkv.plan.fields import LineError, show
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
+FORM = "tokens"
+_PROMPT, _ANSWER = "prompt_token_ids", "output_token_ids"
+_NO_IDS = "without token ids"
+_USUAL_BLOCK = 16
+"""Tokens of a block, if the user names no other number: the engines' default."""
 _NAME_BYTES = 8
 """Bytes of a block's name. Among a million blocks that follow the same block, the chance that two
 share a name is below 10^-7."""
-
-LEAST_TOKEN, MOST_TOKEN = 0, (1 << 31) - 1
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request and its answer so far.
-
-    Attributes:
-        seconds: time of its arrival, in seconds.
-        prompt_tokens: tokens of its prompt.
-        tokens: the last tokens of prompt and answer, which do not fill a block yet.
-        session: name of its conversation.
-        names: names of its complete blocks.
-        output_tokens: tokens of its answer.
-    """
-
-    seconds: float
-    prompt_tokens: int
-    tokens: array[int]
-    session: str
-    names: list[bytes] = field(default_factory=list)
-    output_tokens: int = 0
+_MOST_TOKEN = (1 << 31) - 1
 
 
-class TokenRequests:
-    """Collects requests and their answers. Keeps digests of their blocks, and no complete block's
-    tokens.
+def recognises(line: Mapping[str, object]) -> bool:
+    """Whether a line of a trace looks like this format."""
+    return _PROMPT in line
+
+
+class TokenParser:
+    """Reads the lines of one trace. Keeps digests of blocks, and no tokens.
 
     Args:
-        block_tokens: tokens of a block.
+        block_tokens: tokens of a block; None for the engines' default.
+        unit: unit of time, as for `Clock`.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._size = block_tokens
-        self._requests: list[_Request] = []
-        self._by_id: dict[str, _Request] = {}
+    def __init__(self, block_tokens: int | None, unit: str) -> None:
+        self._size = block_tokens or _USUAL_BLOCK
+        self._clock = Clock(unit, SECONDS)
+        self._last_time = 0.0
+        self._skipped = 0
+        self._rows: list[tuple[float, int, int, list[bytes], str]] = []
 
-    def add(
-        self, request_id: str, seconds: float, prompt: Sequence[int], session: str = ""
-    ) -> None:
-        """Add a request.
-
-        Args:
-            request_id: id of the request; empty if its answer is unknown.
-            seconds: time of its arrival, in seconds.
-            prompt: ids of at least one token, each from 0 to 2^31 - 1.
-            session: name of its conversation; empty if unknown.
+    def add(self, line: Mapping[str, object]) -> None:
+        """Read one line. One without `prompt_token_ids` is not about a request.
 
         Raises:
-            OverflowError: a token id is out of range.
+            LineError: the line violates the format.
         """
-        request = _Request(seconds, len(prompt), array("i"), session)
-        self._extend(request, prompt)
-        self._requests.append(request)
-        if request_id:
-            self._by_id[request_id] = request
+        if _PROMPT not in line:
+            return
+        prompt = _ids(line, _PROMPT)
+        answer = _ids(line, _ANSWER) if line.get(_ANSWER) is not None else []
+        timed = "timestamp" in line
+        seconds = self._clock.seconds(line, "timestamp") if timed else self._last_time
+        self._last_time = max(self._last_time, seconds)
+        if not prompt:
+            self._skipped += 1
+            return
+        # The engine does not compute the last token of an answer.
+        names = self._names([*prompt, *answer[:-1]])
+        session = str(line.get("session") or "")
+        self._rows.append((seconds, len(prompt), len(answer), names, session))
 
-    def answer(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Append tokens to the answer of a request. Does nothing if the request is unknown.
-
-        Raises:
-            OverflowError: see `add`.
-        """
-        request = self._by_id.get(request_id)
-        if request is not None:
-            request.output_tokens += len(tokens)
-            self._extend(request, tokens)
-
-    def trace(self, name: str, form: str, skipped: Mapping[str, int]) -> Trace:
-        """Make a trace of all requests so far, in the order of their arrival.
-
-        Args:
-            name: name of the file.
-            form: format of the file.
-            skipped: the number of requests that are left out, by reason.
-        """
+    def trace(self, name: str) -> Trace:
+        """Make a trace of all lines so far."""
         prefixes, requests = Prefixes(), []
-        for each in sorted(self._requests, key=lambda request: request.seconds):
-            # The engine does not compute the last token of an answer.
-            total = each.prompt_tokens + max(0, each.output_tokens - 1)
-            chain = prefixes.follow(each.names[: total // self._size])
-            complete = each.prompt_tokens // self._size
+        for seconds, prompt, output, names, session in sorted(self._rows, key=lambda row: row[0]):
+            chain, own = prefixes.follow(names), prompt // self._size
             requests.append(
-                TracedRequest(
-                    each.seconds,
-                    chain[:complete],
-                    chain[complete:],
-                    each.prompt_tokens,
-                    each.output_tokens,
-                    each.session,
-                )
+                TracedRequest(seconds, chain[:own], chain[own:], prompt, output, session)
             )
-        return Trace(name, form, self._size, requests, len(prefixes), skipped=skipped)
+        skipped = {_NO_IDS: self._skipped} if self._skipped else {}
+        return Trace(name, FORM, self._size, requests, len(prefixes), skipped=skipped)
 
-    def _extend(self, request: _Request, tokens: Sequence[int]) -> None:
-        added = request.tokens + array("i", tokens)
-        data, step = added.tobytes(), self._size * added.itemsize
-        complete = len(data) // step * step
-        for start in range(0, complete, step):
-            part = data[start : start + step]
-            request.names.append(hashlib.blake2b(part, digest_size=_NAME_BYTES).digest())
-        request.tokens = added[complete // added.itemsize :]
+    def _names(self, tokens: Sequence[int]) -> list[bytes]:
+        """Digests of the complete blocks."""
+        try:
+            ids = array("i", tokens)
+        except OverflowError:
+            allowed = f"a whole number from 0 to {_MOST_TOKEN}"
+            raise LineError("a token id", "out of range", allowed) from None
+        data, step = ids.tobytes(), self._size * ids.itemsize
+        return [
+            hashlib.blake2b(data[start : start + step], digest_size=_NAME_BYTES).digest()
+            for start in range(0, len(data) // step * step, step)
+        ]
+
+
+def _ids(line: Mapping[str, object], field: str) -> list[int]:
+    value = line.get(field)
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
+        raise LineError(field, show(value), "a list of token ids")
+    return value
