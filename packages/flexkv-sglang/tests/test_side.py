@@ -10,8 +10,8 @@ import pytest
 from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, same
 
+from flexkv.engine.choice.chooser import Left, LoadChoice, LoadChooser
 from flexkv.engine.choice.cost import Span, StepTimer
-from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser
 from flexkv.figures.definitions import sample
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.side import RankSide

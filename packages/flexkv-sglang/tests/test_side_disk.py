@@ -11,7 +11,7 @@ import pytest
 from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, same, wait_for
 
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.chooser import LoadChooser
 from packages.inside import cache_of, urgencies_of
 
 MakeRank = Callable[..., Rank]

@@ -47,10 +47,10 @@ def no_tier_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     from patience import PATIENCE_SECONDS
 
     from flexkv.engine import recorder
-    from flexkv.engine.choice import cost, wait_choice
+    from flexkv.engine.choice import chooser, cost
     from flexkv.service import line
 
-    monkeypatch.setattr(wait_choice, "_PROBE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(chooser, "_PROBE_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(cost, "_TRUST_SECONDS", 10 * PATIENCE_SECONDS)
     monkeypatch.setattr(recorder, "_CLOSE_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(line, "_SILENT_SECONDS", 10 * PATIENCE_SECONDS)

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from engine_world import World
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv_vllm.compat.events import MEDIA, event_hash
 from packages.inside_adapters import groups_of, keys_of_side
 

@@ -11,8 +11,8 @@ from vllm.lora.request import LoRARequest
 
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv_vllm.identity import adapter_stamp, request_stamp
 
 FULL = Group(0, Reach.ALL, 0, 16, 2)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCach
 from world_config import PLUGIN, make_config, make_kv_cache_config
 
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.tiers.disk.cache_directory import claim

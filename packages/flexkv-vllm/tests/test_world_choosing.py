@@ -12,10 +12,10 @@ from disk_world import PROMPT_BLOCKS, drive_of, fill, hits, prompts
 from engine_world import BLOCK_TOKENS, TOKEN_SECONDS, MakeWorld, random_prompt
 from test_world_stats import collected
 
+from flexkv.engine.choice.chooser import Left
 from flexkv.engine.choice.cost import StepTimer
-from flexkv.engine.choice.load_choice import Left
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.figures.definitions import REASONS, sample
 from flexkv.tiers.job import Outcome
 from flexkv_vllm.compat.core import fails_by_request

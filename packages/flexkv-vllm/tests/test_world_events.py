@@ -18,8 +18,8 @@ from traffic import Traffic, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import IN_TREE, PLUGIN
 
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.types.mover import Status
 from flexkv_vllm import events
 from flexkv_vllm.compat.events import event_hash

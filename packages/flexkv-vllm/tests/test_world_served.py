@@ -17,7 +17,7 @@ from served_world import MakeService, ServedWorld, assert_nothing_is_lost
 from traffic import Traffic, loaded, loads_more_than, make_stems
 
 from flexkv.client import FetchId
-from flexkv.engine.scheduler.held_hits import HeldHits
+from flexkv.engine.scheduler.loads import HeldHits
 from packages.flexkv.tests.service.served import Service
 from packages.inside import announced, index_of, line_of, promised_slots, stores_of
 from packages.tier_blocks import ready_blocks

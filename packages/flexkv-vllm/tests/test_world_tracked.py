@@ -17,7 +17,7 @@ from patience import wait_until
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE
 
-from flexkv.engine.choice.load_choice import Left, LoadChoice
+from flexkv.engine.choice.chooser import Left, LoadChoice
 from flexkv.index.block_index import Block, BlockIndex
 from flexkv.types.mover import Status
 from flexkv_vllm.orders import StepMetadata

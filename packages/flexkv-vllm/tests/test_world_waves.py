@@ -21,7 +21,7 @@ from patience import wait_until
 from traffic import Traffic, fetched, make_stems
 from vllm.v1.request import RequestStatus
 
-from flexkv.engine.scheduler.matching import Matcher
+from flexkv.engine.scheduler.match import Matcher
 from packages.inside import index_of
 from packages.inside_tiers import store_of
 from packages.tier_blocks import ready_blocks

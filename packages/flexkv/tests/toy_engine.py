@@ -12,7 +12,7 @@ from toy_blocks import BLOCK, GROUPS, ToyPages, ToyPool, ToyRequest
 from flexkv import CacheConfig
 from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StoreTime

@@ -13,7 +13,7 @@ from toy_blocks import BLOCK, ToyRequest
 from toy_engine import ToyEngine
 
 from flexkv import CacheConfig
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv_kernels import HostMemory
 from packages.inside import assert_no_fetch, assert_no_lease, index_of

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexkv.client import CacheClient, FetchId, FetchState
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import LoadChooser
-from flexkv.engine.scheduler.hit_sources import fetched_blocks, note_media
+from flexkv.engine.scheduler.fetches import fetched_blocks, note_media
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import NO_TENANT
 from flexkv_sglang.trailing import NONE_TRAILING, OBTAINABLE, TrailingPages

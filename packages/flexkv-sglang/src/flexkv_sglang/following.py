@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flexkv.client import CacheClient, FetchState
-from flexkv.engine.choice.load_choice import Left
-from flexkv.engine.scheduler.hit_reports import HitReports
-from flexkv.engine.scheduler.request import Match
-from flexkv.engine.scheduler.request_options import (
+from flexkv.engine.choice.chooser import Left
+from flexkv.engine.scheduler.options import (
     NONE,
     OptionsReader,
     RequestOptions,
     pin_owner,
     tenant_of,
 )
-from flexkv.engine.scheduler.traced_work import TracedWork
+from flexkv.engine.scheduler.reports import HitReports
+from flexkv.engine.scheduler.request import Match
+from flexkv.engine.scheduler.spans import TracedWork
 from flexkv.types.changes import Medium
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.page_keys import PageKeys

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from flexkv.client import CacheClient
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.following import FollowedRequests
 from flexkv_sglang.trailing import IN_HOST, TrailingPages

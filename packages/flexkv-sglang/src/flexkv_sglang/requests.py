@@ -9,9 +9,9 @@ from typing import Any
 
 from flexkv.client import CacheClient, FetchState
 from flexkv.engine.boundary import ErrorBoundary, in_turns
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.recorder import Recorder
-from flexkv.engine.scheduler.hit_reports import HitReports
+from flexkv.engine.scheduler.reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
 from flexkv_sglang.following import FollowedRequests, Hashes, options_reader
 from flexkv_sglang.look_ahead import Prompt

@@ -17,8 +17,8 @@ from itertools import islice, takewhile
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, in_turns
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import LoadChooser
 from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.worker.worker import WorkerSide

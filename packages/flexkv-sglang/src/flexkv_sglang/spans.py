@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.engine.scheduler.otel_spans import ContextOf, OtelSpans, make_spans
+from flexkv.engine.scheduler.spans import ContextOf, OtelSpans, make_spans
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -14,7 +14,7 @@ from typing import Any
 
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.start import make_cache, make_chooser, make_recorder, operator_access
 from flexkv.engine.worker.pages import RankPages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from flexkv.client import CacheClient, FetchState
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv_sglang.awaited import AwaitedPrefixes
 from flexkv_sglang.look_ahead import WINDOW, LookAhead, Prompt
 from flexkv_sglang.shared_prefixes import SharedPrefixes

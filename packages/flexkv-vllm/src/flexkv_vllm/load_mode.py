@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flexkv import CacheConfig, ConfigError
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
 from flexkv_vllm.compat.core import binds_pool

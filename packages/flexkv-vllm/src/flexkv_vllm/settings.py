@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
-from flexkv.engine.scheduler.otel_spans import OtelSpans, make_spans
-from flexkv.engine.scheduler.request_options import ANNOUNCED, BOTH, PREFIX, OptionsReader, Role
+from flexkv.engine.scheduler.options import ANNOUNCED, BOTH, PREFIX, OptionsReader, Role
+from flexkv.engine.scheduler.spans import OtelSpans, make_spans
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import check_version

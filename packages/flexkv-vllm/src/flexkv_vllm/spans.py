@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.engine.scheduler.otel_spans import ContextOf
+from flexkv.engine.scheduler.spans import ContextOf
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -15,7 +15,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import HYBRID, SEVERAL_GROUPS, WINDOW, MakeOffloadingWorld
 from patience import wait_until
 
-from flexkv.engine.choice import wait_choice
+from flexkv.engine.choice import chooser
 from flexkv.engine.choice.cost import Span, StepTimer
 from flexkv.figures.definitions import REASONS, sample
 from flexkv.plan.read import read_trace
@@ -245,8 +245,8 @@ def test_waiting_for_a_slow_disk_is_cut(
     world = make_offloading_world(slots=14, disk_slots=100)
     texts = prompts(10, 4)
     fill(world, texts)
-    monkeypatch.setattr(wait_choice, "_PROBE_SECONDS", 0.0)
-    monkeypatch.setattr(wait_choice, "PROBE_SHARE", 0.0)
+    monkeypatch.setattr(chooser, "_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(chooser, "PROBE_SHARE", 0.0)
     hang = Hang(world)
     waiting = world.add(texts[0])
     world.step()

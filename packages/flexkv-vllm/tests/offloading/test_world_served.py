@@ -18,7 +18,7 @@ from served_offloading_world import ServedOffloadingWorld
 from served_world import MakeService, assert_nothing_is_lost
 from traffic import Traffic, loaded, loads_more_than, make_stems
 
-from flexkv.engine.scheduler.held_hits import HeldHits
+from flexkv.engine.scheduler.loads import HeldHits
 from packages.flexkv.tests.service.served import Service
 from packages.inside import announced, line_of, stores_of
 

@@ -9,7 +9,7 @@ from itertools import chain
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, get_offload_group_idx
 
-from flexkv.engine.choice.load_choice import Left
+from flexkv.engine.choice.chooser import Left
 from flexkv_vllm.offloading.requests import FetchPlace, GroupBlocks, RequestBlocks
 
 

@@ -12,13 +12,13 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, always, answers
+from flexkv.engine.choice.chooser import Left, LoadChooser
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import Left, LoadChooser
 from flexkv.engine.scheduler.engine import EngineRequest, RequestSpans
-from flexkv.engine.scheduler.held_hits import HeldHits
-from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
-from flexkv.engine.scheduler.hit_sources import fetched_blocks, limited
-from flexkv.engine.scheduler.request import HitTokens, Match
+from flexkv.engine.scheduler.fetches import fetched_blocks
+from flexkv.engine.scheduler.loads import HeldHits
+from flexkv.engine.scheduler.reports import HitReports, spans_of
+from flexkv.engine.scheduler.request import HitTokens, Match, limited
 from flexkv_vllm.offloading.lookups import Lookups
 from flexkv_vllm.offloading.offload_keys import OffloadedPromptKeys
 from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks, RequestMaker

@@ -17,16 +17,16 @@ from vllm.v1.kv_offload.base import (
 from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.fetches import note_media
 from flexkv.engine.scheduler.hints import EngineHints
-from flexkv.engine.scheduler.hit_sources import note_media
-from flexkv.engine.scheduler.request import Match
-from flexkv.engine.scheduler.request_options import (
+from flexkv.engine.scheduler.options import (
     OptionsReader,
     RequestOptions,
     pin_owner,
     tenant_of,
 )
-from flexkv.engine.scheduler.traced_work import TracedWork
+from flexkv.engine.scheduler.request import Match
+from flexkv.engine.scheduler.spans import TracedWork
 from flexkv.figures.meter import Meter
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.epoch_cache import of_epochs
 from flexkv.engine.start import (
     attach_session,

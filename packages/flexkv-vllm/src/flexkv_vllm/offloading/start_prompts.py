@@ -7,11 +7,11 @@ from flexkv import CacheConfig
 from flexkv.client import CacheClient
 from flexkv.control.local_http import local_http
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.recorder import Recorder
-from flexkv.engine.scheduler.hit_reports import HitReports
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
+from flexkv.engine.scheduler.reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
 from flexkv_vllm.offloading.prompts import OffloadedPrompts
 from flexkv_vllm.offloading.requests import RequestMaker

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.choice.chooser import Left
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import Left
 from flexkv.engine.engine_door import EngineDoor, OperatorAccess
 from flexkv.figures.definitions import (
     COPIED_BYTES,

@@ -7,7 +7,7 @@ import logging
 
 from flexkv.cache import KVCache
 from flexkv.client import CacheClient, FetchState
-from flexkv.engine.choice.load_choice import LoadChooser, LoadMode
+from flexkv.engine.choice.chooser import LoadChooser, LoadMode
 from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.host.arena import ArenaSpec

@@ -48,7 +48,7 @@ tuned."""
 
 FIRST_SHARE = 4
 """The first call of a read has a quarter of the bytes of later calls: requests stop waiting for a
-tier of unknown pace that gives no block within 20 ms (`flexkv.engine.choice.wait_choice`). Not
+tier of unknown pace that gives no block within 20 ms (`flexkv.engine.choice.chooser`). Not
 tuned."""
 
 CLOSE_SECONDS = 5.0

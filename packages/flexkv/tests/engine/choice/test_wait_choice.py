@@ -11,8 +11,8 @@ import pytest
 from fetch_states import FetchStates
 
 from flexkv.client import AwaitedBlocks, FetchId, FetchState
+from flexkv.engine.choice.chooser import WaitChooser
 from flexkv.engine.choice.cost import PrefillPace, Span
-from flexkv.engine.choice.wait_choice import WaitChooser
 from flexkv.types.changes import Medium
 
 BLOCK_BYTES = 1000

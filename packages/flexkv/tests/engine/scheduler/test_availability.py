@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv.client import CacheInfo
-from flexkv.engine.scheduler.availability import Availability
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
-from flexkv.engine.scheduler.hits import full_reach, longest_hit
 from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.match import Availability, full_reach, longest_hit
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 

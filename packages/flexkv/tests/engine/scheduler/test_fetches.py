@@ -13,8 +13,8 @@ from memory_tier import MemoryTier
 from flexkv import KVCache
 from flexkv.client import FetchId, FetchState
 from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat

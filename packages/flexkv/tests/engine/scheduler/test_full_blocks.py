@@ -9,8 +9,8 @@ import pytest
 
 from flexkv.engine.scheduler.full_blocks import FullBlocks, full_blocks
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 
 BLOCK = 16
 PLAIN = Groups((Group(0, Reach.ALL, 0, BLOCK, 1),), BLOCK)

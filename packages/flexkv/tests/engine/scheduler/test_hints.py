@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv.engine.scheduler.hints import HintResult
-from flexkv.engine.scheduler.request_options import (
+from flexkv.engine.scheduler.options import (
     NONE,
     OptionsReader,
     RequestOptions,

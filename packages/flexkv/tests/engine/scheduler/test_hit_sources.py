@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from flexkv.client import AwaitedBlocks, FetchState
-from flexkv.engine.scheduler.hit_sources import fetched_blocks, limited, note_media, slowest
+from flexkv.engine.scheduler.fetches import fetched_blocks, note_media, slowest
+from flexkv.engine.scheduler.request import limited
 from flexkv.types.changes import Medium
 
 KEYS = [bytes([i]) for i in range(8)]

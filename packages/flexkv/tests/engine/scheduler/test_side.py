@@ -12,7 +12,7 @@ import pytest
 from toy_blocks import BLOCK
 from toy_world import LateMemory, ToyWorld
 
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.types.mover import Direction
 

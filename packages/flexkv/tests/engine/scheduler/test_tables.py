@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv.engine.scheduler.request_options import RequestOptions
 from flexkv.engine.scheduler.tables import extend_tables
 
 NOBODY: frozenset[str] = frozenset()

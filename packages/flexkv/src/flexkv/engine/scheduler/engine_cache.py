@@ -14,9 +14,9 @@ from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine import Describe, RequestSpans
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
-from flexkv.engine.scheduler.named_sessions import Sessions
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
-from flexkv.engine.scheduler.request_options import OptionsReader
+from flexkv.engine.scheduler.options import OptionsReader
+from flexkv.engine.scheduler.reports import Sessions
 from flexkv.session import Session
 
 

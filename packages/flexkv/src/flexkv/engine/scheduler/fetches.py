@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.scheduler.engine import RequestSpans
-from flexkv.engine.scheduler.hit_sources import note_media
+from flexkv.engine.scheduler.options import tenant_number_of
 from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
-from flexkv.engine.scheduler.request_options import tenant_number_of
-from flexkv.engine.scheduler.traced_work import add_fetch
+from flexkv.engine.scheduler.spans import add_fetch
 from flexkv.types.changes import Medium
 
 LOOKAHEAD_SECONDS = 0.05
@@ -201,3 +201,35 @@ class Fetches:
                 self._ended(each.id, state)
                 if self._spans is not None:
                     add_fetch(self._spans, tracked.request, state)
+
+
+_NOT_FETCHED = (None, Medium.HOST)
+
+
+def note_media(media: dict[bytes, Medium], keys: Sequence[bytes], state: FetchState) -> None:
+    """Add to `media` the medium of each block that a fetch awaits or awaited, or could bring if the
+    arena had room.
+
+    Args:
+        media: media of blocks by key; changed.
+        keys: keys of the fetch.
+        state: state of the fetch.
+    """
+    for start, stop, medium in (*state.awaited, *state.later):
+        media.update(dict.fromkeys(keys[start:stop], medium))
+
+
+def fetched_blocks(media: Mapping[bytes, Medium], keys: Sequence[bytes]) -> Counter[Medium]:
+    """Count the blocks of `keys` that each lower tier gave or is expected to give.
+
+    Args:
+        media: media of blocks that host memory did not have, by key; see `note_media`.
+        keys: keys of blocks.
+    """
+    counts = Counter(map(media.get, keys))
+    return Counter({medium: counts[medium] for medium in counts if medium not in _NOT_FETCHED})
+
+
+def slowest(fetched: Mapping[Medium, int]) -> Medium:
+    """The slowest tier in `fetched`, which must not be empty."""
+    return max(fetched, key=list(Medium).index)

@@ -19,8 +19,8 @@ from flexkv.control.http_door import RefusedError, SilentError
 from flexkv.control.removals import await_removals
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.hints import name_of
-from flexkv.engine.scheduler.named_sessions import Sessions, own_keys
-from flexkv.engine.scheduler.request_options import retaining, tenant_session
+from flexkv.engine.scheduler.options import retaining, tenant_session
+from flexkv.engine.scheduler.reports import Sessions, own_keys
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
 from flexkv.types.changes import Medium

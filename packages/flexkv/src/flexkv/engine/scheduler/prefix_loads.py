@@ -7,16 +7,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from flexkv.client import Ended
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
-from flexkv.engine.scheduler.hit_reports import HitReports, spans_of
-from flexkv.engine.scheduler.loading import Loads
-from flexkv.engine.scheduler.matching import Matcher
+from flexkv.engine.scheduler.loads import Loads
+from flexkv.engine.scheduler.match import Matcher
+from flexkv.engine.scheduler.options import tenant_of
+from flexkv.engine.scheduler.reports import HitReports, spans_of
 from flexkv.engine.scheduler.request import Match, TrackedRequest
-from flexkv.engine.scheduler.request_options import tenant_of
 from flexkv.engine.side_figures import CacheFigures
 
 

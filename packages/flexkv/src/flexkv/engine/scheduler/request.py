@@ -6,16 +6,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 from flexkv.client import CacheClient, FetchId
-from flexkv.engine.choice.load_choice import Left
+from flexkv.engine.choice.chooser import Left
+from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.engine import EngineRequest
-from flexkv.engine.scheduler.hit_sources import limited
+from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import MadeKeys
-from flexkv.engine.scheduler.load_in_parts import Loading
-from flexkv.engine.scheduler.load_plan import Plan
-from flexkv.engine.scheduler.request_options import OptionsReader, RequestOptions, pin_owner
+from flexkv.engine.scheduler.options import OptionsReader, RequestOptions, pin_owner
 from flexkv.types.changes import Medium
 
 NEVER = sys.maxsize
@@ -23,6 +23,125 @@ NEVER = sys.maxsize
 
 HitTokens: TypeAlias = Mapping[Medium, int]
 """Tokens of a hit by the tier that they came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks of a group to load: position of the first, and their keys."""
+
+    group: Group
+    start: int
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The load of a request with several groups, as planned when its turn came.
+
+    Attributes:
+        local_tokens: tokens that the engine had itself.
+        limit: the most tokens of the hit.
+        hit: tokens of the hit.
+        divergence: as in `Match`.
+        in_host: whether all blocks were in host memory when this was made.
+        wanted: the blocks for the hit; none if all are in host memory.
+    """
+
+    local_tokens: int
+    limit: int
+    hit: int
+    divergence: int
+    in_host: bool
+    wanted: Sequence[Wanted]
+
+
+def flat(wanted: Sequence[Wanted]) -> Sequence[bytes]:
+    """The keys of all groups, one after the other."""
+    if len(wanted) == 1:
+        return wanted[0].keys
+    return list(chain.from_iterable(each.keys for each in wanted))
+
+
+_PARTS = 8
+"""About the number of parts of a load that waits for a lower tier. Each part costs a place on the
+board and a few microseconds. The device copies the last part after the disk has ended. Not
+tuned."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load that the engine was promised, and its progress.
+
+    Attributes:
+        keys: keys of the FlexKV blocks, in order.
+        engine_blocks: the engine's blocks to fill, in order; the first may begin inside a FlexKV
+            block.
+        skip: engine blocks of the first FlexKV block that the engine has itself.
+        step: engine blocks of a FlexKV block.
+        start: tokens before the load.
+        engine_block_tokens: tokens of one engine block; 0 if only the whole load is of use.
+        ordered: FlexKV blocks whose copies are ordered.
+    """
+
+    keys: Sequence[bytes]
+    engine_blocks: list[int]
+    skip: int
+    step: int
+    start: int
+    engine_block_tokens: int
+    ordered: int = 0
+
+    @property
+    def rest(self) -> list[int]:
+        """The engine's blocks without an ordered copy."""
+        return self.engine_blocks[self._place(self.ordered) :]
+
+    @property
+    def tokens_ordered(self) -> int:
+        """Tokens of the request up to the end of the ordered blocks; the load's start if only the
+        whole load is of use."""
+        return self.start + self._place(self.ordered) * self.engine_block_tokens
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the request up to the end of the load."""
+        return self.start + len(self.engine_blocks) * self.engine_block_tokens
+
+    def next_part(self, cache: CacheClient, more_may_come: bool) -> CopyOrder | None:
+        """Order blocks that are in host memory and not ordered yet; None if there are none or few.
+        Once the order is given, the caller calls `advance`.
+
+        Args:
+            cache: of the engine.
+            more_may_come: whether to wait for more blocks.
+        """
+        stop, transfer = len(self.keys), None
+        if not more_may_come:
+            transfer = cache.load(self.keys[self.ordered :])  # mostly all are there
+        if transfer is None:
+            there = cache.lookup(self.keys[self.ordered :])
+            if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):
+                return None
+            stop = self.ordered + there
+            transfer = cache.load(self.keys[self.ordered : stop])
+        if transfer is None:
+            return None
+        return CopyOrder(
+            transfer.id,
+            transfer.cell,
+            self.engine_blocks[self._place(self.ordered) : self._place(stop)],
+            transfer.slots,
+            0 if self.ordered else self.skip,
+            last=stop == len(self.keys),
+        )
+
+    def advance(self, order: CopyOrder) -> None:
+        """Note that the order of `next_part` was given."""
+        self.ordered += len(order.slots)
+
+    def _place(self, block: int) -> int:
+        """The place in `engine_blocks` at which a FlexKV block begins."""
+        return max(0, block * self.step - self.skip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +337,15 @@ class Requests:
         """Forget a request that has ended, except for running copies."""
         self._ended(tracked)
         self.by_id.pop(tracked.id, None)
+
+
+def limited(fetched: Mapping[Medium, int], tokens: int) -> dict[Medium, int]:
+    """Limit the tokens that came from lower tiers to `tokens` in all. The slowest tiers keep theirs
+    first."""
+    kept: dict[Medium, int] = {}
+    for medium in reversed(Medium):
+        count = min(fetched.get(medium, 0), tokens)
+        if count > 0:
+            kept[medium] = count
+            tokens -= count
+    return kept

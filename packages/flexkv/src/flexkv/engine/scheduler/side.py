@@ -12,14 +12,14 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Generic, TypeVar
 
-from flexkv.engine.choice.load_choice import LoadChooser
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.orders import StepOrders, StepReport
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StepStores, StoreTime
 from flexkv.engine.scheduler.idle import IdleSteps
+from flexkv.engine.scheduler.loads import Promises
 from flexkv.engine.scheduler.prefix_loads import PrefixLoads
-from flexkv.engine.scheduler.promises import Promises
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep, Tables
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses

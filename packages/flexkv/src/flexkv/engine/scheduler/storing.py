@@ -17,13 +17,13 @@ from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.full_blocks import Filled
 from flexkv.engine.scheduler.groups import Group, Reach
-from flexkv.engine.scheduler.request import NEVER, TrackedRequest
-from flexkv.engine.scheduler.request_options import (
+from flexkv.engine.scheduler.options import (
     RequestOptions,
     pin_owner,
     tenant_number_of,
     tenant_of,
 )
+from flexkv.engine.scheduler.request import NEVER, TrackedRequest
 from flexkv.types.tenants import NO_TENANT
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
-from flexkv.engine.scheduler.hits import full_reach, longest_hit
+from flexkv.engine.scheduler.match import full_reach, longest_hit
 
 SPANS = {Reach.ALL: 0, Reach.STATE: 0}
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv.engine.choice.load_choice import LoadMode
-from flexkv.engine.scheduler.request_options import NONE, OptionsReader, RequestOptions, pin_owner
+from flexkv.engine.choice.chooser import LoadMode
+from flexkv.engine.scheduler.options import NONE, OptionsReader, RequestOptions, pin_owner
 from flexkv.settings import load_config
 
 NAMES = [f"flexkv.{each.name}" for each in dataclasses.fields(RequestOptions)]

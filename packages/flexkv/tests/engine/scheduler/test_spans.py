@@ -7,7 +7,7 @@ from typing import Any
 from kept_spans import KeptSpans
 
 from flexkv.client import Ended
-from flexkv.engine.scheduler.traced_work import TracedWork
+from flexkv.engine.scheduler.spans import TracedWork
 from flexkv.types.mover import Direction
 
 REQUEST: Any = SimpleNamespace(request_id="r")

@@ -5,19 +5,154 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from flexkv.client import FetchId, FetchState
+from flexkv.client import CacheClient, FetchId, FetchState
+from flexkv.engine.choice.chooser import Left, LoadChooser
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import Left, LoadChooser
-from flexkv.engine.scheduler.availability import Availability
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.fetches import Fetches
-from flexkv.engine.scheduler.groups import Group, Reach
-from flexkv.engine.scheduler.hit_sources import fetched_blocks, slowest
-from flexkv.engine.scheduler.hits import full_reach, longest_hit
-from flexkv.engine.scheduler.load_plan import Plan, Wanted, flat
-from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
+from flexkv.engine.scheduler.fetches import Fetches, fetched_blocks, slowest
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.request import HitTokens, Match, Plan, TrackedRequest, Wanted, flat
+from flexkv.types.presence import Presence
+
+
+class Present(Protocol):
+    """Which FlexKV blocks of a request are available, by group and position."""
+
+    def first_missing(self, group: Group, start: int, stop: int) -> int:
+        """The first unavailable block from `start` on; `stop` if all before `stop` are
+        available."""
+        ...
+
+    def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        """The last unavailable block from `start` to before `stop`; None if all are available."""
+        ...
+
+
+def longest_hit(groups: Groups, present: Present, local_tokens: int, limit: int) -> int:
+    """The longest prefix, in tokens, that the engine can continue after loading available blocks.
+
+    Args:
+        groups: the groups of the model.
+        present: asked only about blocks from `local_tokens` on and before `limit`.
+        local_tokens: tokens that the engine has in all groups; a multiple of the alignment.
+        limit: the most tokens of the prefix.
+
+    Returns:
+        A multiple of the alignment, or `local_tokens` if no block can be loaded.
+    """
+    align = groups.alignment
+    hit = limit // align * align
+    while hit > local_tokens:
+        shorter = hit
+        for group in groups.members:
+            shorter = _supported(group, present, local_tokens, shorter, align)
+        if shorter == hit:
+            return hit
+        hit = shorter
+    return local_tokens
+
+
+def full_reach(groups: Groups, present: Present, local_tokens: int, limit: int) -> int:
+    """The same for the groups of full attention alone; `local_tokens` if there is none."""
+    members = tuple(group for group in groups.members if group.reach is Reach.ALL)
+    if not members:
+        return local_tokens
+    return longest_hit(Groups(members, groups.hash_tokens), present, local_tokens, limit)
+
+
+def _supported(group: Group, present: Present, local_tokens: int, hit: int, align: int) -> int:
+    """The longest prefix of at most `hit` tokens for which `group` has all blocks it needs."""
+    size = group.block_tokens
+    first = local_tokens // size
+    if group.reach is Reach.ALL:
+        gap = present.first_missing(group, first, hit // size)
+        return max(local_tokens, gap * size // align * align)
+    while hit > local_tokens:
+        start = max(first, group.first_needed(hit))
+        missing = present.last_missing(group, start, hit // size)
+        if missing is None:
+            return hit
+        # Every prefix that ends behind the missing block needs that block, too.
+        hit = missing * size // align * align
+    return local_tokens
+
+
+_FIRST_ASK = 16
+"""Blocks in the first question to lower tiers. The number doubles each time that they have all: a
+prefix may end anywhere, and each block costs about half a microsecond."""
+
+_OBTAINABLE = (Presence.HOST, Presence.BELOW)
+
+
+class Availability:
+    """`Present` for one request. If calls begin at the same first block of a group, each block is
+    looked up once. The last missing block must be asked for with the same end or an earlier one
+    each time, as `longest_hit` does.
+
+    Args:
+        cache: the cache of the engine.
+        tracked: the request.
+        keys: makes the keys of its blocks.
+        below: whether blocks of lower tiers count as available, too.
+
+    Attributes:
+        in_host: whether all blocks found so far are in host memory.
+    """
+
+    def __init__(
+        self, cache: CacheClient, tracked: TrackedRequest, keys: BlockKeys, *, below: bool
+    ) -> None:
+        self._cache = cache
+        self._tracked = tracked
+        self._keys = keys
+        self._below = below and cache.info.may_fetch
+        self.in_host = True
+        self._gaps: dict[tuple[int, int], tuple[int, int]] = {}
+        self._ends: dict[int, tuple[int, list[bool]]] = {}
+
+    def first_missing(self, group: Group, start: int, stop: int) -> int:
+        """See `Present.first_missing`."""
+        gap, asked = self._gaps.get((group.index, start), (start, start))
+        if gap == asked < stop:
+            gap = asked + self._reach(self._keys.of(self._tracked, group, asked, stop))
+            self._gaps[group.index, start] = gap, stop
+        return min(gap, stop)
+
+    def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        """See `Present.last_missing`."""
+        # The known part: where it ends, and backwards from there whether each block is available.
+        end, known = self._ends.setdefault(group.index, (stop, []))
+        first = end - len(known)
+        if start < first:
+            keys = self._keys.of(self._tracked, group, start, first)
+            there = self._there(keys)
+            there += [False] * (first - start - len(keys))  # the engine has not hashed them
+            known += reversed(there)
+        try:
+            return end - 1 - known.index(False, end - stop, end - start)
+        except ValueError:
+            return None
+
+    def _reach(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, are available."""
+        count, ask = self._cache.lookup(keys), _FIRST_ASK
+        while self._below and count < len(keys):
+            there = self._there(keys[count : count + ask])
+            if False in there:
+                return count + there.index(False)
+            count, ask = count + len(there), 2 * ask
+        return count
+
+    def _there(self, keys: Sequence[bytes]) -> list[bool]:
+        presence = self._cache.presence(keys)
+        if self._below:
+            self.in_host = self.in_host and Presence.BELOW not in presence
+            return [each in _OBTAINABLE for each in presence]
+        return [each is Presence.HOST for each in presence]
 
 
 class Matcher:

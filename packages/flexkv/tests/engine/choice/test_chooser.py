@@ -8,8 +8,8 @@ import pytest
 from fetch_states import FetchStates
 
 from flexkv.client import FetchId, FetchState
+from flexkv.engine.choice.chooser import Left, LoadChoice, LoadChooser, LoadMode
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.choice.load_choice import Left, LoadChoice, LoadChooser, LoadMode
 from flexkv.types.changes import Medium
 from packages.inside import is_doubtful, prefill_of, timed_steps
 

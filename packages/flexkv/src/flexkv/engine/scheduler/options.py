@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flexkv.client import MOST_PRIORITY
-from flexkv.engine.choice.load_choice import LoadMode
+from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.hints import (
     MOST_RETAIN_SECONDS,

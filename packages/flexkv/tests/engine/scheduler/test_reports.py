@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.engine.scheduler import named_sessions as module
-from flexkv.engine.scheduler.named_sessions import Sessions, own_keys
+from flexkv.engine.scheduler import reports as module
+from flexkv.engine.scheduler.reports import Sessions, own_keys
 
 
 def names(text: str) -> list[bytes]:
