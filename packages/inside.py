@@ -4,7 +4,6 @@ tiers are in `inside_tiers.py`, and those of the sides in engines in `inside_ada
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -201,8 +200,7 @@ def waiting_schedulers(server: Any) -> int:
 
 def end_reservation(reservation: Any) -> None:
     """As if the reservation's process had been killed."""
-    os.close(reservation._fd)
-    reservation._fd = -1
+    reservation._file.leave_to_parent()
 
 
 def kept_ends(pins: Any) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from packages.conftest import PATIENCE_SECONDS
 def listens(root: Path) -> bool:
     """Whether rank 0 can be reached."""
     with contextlib.suppress(OSError), RuntimeDirectory(str(root)) as directory:
-        directory.connect("engine", PATIENCE_SECONDS).close()
+        directory.connect("engine", PATIENCE_SECONDS, socket.SOCK_SEQPACKET).close()
         return True
     return False
 

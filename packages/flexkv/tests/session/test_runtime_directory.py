@@ -202,11 +202,16 @@ def test_a_stopped_engine_costs_others_nothing(tmp_path: Path) -> None:
     """More starts than its queue has room for: each asks whether it lives."""
     with leading_process(tmp_path, "stopped") as owner:
         os.kill(owner.pid, signal.SIGSTOP)
+        kind, owned = socket.SOCK_SEQPACKET, "'stopped' is owned by the living process"
         with RuntimeDirectory(str(tmp_path)) as opened:
             for _ in range(100):
-                opened.listen("other").close()
-            with pytest.raises(ArenaError, match="'stopped' is owned by the living process that"):
-                opened.listen("stopped")
+                opened.listen("other", kind).close()
+            with pytest.raises(ArenaError, match=f"{owned} {owner.pid}"):
+                opened.listen("stopped", kind)
+            for _ in range(100):
+                with pytest.raises(ArenaError, match=owned) as raised:
+                    opened.listen("stopped", kind)
+            assert "living process that does not answer" in str(raised.value)
         with pytest.raises(ArenaError, match="rank 0 of engine 'stopped' does not answer"):
             attach(str(tmp_path), "stopped", patience=0.1)
         os.kill(owner.pid, signal.SIGCONT)
@@ -222,7 +227,7 @@ def test_what_cannot_be_asked_is_taken_for_alive(tmp_path: Path) -> None:
 
 LISTENER = """
 import os, socket, sys
-listener = socket.socket(socket.AF_UNIX)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 os.chdir(sys.argv[1])  # the address of a socket has 107 bytes at most
 listener.bind(sys.argv[2])
 os.setgid(65534); os.setuid(65534)

@@ -73,6 +73,12 @@ class ArenaSpec:
     board: int = 0
     grows: bool = field(default=False, compare=False)
 
+    def __post_init__(self) -> None:
+        parts = self.format
+        sizes = (self.num_slots, parts.engine_blocks, parts.replicas, *parts.shard_bytes)
+        if min(sizes) < 0 or not 0 <= self.board < self.boards:
+            raise ValueError(f"{self} is no arena")
+
     @property
     def ranks(self) -> int:
         """The number of ranks of the engine."""

@@ -21,7 +21,7 @@ from flexkv.service import messages as wire
 from flexkv.service.engine_page import EnginePage
 from flexkv.service.membership import Membership
 from flexkv.service.reattachment import Attachment
-from flexkv.session.meet import Shared
+from flexkv.session import Session
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.types.errors import ArenaError
@@ -153,7 +153,7 @@ class Attached:
             self._fds = []
 
 
-def open_pool(root: str, model: str, engine: str, about: SessionInfo) -> Shared:
+def open_pool(root: str, model: str, engine: str, about: SessionInfo) -> Session:
     """Ask the service for an arena, as rank 0 of an engine. Waits for a service that starts.
 
     Args:
@@ -182,7 +182,7 @@ def open_pool(root: str, model: str, engine: str, about: SessionInfo) -> Shared:
         _close(fds)
     ticket = ServiceTicket(root, given.client, given.token.hex(), engine, model)
     membership = _member(ticket, connection, arena)
-    return Shared(dataclasses.replace(about, spec=spec, service=ticket), arena, membership)
+    return Session(dataclasses.replace(about, spec=spec, service=ticket), arena, membership)
 
 
 def _await_service(root: str) -> None:

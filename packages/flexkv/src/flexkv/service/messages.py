@@ -18,7 +18,7 @@ import msgspec
 
 from flexkv.client import MOST_PRIORITY, FetchState
 from flexkv.eviction import RequestContext
-from flexkv.session.wire import peer_of
+from flexkv.session.wire import peer_of, receive_packet
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
@@ -557,20 +557,10 @@ def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
             open files to take the descriptors.
         WireError: the packet is too large, or has too many descriptors.
     """
-    room, flags = socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC
-    packet, ancillary, said, _ = connection.recvmsg(MAX_PACKET, room, flags)
-    fds: list[int] = []
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            whole = data[: len(data) // 4 * 4]
-            fds.extend(memoryview(whole).cast("i"))
-    if said & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        if not said & socket.MSG_TRUNC and len(fds) < _MOST_FDS:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        raise WireError(f"a packet has more than {MAX_PACKET} bytes or {_MOST_FDS} descriptors")
-    return packet, fds
+    try:
+        return receive_packet(connection, MAX_PACKET, _MOST_FDS)
+    except ValueError as error:
+        raise WireError(str(error)) from None
 
 
 _MOST_FDS = 4

@@ -11,9 +11,9 @@ An arena has one scheduler in its life. Only that process knows which block is i
 after its end workers may still make copies that it ordered. A restarted scheduler therefore needs
 new workers, which create a new arena.
 
-`meet` has the functions that processes call, `server` is rank 0's end, `directory` has the sockets,
-and `wire` has the messages. `state_reports` tells `flexkv stat` and `flexkv health` of
-shared stores and health.
+`meet` has the functions that processes call, `session_server` is rank 0's end, `runtime_directory`
+has the sockets, and `wire` has the messages. `state_reports` reports health and shared stores to
+operators.
 """
 
 from flexkv.session.meet import MEET_SECONDS, Session, alone, attach, join, lead

@@ -10,63 +10,98 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from flexkv.session.runtime_directory import RuntimeDirectory
+from flexkv.system.forks import close_in_children
+from flexkv.types.errors import ArenaError
 
 _DRAFT = ".new"
 _BYTES = 4096
 """Bytes of a file. One call writes it and one call reads it, so that no reader finds half of it."""
 
 
-def create_held(folder: int, name: str) -> int:
-    """Create a file and lock it. Removes the files of killed processes with the same suffix.
+class HeldFile:
+    """A file of this process in the runtime directory `root`, until `close`. Its name ends with
+    `suffix`."""
 
-    Args:
-        folder: descriptor of the runtime directory, whose lock the caller holds.
-        name: name of the file, which no other process uses, with its suffix.
+    def __init__(self, root: str, suffix: str) -> None:
+        self._root = root
+        self._suffix = suffix
+        self._name = secrets.token_hex(8) + suffix
+        self._fd = -1
+        self._written = b""
+        close_in_children(self)
 
-    Returns:
-        The descriptor, which the caller closes after it has removed the file.
+    @property
+    def exists(self) -> bool:
+        """Whether the file has been created and nobody has removed it since."""
+        return self._fd >= 0 and os.fstat(self._fd).st_nlink > 0
 
-    Raises:
-        OSError: a system call failed.
-    """
-    suffix = os.path.splitext(name)[1]
-    for other in [*_names(folder, suffix), *_names(folder, suffix + _DRAFT)]:
-        with _opened(folder, other) as fd:
-            if fd is not None and _lock(fd, fcntl.LOCK_SH):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(other, dir_fd=folder)
-    # The file gets its name once it is locked. Before, it would look like that of a killed engine.
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name + _DRAFT, flags, 0o600, dir_fd=folder)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.rename(name + _DRAFT, name, src_dir_fd=folder, dst_dir_fd=folder)
-    return fd
+    def create(self, directory: RuntimeDirectory) -> None:
+        """Create the file in the directory, whose lock the caller holds. Removes the files of
+        killed processes. Raises OSError."""
+        self.leave_to_parent()
+        folder = directory.descriptor
+        for other in [*_names(folder, self._suffix), *_names(folder, self._suffix + _DRAFT)]:
+            with _opened(folder, other) as fd:
+                if fd is not None and _lock(fd):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(other, dir_fd=folder)
+        # The file gets its name once it is locked. Before, it would look like that of a killed
+        # engine.
+        draft, flags = self._name + _DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        fd = os.open(draft, flags | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.rename(draft, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd, self._written = fd, b""
+
+    def write(self, content: Mapping[str, object]) -> None:
+        """Write the content, which has at most 4 KiB of JSON, if it has changed. Raises OSError."""
+        text = json.dumps(content).encode().ljust(_BYTES)
+        if text == self._written:
+            return
+        if os.pwrite(self._fd, text, 0) < _BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._written = text
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        if self._fd >= 0:
+            with (
+                contextlib.suppress(OSError, ArenaError),
+                RuntimeDirectory(self._root) as directory,
+            ):
+                os.unlink(self._name, dir_fd=directory.descriptor)
+            self.leave_to_parent()
+
+    def leave_to_parent(self) -> None:
+        """See `flexkv.system.forks.Owner`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
-def write_held(fd: int, content: bytes) -> None:
-    """Write the content of a file: JSON of at most 4 KiB, which blanks fill up.
-
-    Raises:
-        OSError: a system call failed.
-    """
-    if os.pwrite(fd, content.ljust(_BYTES), 0) < _BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def read_held(folder: int, suffix: str) -> Iterator[bytes]:
-    """Read the files of living processes.
-
-    Args:
-        folder: descriptor of the runtime directory.
-        suffix: end of the files' names, with its dot.
-    """
+def read_held(directory: RuntimeDirectory, suffix: str) -> Iterator[dict[str, object]]:
+    """The contents of the files of living processes whose names end with `suffix`."""
+    folder = directory.descriptor
     for name in _names(folder, suffix):
         with _opened(folder, name) as fd:
-            if fd is not None and not _lock(fd, fcntl.LOCK_SH):
-                yield os.pread(fd, _BYTES, 0)
+            text = b"" if fd is None or _lock(fd) else os.pread(fd, _BYTES, 0)
+        try:
+            content = json.loads(text)
+        except ValueError:
+            continue  # nothing is written yet, or another version of FlexKV wrote it
+        if isinstance(content, dict):
+            yield content
 
 
 def _names(folder: int, suffix: str) -> list[str]:
@@ -88,10 +123,10 @@ def _opened(folder: int, name: str) -> Iterator[int | None]:
         os.close(fd)
 
 
-def _lock(fd: int, how: int) -> bool:
+def _lock(fd: int) -> bool:
     """Take the lock of a file. False if another process holds it."""
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -10,8 +10,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat, join_stages
@@ -19,7 +19,7 @@ from flexkv.session import wire
 from flexkv.session.reservation import Reservation
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.session_server import Server
-from flexkv.session.wire import SessionInfo, Shard
+from flexkv.session.wire import Answer, Greeting, SessionInfo, Shard
 from flexkv.system.available import Promise
 from flexkv.types.errors import ArenaError
 
@@ -30,26 +30,8 @@ rank 0 then fills the arena, which takes about 5 s per 100 GiB with 4 threads.""
 Plan: TypeAlias = Callable[[BlockFormat, Sequence[Promise]], ArenaSpec]
 """Sizes an arena for a format of blocks, beside what other processes are about to take."""
 
-Share: TypeAlias = Callable[[str, SessionInfo], "Shared"]
-"""Asks for an arena that engines share, for the engine of this id and blocks as described, of which
-the arena's sizes are not known."""
-
 _RETRY_SECONDS = 0.02
 """Pause between two attempts to connect to rank 0. Not tuned."""
-
-
-class Shared(NamedTuple):
-    """An arena that engines share.
-
-    Attributes:
-        info: the description of the session.
-        arena: the arena; the caller's.
-        membership: shows the arena's owner that this process may write to it; the caller's.
-    """
-
-    info: SessionInfo
-    arena: Arena
-    membership: Closeable
 
 
 class Closeable(Protocol):
@@ -63,15 +45,14 @@ class Session:
     """A process's part in a session. Owns the arena's mapping and, in rank 0, the socket.
 
     Attributes:
-        info: the description of the session.
-        arena: the arena.
-        membership: closed after the arena; None if the arena is the engine's own.
+        membership: shows the arena's owner that this process may write to it; closed after the
+            arena. None if the arena is the engine's own.
     """
 
     info: SessionInfo
     arena: Arena
-    _server: Server | None = field(default=None, repr=False)
     membership: Closeable | None = field(default=None, repr=False)
+    _server: Server | None = field(default=None, repr=False)
 
     def close(self) -> None:
         """Unmap the arena and, in rank 0, release the engine's id. Idempotent. No copy may be under
@@ -81,6 +62,11 @@ class Session:
         self.arena.close()
         if self.membership is not None:
             self.membership.close()
+
+
+Share: TypeAlias = Callable[[str, SessionInfo], Session]
+"""Gives an arena that engines share to the engine of this id, with blocks as described, of which
+the arena's sizes are not known."""
 
 
 def lead(
@@ -94,21 +80,10 @@ def lead(
     share: Share | None = None,
     patience: float = MEET_SECONDS,
 ) -> Session:
-    """Open the session `name` as rank 0 and wait until every rank has joined.
+    """Open the session of the engine `name` as rank 0, and wait until all `ranks` have joined.
 
-    Args:
-        root: path of the runtime directory; created with mode 0700 if missing.
-        name: the engine's id.
-        mine: rank 0's shard.
-        ranks: the number of ranks, this one included.
-        plan: sizes the arena once the shards are known, beside what other processes are about to
-            take; may raise.
-        threads: the number of threads that fill the arena.
-        share: gives an arena that engines share; None to create one of `plan`.
-        patience: seconds to wait for the ranks.
-
-    Returns:
-        The session, which the caller closes.
+    The arena is one of `share`, or is created as `plan` says, which may raise. So many `threads`
+    fill it. The runtime directory `root` is created if it is missing.
 
     Raises:
         ArenaError: the directory cannot be used, a living engine owns `name`, a rank did not
@@ -116,131 +91,90 @@ def lead(
     """
     server = Server(root, name, ranks)
     try:
-        shards = server.gather(mine, patience)
-        membership: Closeable | None = None
-        if share is None:
-            info, arena = _make_arena(root, shards, plan, threads)
-        else:
-            info, arena, membership = _share_arena(share, name, shards, threads)
+        session = _make_session(root, name, server.gather(mine, patience), plan, threads, share)
     except BaseException as error:
         server.refuse(str(error) or type(error).__name__)
         server.close()
         raise
-    server.hand_out(info, arena.fd)
-    return Session(info, arena, server, membership)
+    server.hand_out(session.info, session.arena.fd)
+    session._server = server
+    return session
 
 
 def alone(
     root: str, mine: Shard, plan: Plan, *, threads: int, share: Share | None = None
 ) -> Session:
     """Make the session of a process that is its own scheduler and only rank. No process can join.
-
-    Args:
-        root: path of the runtime directory.
-        mine: the process's shard.
-        plan, share: see `lead`. `share` gets the number of the process as the engine's id.
-        threads: the number of threads that fill the arena.
-
-    Returns:
-        The session, which the caller closes.
+    See `lead`; `share` gets the number of the process as the engine's id.
 
     Raises:
         ArenaError: memory is missing, or nobody shares an arena.
     """
-    if share is None:
-        return Session(*_make_arena(root, [mine], plan, threads))
-    info, arena, membership = _share_arena(share, f"process {os.getpid()}", [mine], threads)
-    return Session(info, arena, membership=membership)
+    return _make_session(root, f"process {os.getpid()}", [mine], plan, threads, share)
 
 
-def _share_arena(share: Share, name: str, shards: Sequence[Shard], threads: int) -> Shared:
-    shared = share(name, _describe(shards, ArenaSpec(_format(shards), 0)))
-    with contextlib.ExitStack() as undo:
-        undo.callback(shared.membership.close)
-        undo.callback(shared.arena.close)
-        shared.arena.populate(threads)
-        undo.pop_all()
-    return shared
-
-
-def _make_arena(
-    root: str, shards: Sequence[Shard], plan: Plan, threads: int
-) -> tuple[SessionInfo, Arena]:
-    """Create the arena for the shards of all ranks, and its description."""
-    nodes = frozenset(s.numa_node for s in shards if s.numa_node is not None)
-    with contextlib.closing(Reservation(root)) as reservation:
-        sized = functools.partial(plan, _format(shards))
-        arena = Arena.create_planned(sized, threads, nodes, reservation)
-    return _describe(shards, arena.spec), arena
-
-
-def _format(shards: Sequence[Shard]) -> BlockFormat:
+def _make_session(  # noqa: PLR0917 - what an engine starts with
+    root: str, name: str, shards: Sequence[Shard], plan: Plan, threads: int, share: Share | None
+) -> Session:
     first = shards[0]
     parts = tuple(shard.shard_bytes for shard in shards[:: first.replicas])
-    return BlockFormat(first.engine_blocks, parts, first.replicas)
-
-
-def _describe(shards: Sequence[Shard], spec: ArenaSpec) -> SessionInfo:
-    """The description of a session with an arena of these sizes."""
+    block_format = BlockFormat(first.engine_blocks, parts, first.replicas)
     stages = {shard.stage: shard.fingerprint for shard in shards}
-    name = join_stages(list(stages.values()))
-    identity = dict.fromkeys(part for shard in shards for part in shard.identity)
-    return SessionInfo(name, spec, shards[0].durable, tuple(identity))
+    identity = tuple(dict.fromkeys(part for shard in shards for part in shard.identity))
+
+    def describe(spec: ArenaSpec) -> SessionInfo:
+        return SessionInfo(join_stages(list(stages.values())), spec, first.durable, identity)
+
+    if share is not None:
+        session = share(name, describe(ArenaSpec(block_format, 0)))
+        try:
+            session.arena.populate(threads)
+        except BaseException:
+            session.close()
+            raise
+        return session
+    nodes = frozenset(shard.numa_node for shard in shards if shard.numa_node is not None)
+    with contextlib.closing(Reservation(root)) as reservation:
+        sized = functools.partial(plan, block_format)
+        arena = Arena.create_planned(sized, threads, nodes, reservation)
+    return Session(describe(arena.spec), arena)
 
 
 def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:
     """Join the session `name` as a rank other than 0. Waits for rank 0 to open it.
 
-    Args:
-        root: path of the runtime directory.
-        name: the engine's id.
-        mine: this rank's shard.
-        patience: seconds to wait.
-
-    Returns:
-        The session, which the caller closes.
-
     Raises:
         ArenaError: rank 0 did not open the session in time, refused this rank, or could not create
             the arena.
     """
-    return _enter(root, name, {"rank": asdict(mine)}, patience)
+    return _enter(root, name, Greeting(rank=mine), patience)
 
 
 def attach(root: str, name: str, patience: float = MEET_SECONDS) -> Session:
     """Attach to the session `name` as the engine's scheduler. Waits until all ranks have joined. An
     arena has one scheduler in its life.
 
-    Args:
-        root: path of the runtime directory.
-        name: the engine's id.
-        patience: seconds to wait.
-
-    Returns:
-        The session, which the caller closes.
-
     Raises:
         ArenaError: rank 0 did not open the session in time, its arena has had a scheduler, or rank
             0 could not create the arena.
     """
-    return _enter(root, name, {"scheduler": os.getpid()}, patience)
+    return _enter(root, name, Greeting(scheduler=os.getpid()), patience)
 
 
-def _enter(root: str, name: str, greeting: dict[str, object], patience: float) -> Session:
+def _enter(root: str, name: str, greeting: Greeting, patience: float) -> Session:
     with _connect(root, name, patience) as connection:
         try:
             wire.send(connection, greeting)
-            message, fd = wire.receive(connection)
-        except (OSError, ValueError) as error:
+            answer, fd = wire.receive(connection, Answer)
+        except OSError as error:
             raise ArenaError(f"rank 0 of engine {name!r} disconnected: {error}") from None
-    if message is None or fd is None:
-        raise ArenaError(str((message or {}).get("error", "rank 0 sent no arena")))
-    try:
-        info = SessionInfo.from_json(message)
-    except (ValueError, KeyError) as error:
+        except ValueError as error:
+            raise ArenaError(f"rank 0 of engine {name!r} sent no valid arena: {error}") from None
+    if answer is not None and answer.session is not None and fd is not None:
+        return Session(answer.session, Arena(fd, answer.session.spec))
+    if fd is not None:
         os.close(fd)
-        raise ArenaError(f"rank 0 of engine {name!r} sent no valid arena: {error}") from None
-    return Session(info, Arena(fd, info.spec))
+    raise ArenaError("rank 0 sent no arena" if answer is None else answer.error)
 
 
 def _connect(root: str, name: str, patience: float) -> socket.socket:
@@ -249,7 +183,7 @@ def _connect(root: str, name: str, patience: float) -> socket.socket:
     while True:
         try:
             with RuntimeDirectory(root) as directory:
-                return directory.connect(name, patience)
+                return directory.connect(name, patience, socket.SOCK_SEQPACKET)
         except OSError as error:
             absent = isinstance(error, FileNotFoundError | ConnectionRefusedError | BlockingIOError)
             if not absent or time.monotonic() > deadline:

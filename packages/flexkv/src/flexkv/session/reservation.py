@@ -10,16 +10,12 @@ lets one process plan at a time. The file ends with the start, and with the proc
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from flexkv.session.held_files import create_held, read_held, write_held
+from flexkv.session.held_files import HeldFile, read_held
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.system.available import Promise, memory_groups
-from flexkv.system.forks import close_in_children
 from flexkv.types.errors import ArenaError
 
 logger = logging.getLogger(__name__)
@@ -28,36 +24,26 @@ _SUFFIX = ".memory"
 
 
 class Reservation:
-    """The part of one process. See `flexkv.host.arena.Reservation`.
-
-    If the runtime directory cannot be used, this logs a warning, and no process sees another.
-
-    Args:
-        root: path of the runtime directory.
-    """
+    """The part of one process. See `flexkv.host.arena.Reservation`. If the runtime directory cannot
+    be used, this logs a warning, and no process sees another."""
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._name = secrets.token_hex(8) + _SUFFIX
-        self._groups = sorted(memory_groups())
+        self._file = HeldFile(root, _SUFFIX)
+        self._groups = memory_groups()
         self._directory: RuntimeDirectory | None = None
-        self._fd = -1
         self._left = 0
-        close_in_children(self)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[Sequence[Promise]]:
-        """Let no other process plan during the block.
-
-        Yields:
-            The promises of all other processes of this user.
-        """
+        """Let no other process plan during the block, which gets the promises of all other
+        processes of this user."""
         with contextlib.ExitStack() as stack:
             promised: list[Promise] = []
             try:
                 directory = stack.enter_context(RuntimeDirectory(self._root, create=True))
                 stack.enter_context(directory.locked())
-                promised = list(_promises(read_held(directory.descriptor, _SUFFIX)))
+                promised = list(_promises(directory))
                 self._directory = directory
             except (OSError, ArenaError) as error:
                 self._warn(error)
@@ -71,7 +57,7 @@ class Reservation:
         self._left = size
         if self._directory is not None:
             try:
-                self._fd = create_held(self._directory.descriptor, self._name)
+                self._file.create(self._directory)
                 self._write()
             except OSError as error:
                 self._warn(error)
@@ -79,30 +65,17 @@ class Reservation:
     def filled(self, size: int) -> None:
         """Take `size` bytes off the promise, because this process has them now."""
         self._left = max(0, self._left - size)
-        if self._fd >= 0:
+        if self._file.exists:
             # The promise stays too high, at worst until the start has ended.
             with contextlib.suppress(OSError):
                 self._write()
 
     def close(self) -> None:
         """End the promise. Idempotent."""
-        if self._fd >= 0:
-            with (
-                contextlib.suppress(OSError, ArenaError),
-                RuntimeDirectory(self._root) as directory,
-            ):
-                os.unlink(self._name, dir_fd=directory.descriptor)
-            self.leave_to_parent()
-
-    def leave_to_parent(self) -> None:
-        """See `flexkv.system.forks.Owner`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def _write(self) -> None:
-        content = {"bytes": self._left, "groups": self._groups}
-        write_held(self._fd, json.dumps(content).encode())
+        self._file.write({"bytes": self._left, "groups": sorted(self._groups)})
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
@@ -112,9 +85,8 @@ class Reservation:
         )
 
 
-def _promises(contents: Iterable[bytes]) -> Iterator[Promise]:
-    for each in contents:
-        # A process has created its file and written nothing yet, or is of another version.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            content = json.loads(each)
-            yield Promise(int(content["bytes"]), frozenset(map(str, content["groups"])))
+def _promises(directory: RuntimeDirectory) -> Iterator[Promise]:
+    for each in read_held(directory, _SUFFIX):
+        size, groups = each.get("bytes"), each.get("groups")
+        if isinstance(size, int) and isinstance(groups, list):  # else of another version
+            yield Promise(size, frozenset(map(str, groups)))

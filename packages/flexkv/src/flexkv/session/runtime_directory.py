@@ -41,11 +41,8 @@ _BACKLOG = 64
 
 
 class RuntimeDirectory:
-    """An open runtime directory that only this user can write to.
-
-    Args:
-        path: path of the directory.
-        create: whether to create it and missing directories above it, with mode 0700.
+    """An open runtime directory that only this user can write to. With `create`, it and missing
+    directories above it are created with mode 0700.
 
     Raises:
         ArenaError: the directory cannot be used, or other users could put files there.
@@ -99,10 +96,8 @@ class RuntimeDirectory:
             os.close(fd)
 
     def hold(self, file: str) -> int:
-        """Show by a lock on a file that this process lives; see `is_held`.
-
-        Returns:
-            The file's descriptor, which the caller closes to end this.
+        """Show by a lock on a file that this process lives; see `is_held`. Returns the file's
+        descriptor, which the caller closes to end this.
 
         Raises:
             OSError: a system call failed, or the file is none of this user's with one name.
@@ -133,10 +128,7 @@ class RuntimeDirectory:
 
     def listen(self, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """Create the socket of the engine `name`, of a kind of socket(2), and listen on it. Removes
-        the sockets of killed engines.
-
-        Returns:
-            The listening socket, which the caller closes.
+        the sockets of killed engines. The caller closes the listening socket.
 
         Raises:
             ArenaError: a living process listens there already, or the directory cannot be used.
@@ -153,15 +145,8 @@ class RuntimeDirectory:
             raise self._refused(str(error)) from None
 
     def connect(self, name: str, timeout: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
-        """Connect to the process that listens for the engine `name`.
-
-        Args:
-            name: the engine's id.
-            timeout: timeout of the connection, in seconds.
-            kind: that of the listener's socket.
-
-        Returns:
-            The connection, which the caller closes.
+        """Connect to the process that listens for the engine `name` with a socket of this kind. The
+        connection, which the caller closes, has a timeout in seconds.
 
         Raises:
             FileNotFoundError, ConnectionRefusedError, BlockingIOError: no process listens, or its
@@ -269,14 +254,8 @@ class RuntimeDirectory:
 
 
 def check_runtime_directory(path: str) -> bool:
-    """Check that this user can use or create a runtime directory. Changes nothing.
-
-    Returns:
-        Whether it exists.
-
-    Raises:
-        ArenaError: it cannot be used or created.
-    """
+    """Check that this user can use or create a runtime directory. Changes nothing. Returns whether
+    it exists; raises ArenaError if it cannot be used or created."""
     try:
         with RuntimeDirectory(path):
             return True
@@ -297,12 +276,8 @@ def _refused(path: str, why: str) -> ArenaError:
 
 
 def owned_message(name: str, pid: int) -> str:
-    """The error of an engine that cannot start because another one has its id.
-
-    Args:
-        name: the engine's id.
-        pid: process id of the other engine; 0 if it is unknown.
-    """
+    """The error of an engine that cannot start because another one has its id, which has the
+    process id `pid`, or 0 if that is unknown."""
     which = pid or "that does not answer"
     return (
         f"the arena of engine id {name!r} is owned by the living process {which}; allowed: an "

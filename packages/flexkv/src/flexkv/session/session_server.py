@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flexkv.session import wire
 from flexkv.session.runtime_directory import RuntimeDirectory, owned_message
-from flexkv.session.wire import SessionInfo, Shard
+from flexkv.session.wire import Answer, Greeting, SessionInfo, Shard
 from flexkv.system.forks import close_in_children
 from flexkv.types.errors import ArenaError
 
@@ -27,41 +27,18 @@ tuned."""
 
 
 class Guest(NamedTuple):
-    """A process that asks for the arena.
-
-    Attributes:
-        connection: connection to the process; closed after the answer.
-        pid: its process id.
-        is_scheduler: whether it is the scheduler; otherwise a rank.
-    """
+    """A process that asks for the arena. Its connection is closed after the answer."""
 
     connection: socket.socket
     pid: int
     is_scheduler: bool
 
 
-class Answer(NamedTuple):
-    """The answer to guests.
-
-    Attributes:
-        message: the description of the session, or an error.
-        fd: descriptor of the arena; borrowed. None for an error.
-    """
-
-    message: dict[str, object]
-    fd: int | None
-
-
 class Server:
-    """Listens for the other processes of an engine.
+    """Listens for the other ranks of the engine `name`, and for its scheduler.
 
     One thread accepts connections. Each connection has a thread of its own until its greeting is
     read, so a slow or wrong peer does not affect the others.
-
-    Args:
-        root: path of the runtime directory.
-        name: the engine's id.
-        ranks: the number of ranks of the engine.
 
     Raises:
         ArenaError: the directory cannot be used, or a living engine owns `name`.
@@ -73,13 +50,13 @@ class Server:
         self._changed = threading.Condition()
         self._shards: dict[int, Shard] = {}
         self._waiting: list[Guest] = []
-        self._answer: Answer | None = None
+        self._answer: tuple[Answer, int | None] | None = None
         self._handing_out = threading.Lock()
         self._scheduler: int | None = None
         self._closed = threading.Event()
         self._directory = RuntimeDirectory(root, create=True)
         try:
-            self._listener = self._directory.listen(name)
+            self._listener = self._directory.listen(name, socket.SOCK_SEQPACKET)
         except ArenaError:
             self._directory.close()
             raise
@@ -88,14 +65,8 @@ class Server:
         self._thread.start()
 
     def gather(self, mine: Shard, patience: float) -> list[Shard]:
-        """Wait for the shards of the other ranks.
-
-        Args:
-            mine: rank 0's shard.
-            patience: seconds to wait.
-
-        Returns:
-            The shards of all ranks, in the order of ranks.
+        """Wait `patience` seconds for the shards of the other ranks; `mine` is rank 0's. Returns
+        all, in the order of ranks.
 
         Raises:
             ArenaError: a rank did not join in time, or its shard does not fit the others.
@@ -126,17 +97,13 @@ class Server:
         return shards
 
     def hand_out(self, info: SessionInfo, fd: int) -> None:
-        """Send the arena to all present and future guests.
-
-        Args:
-            info: the description of the session.
-            fd: descriptor of the arena; borrowed until `close`.
-        """
-        self._settle(Answer(info.to_json(), fd))
+        """Send the arena to all present and future guests. Its descriptor is borrowed until
+        `close`."""
+        self._settle(Answer(info), fd)
 
     def refuse(self, reason: str) -> None:
         """Send an error to all present and future guests, because there is no arena."""
-        self._settle(Answer({"error": reason}, None))
+        self._settle(Answer(error=reason), None)
 
     def close(self) -> None:
         """Stop listening and release the engine's id, which another engine may then use.
@@ -163,12 +130,12 @@ class Server:
         for guest in self._waiting:
             guest.connection.close()
 
-    def _settle(self, answer: Answer) -> None:
+    def _settle(self, answer: Answer, fd: int | None) -> None:
         with self._changed:
-            self._answer = answer
+            self._answer = answer, fd
             waiting, self._waiting = self._waiting, []
         for guest in waiting:
-            self._give(guest, answer)
+            self._give(guest, answer, fd)
 
     def _accept(self) -> None:
         while True:
@@ -197,34 +164,33 @@ class Server:
         try:
             connection.settimeout(GREETING_SECONDS)
             self._greet(connection)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("refused a connection to session %r: %s", self._name, error)
-            self._send(connection, Answer({"error": f"not a FlexKV greeting: {error}"}, None))
+            self._send(connection, Answer(error=f"not a FlexKV greeting: {error}"))
 
     def _greet(self, connection: socket.socket) -> None:
         peer = wire.peer_of(connection)
         if peer.uid != os.geteuid():
             raise ValueError("the peer is another user")
-        message, fd = wire.receive(connection)
+        greeting, fd = wire.receive(connection, Greeting)
         if fd is not None:
             os.close(fd)
-        if message is None:
+        if greeting is None:
             connection.close()  # another engine asks whether this one lives
             return
-        is_scheduler = "rank" not in message
-        if is_scheduler and "scheduler" not in message:
+        shard = greeting.rank
+        if shard is None and greeting.scheduler is None:
             raise ValueError("neither a rank nor a scheduler")
-        shard = None if is_scheduler else Shard.from_json(message["rank"])
-        guest = Guest(connection, peer.pid, is_scheduler)
+        guest = Guest(connection, peer.pid, shard is None)
         with self._changed:
             if shard is not None and not self._take(shard):
-                answer = Answer({"error": owned_message(self._name, os.getpid())}, None)
+                answer, fd = Answer(error=owned_message(self._name, os.getpid())), None
             elif self._answer is None:
                 self._waiting.append(guest)
                 return
             else:
-                answer = self._answer
-        self._give(guest, answer)
+                answer, fd = self._answer
+        self._give(guest, answer, fd)
 
     def _take(self, shard: Shard) -> bool:
         """Record the shard of a rank. False if the rank has joined already or does not exist."""
@@ -234,22 +200,22 @@ class Server:
         self._changed.notify_all()
         return True
 
-    def _give(self, guest: Guest, answer: Answer) -> None:
+    def _give(self, guest: Guest, answer: Answer, fd: int | None) -> None:
         """Answer a guest. Only the first scheduler gets the arena."""
-        if not guest.is_scheduler or answer.fd is None:
-            self._send(guest.connection, answer)
+        if not guest.is_scheduler or fd is None:
+            self._send(guest.connection, answer, fd)
             return
         with self._handing_out:
             if self._scheduler is not None:
                 refusal = _taken_message(self._name, self._scheduler)
-                self._send(guest.connection, Answer({"error": refusal}, None))
-            elif self._send(guest.connection, answer):
+                self._send(guest.connection, Answer(error=refusal))
+            elif self._send(guest.connection, answer, fd):
                 self._scheduler = guest.pid
 
-    def _send(self, connection: socket.socket, answer: Answer) -> bool:
+    def _send(self, connection: socket.socket, answer: Answer, fd: int | None = None) -> bool:
         with connection:
             try:
-                wire.send(connection, *answer)
+                wire.send(connection, answer, fd)
                 return True
             except OSError as error:
                 logger.warning("a process disconnected before its answer: %s", error)

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import os
-import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
-from flexkv.session.held_files import create_held, read_held, write_held
+from flexkv.session.held_files import HeldFile, read_held
 from flexkv.session.runtime_directory import RuntimeDirectory
-from flexkv.system.forks import close_in_children
 from flexkv.system.processes import pid_namespace, process_text
 from flexkv.types.errors import ArenaError
 
@@ -52,7 +49,6 @@ class StateReport:
     Args:
         root: path of the runtime directory.
         about: the fields that do not change. Together with the states they fit into 4 KiB of JSON.
-        subject: what the report is about.
     """
 
     def __init__(
@@ -61,20 +57,14 @@ class StateReport:
         self._root = root
         self._about = {"pid": os.getpid(), "pid_namespace": pid_namespace(), **about}
         self._subject = subject
-        self._name = secrets.token_hex(8) + subject
-        self._fd = -1
-        self._written = b""
+        self._file = HeldFile(root, subject)
         self._read: Callable[[], Mapping[str, object]] = dict
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, read: Callable[[], Mapping[str, object]]) -> None:
-        """Report the states until `close`.
-
-        Args:
-            read: returns the states; called from another thread.
-        """
+        """Report the states that `read` returns, called from another thread, until `close`."""
         self._read = read
         try:
             self._update()
@@ -82,7 +72,6 @@ class StateReport:
             logger.warning(
                 "this engine is missing in %s: %s; FlexKV retries", _SHOWN[self._subject], error
             )
-        close_in_children(self)
         self._thread = threading.Thread(target=self._run, name="flexkv-states", daemon=True)
         self._thread.start()
 
@@ -99,19 +88,7 @@ class StateReport:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._fd >= 0:
-            with (
-                contextlib.suppress(OSError, ArenaError),
-                RuntimeDirectory(self._root) as directory,
-            ):
-                os.unlink(self._name, dir_fd=directory.descriptor)
-            self.leave_to_parent()
-
-    def leave_to_parent(self) -> None:
-        """See `flexkv.system.forks.Owner`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def _run(self) -> None:
         while not self._ended.wait(SECONDS):
@@ -119,34 +96,22 @@ class StateReport:
 
     def _update(self) -> None:
         with self._guard:
-            if self._fd >= 0 and not os.fstat(self._fd).st_nlink:  # removed since
-                self.leave_to_parent()
-                self._written = b""
-            if self._fd < 0:
+            if not self._file.exists:
                 with RuntimeDirectory(self._root, create=True) as directory, directory.locked():
-                    self._fd = create_held(directory.descriptor, self._name)
-            self._write(self._read())
-
-    def _write(self, states: Mapping[str, object]) -> None:
-        content = json.dumps({**self._about, **states}).encode()
-        if content != self._written:
-            write_held(self._fd, content)
-            self._written = content
+                    self._file.create(directory)
+            self._file.write({**self._about, **self._read()})
 
 
 def read_states(root: str, subject: Subject = Subject.STORE) -> list[dict[str, object]]:
-    """Read the reports of this user's running engines, in no particular order.
-
-    Args:
-        root: path of the runtime directory. A missing one gives no reports.
-        subject: what the reports are about.
+    """Read the reports of this user's running engines, in no particular order. A missing runtime
+    directory gives no reports.
 
     Raises:
         ArenaError: the directory cannot be used.
     """
     try:
         with RuntimeDirectory(root) as directory:
-            return list(_parsed(read_held(directory.descriptor, subject)))
+            return list(read_held(directory, subject))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -158,11 +123,3 @@ def read_states(root: str, subject: Subject = Subject.STORE) -> list[dict[str, o
 def process_of(report: Mapping[str, object]) -> str:
     """The process id of a report's engine, for people."""
     return process_text(report.get("pid"), report.get("pid_namespace"))
-
-
-def _parsed(contents: Iterable[bytes]) -> Iterator[dict[str, object]]:
-    for each in contents:
-        with contextlib.suppress(ValueError):  # another version of FlexKV wrote the file
-            content = json.loads(each)
-            if isinstance(content, dict):
-                yield content
