@@ -16,7 +16,7 @@ from flexkv.eviction import POLICIES, AnyPolicy
 from flexkv.session import session_server
 from flexkv.tiers import link, questions
 from flexkv.tiers.disk import drive
-from flexkv.transfer import demote, fetcher, reads, running_fetch, sources, tier_stack
+from flexkv.transfer import demote, fetcher, reads, running_fetch, sources, stack
 
 # Code that has no time to keep: how long an example took says nothing. All else as the profile
 # that is in force.
@@ -91,7 +91,7 @@ class StillClock(Clock):
 
 
 def _give(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    modules = (cache, client, demote, fetcher, link, tier_stack, questions, reads, running_fetch)
+    modules = (cache, client, demote, fetcher, link, stack, questions, reads, running_fetch)
     for module in (*modules, sources):
         monkeypatch.setattr(module, "time", clock)
     return clock

@@ -22,7 +22,7 @@ from flexkv.service.served_stores import ServedStores
 from flexkv.service.server import NodeServer
 from flexkv.tiers.job import Urgency
 from flexkv.transfer.copies import DeviceCopy
-from flexkv.transfer.tier_stack import TierStack
+from flexkv.transfer.stack import TierStack
 from flexkv.types.changes import Medium
 from packages.inside_tiers import assert_idle
 from packages.tier_blocks import ready_blocks, writing_blocks

@@ -13,7 +13,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import Block, block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, EvictionWriteback
-from flexkv.transfer.sources import IndexedSource, QueriedSource
+from flexkv.transfer.sources import Source
 from flexkv.types.admission import ADMISSIONS
 from packages.inside_tiers import assert_idle, leaving_blocks
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
@@ -35,11 +35,8 @@ class Arena:
         self.index = block_index(slots, LRUPolicy())
         self.tier = MemoryTier()
         memory = memoryview(bytearray(slots))
-        source = (
-            QueriedSource(QueriedMemoryTier(self.tier, 1.0), 0, 1.0)
-            if asked
-            else IndexedSource(self.tier, 0, 1.0)
-        )
+        tier = QueriedMemoryTier(self.tier, 1.0) if asked else self.tier
+        source = Source(tier, 0, 1.0)
         self.counters = source.counters
         on_evict = ADMISSIONS["on_evict"]
         self.demoter = Demoter(self.index, lambda slot: memory[slot : slot + 1], source, on_evict)

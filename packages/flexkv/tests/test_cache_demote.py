@@ -16,7 +16,7 @@ from flexkv.eviction import POLICIES, LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Outcome
-from flexkv.transfer import asked_demotions
+from flexkv.transfer import demote
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Status
@@ -247,13 +247,13 @@ def test_a_prefix_in_use_is_forgotten_after_a_while(
     node: Node, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(asked_demotions, "time", clock)
+    monkeypatch.setattr(demote, "time", clock)
     node.store("abc")
     node.cache.pin(keys(*"abc"))
     node.cache.demote(keys(*"abc"))
     node.poll()
     assert not node.cache.busy, "nothing is under way"
-    clock.skip(asked_demotions.HELD_SECONDS)
+    clock.skip(demote.HELD_SECONDS)
     node.poll()
     node.cache.unpin()
     node.poll()
@@ -263,7 +263,7 @@ def test_a_prefix_in_use_is_forgotten_after_a_while(
 
 
 def test_few_keys_are_kept(node: Node, monkeypatch: pytest.MonkeyPatch, tier: MemoryTier) -> None:
-    monkeypatch.setattr(asked_demotions, "MOST_KEYS", 4)
+    monkeypatch.setattr(demote, "MOST_KEYS", 4)
     for names in ("abc", "xyz"):
         node.store(names)
     for names in ("abc", "xyz"):
@@ -278,7 +278,7 @@ def test_a_poll_looks_at_few_prefixes_and_all_get_their_turn(
     node: Node, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those behind prefixes that are in use."""
-    monkeypatch.setattr(asked_demotions, "_PREFIXES", 2)
+    monkeypatch.setattr(demote, "_PREFIXES", 2)
     for name in "abcde":
         node.store(name)
     held = node.cache.load(keys(*"a"))

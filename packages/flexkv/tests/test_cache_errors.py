@@ -384,4 +384,4 @@ def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
             error.add_note(f"after errors before {errors.hit[before:]}")
             raise
         quiet = 0 if len(errors.hit) > before else quiet + 1
-    assert any(file.endswith("tier_stack.py") for file, _ in errors.hit)
+    assert any(file.endswith("transfer/stack.py") for file, _ in errors.hit)

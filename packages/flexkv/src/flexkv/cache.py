@@ -30,7 +30,7 @@ from flexkv.index.slot_times import bind_ages
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
-from flexkv.transfer.tier_stack import TierStack
+from flexkv.transfer.stack import TierStack
 from flexkv.types.ages import BlockAges
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction

@@ -41,7 +41,7 @@ from flexkv.service.server import NodeServer
 from flexkv.service.state import SOCKET, PoolState
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.tiers.disk import OsFiles
-from flexkv.transfer.tier_stack import TierStack
+from flexkv.transfer.stack import TierStack
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from flexkv.types.troubles import Trouble

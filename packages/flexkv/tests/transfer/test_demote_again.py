@@ -12,7 +12,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter
-from flexkv.transfer.sources import QueriedSource
+from flexkv.transfer.sources import Source
 from flexkv.types.admission import ADMISSIONS
 from packages.inside_tiers import demoting, leaving_blocks, waiting_writes
 from packages.tier_blocks import ready_blocks
@@ -152,7 +152,7 @@ def test_blocks_whose_beginning_is_too_long_to_be_written_may_be_offered() -> No
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_what_a_reset_tier_gets_from_before_is_not_remembered(is_reset: bool) -> None:
     memory = MemoryTier()
-    source = QueriedSource(QueriedMemoryTier(memory, 1.0), 0, 1.0)
+    source = Source(QueriedMemoryTier(memory, 1.0), 0, 1.0)
     index = block_index(8, LRUPolicy())
     views = memoryview(bytearray(8))
     admission = ADMISSIONS["write_through"]

@@ -18,7 +18,7 @@ from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer import demote
 from flexkv.transfer.demote import Demoter, EvictionWriteback
-from flexkv.transfer.sources import IndexedSource
+from flexkv.transfer.sources import Source
 from flexkv.types.admission import ADMISSIONS
 from packages.conftest import StillClock
 from packages.inside_tiers import assert_idle, leaving_blocks
@@ -78,7 +78,7 @@ class LeavingModel(RuleBasedStateMachine):
             Demoter(
                 self.index,
                 lambda slot: memory[slot : slot + 1],
-                IndexedSource(tier, place, 1.0),
+                Source(tier, place, 1.0),
                 ADMISSIONS["on_evict"],
             )
             for place, tier in enumerate(self.tiers)

@@ -14,8 +14,8 @@ from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv.index.block_index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
 from flexkv.transfer.demote import Demoter
-from flexkv.transfer.prefix_accesses import _BLOCKS, PrefixAccesses
-from flexkv.transfer.sources import IndexedSource
+from flexkv.transfer.sources import Source
+from flexkv.transfer.stack import _COUNTED_BLOCKS, PrefixAccesses
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.backlog import BACKLOG_SHARE
 
@@ -47,13 +47,13 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def test_a_poll_counts_a_part_and_the_order_is_as_if_at_once() -> None:
-    keys = names(3 * _BLOCKS)
+    keys = names(3 * _COUNTED_BLOCKS)
     index = filled(keys)
     log = PrefixAccesses(index, (), ())
     log.note(keys[:-1], UNKNOWN_REQUEST)
     log.note(keys[:2], UNKNOWN_REQUEST)
     log.count()
-    assert order(index)[-_BLOCKS:] == keys[-2 : -2 - _BLOCKS : -1]
+    assert order(index)[-_COUNTED_BLOCKS:] == keys[-2 : -2 - _COUNTED_BLOCKS : -1]
     while log.waiting:
         log.count()
     assert order(index) == [keys[-1], *reversed(keys[2:-1]), keys[1], keys[0]]
@@ -71,7 +71,7 @@ def test_a_prefix_is_what_it_was_when_it_was_noted() -> None:
 
 
 def test_more_of_a_long_backlog_is_counted() -> None:
-    keys = names(4 * _BLOCKS)
+    keys = names(4 * _COUNTED_BLOCKS)
     index = filled(keys)
     log = PrefixAccesses(index, (), ())
     for _ in range(BACKLOG_SHARE):
@@ -93,7 +93,7 @@ def test_a_cleared_log_counts_nothing() -> None:
 
 
 def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() -> None:
-    keys = names(2 * _BLOCKS)
+    keys = names(2 * _COUNTED_BLOCKS)
     index = filled(keys)
     full, empty = MemoryTier(), MemoryTier()
     full.blocks.update(dict.fromkeys(keys, b""))
@@ -102,7 +102,7 @@ def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() 
         Demoter(
             index,
             lambda slot: memory[slot : slot + 1],
-            IndexedSource(tier, place, 1.0),
+            Source(tier, place, 1.0),
             ADMISSIONS["second_hit"],
         )
         for place, tier in enumerate((full, empty))

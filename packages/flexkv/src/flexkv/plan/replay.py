@@ -18,7 +18,7 @@ from flexkv.plan.saving import Savings
 from flexkv.plan.trace import Trace, TracedRequest
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority, Urgency
-from flexkv.transfer.tier_stack import TierStack
+from flexkv.transfer.stack import TierStack
 from flexkv.types.admission import ADMISSIONS
 
 _KEY_BYTES = 8

@@ -35,7 +35,7 @@ def log_stopped(ranks: Sequence[int]) -> None:
 
 
 class TransferRow(Protocol):
-    """Blocks in a row, in the order of the prefix: their slots and keys."""
+    """Blocks in the order of the prefix."""
 
     @property
     def slots(self) -> Sequence[int]: ...
@@ -52,13 +52,10 @@ class DeviceCopy(Generic[RowType]):
     """A transfer under way, with what only the cache knows of it.
 
     Attributes:
-        transfer: the transfer, as the adapter has it.
-        blocks: the blocks of its keys.
         held: whether `DeviceLink.poll` passes over it.
         keeps_cell: whether its cell stays in use after the end, until `DeviceLink.free_cell`,
             because another process reads it.
         done: whether all ranks have copied all blocks; set once they have reported.
-        begun: time.monotonic() when the transfer was made, in seconds.
     """
 
     transfer: Transfer
@@ -70,12 +67,8 @@ class DeviceCopy(Generic[RowType]):
 
 
 class DeviceLink(Generic[RowType]):
-    """Transfers under way between the arena and the engine, at most one for each cell of the board.
-    Single-threaded.
-
-    Args:
-        board: completion board of the arena; the caller's. No other object acquires its cells.
-        meter: counts the seconds of transfers that succeed.
+    """Transfers under way between the arena and the engine, at most one for each cell of the board,
+    whose cells no other object acquires. Single-threaded.
 
     Attributes:
         unreported: the number of transfers that `poll` has not returned.
@@ -120,18 +113,9 @@ class DeviceLink(Generic[RowType]):
         held: bool,
         keeps_cell: bool = False,
     ) -> Transfer | None:
-        """Make a transfer that the adapter orders from its workers.
-
-        Args:
-            direction: LOAD or STORE; `LOAD_RESERVE` cells are for loads only.
-            keys: keys among which are those of the blocks, in the same order.
-            blocks: blocks that the caller has leased or reserved, in the order of the prefix.
-            held: whether `poll` passes over the transfer until `confirm`.
-            keeps_cell: see `DeviceCopy`.
-
-        Returns:
-            None if no cell of the board is free.
-        """
+        """Make a transfer that the adapter orders from its workers, of blocks that the caller has
+        leased or reserved. `keys` are those of the blocks, or more in the same order. None if no
+        cell of the board is free; `LOAD_RESERVE` cells are for loads only."""
         cell = self._board.acquire(LOAD_RESERVE if direction is Direction.STORE else 0)
         if cell is None:
             return None
@@ -191,12 +175,8 @@ class DeviceLink(Generic[RowType]):
 
     def poll(self, finish: Callable[[DeviceCopy[RowType]], None]) -> list[Ended]:
         """The transfers that all ranks have reported since the last call, apart from held ones.
-        Does not wait.
-
-        Args:
-            finish: called with each of them, once. If it raises, this raises; the next call goes on
-                with the other transfers and returns all.
-        """
+        Does not wait. Calls `finish` with each of them, once. If that raises, this raises; the next
+        call goes on with the other transfers and returns all."""
         reported = []
         for copy in self._pending.values():
             if copy.held:

@@ -5,7 +5,9 @@ A block is of use only after its parent. So a block is written only if the tier 
 writing the parent. Stores may end in another order than they began. So a block waits while its
 parent is still being stored.
 
-With admission on eviction, a block is written shortly before the arena evicts it.
+With admission on eviction, a block is written shortly before the arena evicts it. Blocks that a
+client wants in lower tiers are written and leave as soon as nothing needs them any more: a request
+that ends has blocks that are still being stored, written or loaded.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flexkv.index.block_index import Block, BlockIndex, BlockState
-from flexkv.tiers.base import BlockResult, QueriedTier
+from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
 from flexkv.types.admission import Admission
@@ -39,6 +42,15 @@ _PAUSE_SECONDS = 1.0
 """After a tier has dropped a block, FlexKV offers it only newly stored blocks for this time. Else a
 tier whose budget is spent would be offered blocks, and drop them, in every step. Not tuned."""
 
+_PREFIXES = 64
+"""The most prefixes at which one poll looks that clients want in lower tiers."""
+
+HELD_SECONDS = 10.0
+"""For so long a block that is in use may keep those before it from leaving. Not tuned."""
+
+MOST_KEYS = 1 << 16
+"""The most keys of such prefixes, about 7 MB; the prefixes whose turn it is are forgotten first."""
+
 _LEAVING_SHARE = 8
 """With admission on eviction, an eighth of the arena is free or being written: 2 of 16 GiB, which
 some long prompts fill before a disk has written as much. If stores need more, blocks are evicted
@@ -52,15 +64,7 @@ class Demoter:
     A prompt may have more blocks than one step of the engine has time for. So blocks that are
     offered wait, and each poll begins to write some of them.
 
-    Args:
-        index: index of the arena; the caller's.
-        slot_view: returns the memory of an arena slot, `slot_bytes` long.
-        source: the tier that blocks are written to.
-        admission: chooses the blocks that are written.
-
     Attributes:
-        source: the tier, as given.
-        admission: the choice of blocks, as given.
         writes: by the tier's ticket the blocks of each write whose result has not been taken. Only
             the demoter changes it.
     """
@@ -120,11 +124,7 @@ class Demoter:
 
     def offer(self, keys: Sequence[bytes]) -> None:
         """Queue the blocks of a prefix that are ready in the arena. `write_waiting` then writes the
-        blocks that the tier lacks and whose parent the tier has or is writing.
-
-        Args:
-            keys: keys of the prefix from some block on, first block first.
-        """
+        blocks that the tier lacks and whose parent the tier has or is writing."""
         if self.source.left_out:
             return
         # By few calls for all keys: the engine's step waits while a long prompt is offered.
@@ -142,15 +142,9 @@ class Demoter:
 
     def write_waiting(self, *, all_blocks: bool = False) -> list[Block]:
         """Begin to write some of the waiting blocks, or all of them. Called once each poll, after
-        the tier's results, so that no child of a dropped block is written.
-
-        Returns:
-            Blocks that waited or leave and are not written, because the tier has them or does not
-            get their parent.
-
-        Raises:
-            Exception: what the tier raises. The next call returns the blocks of this one, too.
-        """
+        the tier's results, so that no child of a dropped block is written. Returns blocks that
+        waited or leave and are not written, because the tier has them or does not get their parent.
+        If the tier raises, so does this, and the next call returns the blocks of this one, too."""
         waiting = self._waiting
         if not (waiting or self._leaving or self._chain or self._unwritten):
             return []
@@ -184,9 +178,9 @@ class Demoter:
             del self._held[key]
         self._index.release_unused(unwritten)
         self._unwritten += ended + unwritten
-        if there:
+        if there and self.source.indexed is not None:
             # A request computed these again: writes must not evict them first.
-            self.source.touch([key for key in keys if key in there])
+            self.source.indexed.touch([key for key in keys if key in there])
         self._write(list(batch.values()))
         ended, self._unwritten = self._unwritten, []
         return ended
@@ -236,12 +230,9 @@ class Demoter:
             self.offer(keys)
 
     def write_leaving(self, victims: Iterable[Block]) -> None:
-        """Queue blocks that are about to be evicted. `write_waiting` writes each after those of its
-        predecessors that the tier lacks, and returns the blocks that it does not write.
-
-        Args:
-            victims: blocks that the caller has leased until their writes end.
-        """
+        """Queue blocks that are about to be evicted, which the caller has leased until their writes
+        end. `write_waiting` writes each after those of its predecessors that the tier lacks, and
+        returns the blocks that it does not write."""
         self._leaving.extend(victims)
 
     def take(self, result: BlockResult) -> Block:
@@ -355,14 +346,10 @@ class Demoter:
 
 
 class EvictionWriteback:
-    """Writes blocks to lower tiers before the arena evicts them. It leases the blocks that would be
-    evicted next, and evicts each block when every tier that admits it has written it. The end of a
-    prefix goes first, because a used block keeps all blocks that it builds on. Single-threaded.
-
-    Args:
-        index: index of the arena; the caller's.
-        demoters: the writers of the tiers whose admission is on eviction.
-    """
+    """Writes blocks to lower tiers before the arena evicts them, those whose admission is on
+    eviction. It leases the blocks that would be evicted next, and evicts each block when every tier
+    that admits it has written it. The end of a prefix goes first, because a used block keeps all
+    blocks that it builds on. Single-threaded."""
 
     def __init__(self, index: BlockIndex, demoters: Sequence[Demoter]) -> None:
         self._index = index
@@ -388,12 +375,8 @@ class EvictionWriteback:
         self._write(victims, demoters)
 
     def demote(self, victims: Sequence[Block], demoters: Sequence[Demoter]) -> None:
-        """Let demoters write blocks, and evict each block that then is in a tier. The others stay.
-
-        Args:
-            victims: blocks of `BlockIndex.lease_to_leave`, in its order.
-            demoters: the writers of the tiers.
-        """
+        """Let demoters write blocks of `BlockIndex.lease_to_leave`, in its order, and evict each
+        block that then is in a tier. The others stay."""
         self._asked.update((victim, demoters) for victim in victims)
         self._write(victims, demoters)
 
@@ -449,10 +432,8 @@ class SlotReclaimer:
     stores, which may be slow or hang. It cancels no write to a disk, because one of two new blocks
     would be lost either way.
 
-    Args:
-        index: index of the arena; the caller's.
-        demoters: the writers of all tiers, those of the fastest first.
-        writeback: learns of each write that has ended.
+    `demoters` are the writers of all tiers, those of the fastest first; `writeback` learns of each
+    write that has ended.
     """
 
     def __init__(
@@ -482,7 +463,7 @@ class SlotReclaimer:
 
     def make_for_store(self) -> bool:
         """`make_for_fetch`, but cancel only writes to shared stores."""
-        shared = [each for each in self._demoters if isinstance(each.source.tier, QueriedTier)]
+        shared = [each for each in self._demoters if each.source.queried is not None]
         return self._make(shared)
 
     def _make(self, demoters: Sequence[Demoter]) -> bool:
@@ -513,3 +494,85 @@ class SlotReclaimer:
             else:
                 self._reads[demoter].append(result)
         return ended
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Blocks of a prefix that have not begun to leave; the last goes first. The rest stays after
+    `until`, time.monotonic() in seconds."""
+
+    keys: list[bytes]
+    until: float
+
+
+class AskedDemotions:
+    """Demotes the blocks of prefixes, the end of a prefix first. A block stays if another block
+    builds on it, or if it is pinned, retained or used meanwhile. Single-threaded.
+
+    Attributes:
+        due: whether `follow` may have something to do.
+    """
+
+    def __init__(
+        self, index: BlockIndex, demoters: Sequence[Demoter], writeback: EvictionWriteback
+    ) -> None:
+        self.due = False
+        self._index = index
+        self._demoters = demoters
+        self._writeback = writeback
+        self._waiting: deque[_Asked] = deque()
+        self._count = 0
+        self._unseen = 0  # prefixes at which no poll has looked since blocks were last given back
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """Demote the blocks of a prefix in later calls of `follow`."""
+        self._waiting.append(_Asked(list(keys), time.monotonic() + HELD_SECONDS))
+        self._count += len(keys)
+        while self._count > MOST_KEYS:
+            self._count -= len(self._waiting.popleft().keys)
+        self._unseen += 1
+        self.due = True
+
+    def retry(self) -> None:
+        """Blocks that were in use may be so no longer."""
+        self._unseen = len(self._waiting)
+        self.due = bool(self._waiting)
+
+    def follow(self) -> None:
+        """Begin to demote some of the blocks. Once each poll."""
+        if not self._waiting:
+            return
+        self.due = False
+        now = time.monotonic()
+        demoters = [demoter for demoter in self._demoters if not demoter.paused]
+        most = share_of(self._count, _BLOCKS) if demoters else 0
+        looked = min(len(self._waiting), _PREFIXES)
+        for _ in range(looked):
+            asked = self._waiting.popleft()
+            self._count -= len(asked.keys)
+            victims = self._take(asked, most)
+            most -= len(victims)
+            if victims:
+                self._writeback.demote(victims, demoters)
+            if asked.keys and now < asked.until:
+                self._waiting.append(asked)
+                self._count += len(asked.keys)
+        self._unseen = max(0, self._unseen - looked)
+        self.due = bool(self._waiting and demoters) and (most <= 0 or self._unseen > 0)
+
+    def clear(self) -> None:
+        """Discard all prefixes, because the arena was cleared."""
+        self._waiting.clear()
+        self._count, self._unseen, self.due = 0, 0, False
+
+    def _take(self, asked: _Asked, most: int) -> list[Block]:
+        """Lease up to `most` of the blocks, up to one that may not leave now."""
+        index, keys, victims = self._index, asked.keys, list[Block]()
+        while keys and len(victims) < most:
+            victim = index.lease_to_leave(keys[-1])
+            if victim is not None:
+                victims.append(victim)
+            elif keys[-1] in index:
+                break
+            keys.pop()
+        return victims

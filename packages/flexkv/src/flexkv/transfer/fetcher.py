@@ -41,15 +41,10 @@ class Fetcher:
     for the first that is lacking until it is there, and after that for all others.
 
     Args:
-        index: index of the arena; the caller's.
-        slot_view: returns the memory of an arena slot, `slot_bytes` long.
         sources: lower tiers, the fastest first.
         seconds: histograms by tier. Each takes the seconds of fetches that its tier gave blocks.
         make_room: called if a request waits and the arena has no slot. Returns whether to try
             again.
-
-    Attributes:
-        reads: the batches that lower tiers read.
     """
 
     def __init__(
@@ -92,19 +87,14 @@ class Fetcher:
         announced: int = 0,
     ) -> FetchId | None:
         """Begin to bring the blocks of a prefix into the arena, as many as tiers have and the arena
-        has room for. Does not wait.
+        has room for. Does not wait. None if no lower tier has a block to add.
 
         Prefetches bring no blocks that take all fetches beyond half of the arena. So requests in
         the queue do not evict the blocks that running requests store.
 
         Args:
-            keys: keys of the prefix from some block on, first block first.
             urgency: of its reads; LOAD if a request waits, PREFETCH if it is still queued.
-            tenant: number of the tenant for whom the blocks count.
             announced: how many of the blocks, from the first on, another node writes to a store.
-
-        Returns:
-            None if no lower tier has a block to add.
         """
         first = self._index.lookup(keys)
         if first == len(keys):
@@ -191,11 +181,7 @@ class Fetcher:
 
     def complete(self, keys: Iterable[bytes], source: Source | None = None) -> None:
         """The blocks of `keys` are no longer being written: give them to the fetches that wait.
-
-        Args:
-            keys: keys of the blocks.
-            source: the tier that gave them, if one did.
-        """
+        `source` is the tier that gave them, if one did."""
         medium = None if source is None else source.medium
         completed: dict[RunningFetch, list[int]] = {}
         for key in keys if self._waiting else ():
@@ -361,11 +347,7 @@ class Fetcher:
         self, wanted: Sequence[bytes], announced: int
     ) -> tuple[list[Source | None], int, Medium | None]:
         """Choose the tier that each block is read from, and query tiers about blocks for which that
-        is unknown.
-
-        Args:
-            wanted: keys of a prefix from some block on, first block first.
-            announced: how many of them another node writes to a store.
+        is unknown. Another node writes the first `announced` of the blocks to a store.
 
         Returns:
             For each key up to the first unknown one, the tier that reads its block, or None if the
@@ -473,14 +455,9 @@ class Fetcher:
         absent: Sequence[int],
         fetch: RunningFetch,
     ) -> list[Block]:
-        """Reserve slots for blocks without one, up to the first for which there is none.
-
-        Args:
-            before: the key of the block before them; empty if they begin a prefix.
-            keys: keys of blocks, each of which builds on the one before.
-            absent: positions in `keys` of the blocks without a slot, ascending.
-            fetch: the fetch. For a request that waits, blocks give up their slots.
-        """
+        """Reserve slots for the blocks at the positions `absent`, up to the first for which there
+        is none. For a request that waits, other blocks give up their slots. `before` is the key of
+        the block before the first of `keys`, if there is one."""
         index, shift = self._index, len(before)
         chain = [*before, *keys]
         prefix_starts = () if before else (0,)

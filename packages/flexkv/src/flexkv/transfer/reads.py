@@ -24,10 +24,7 @@ class Read:
     """A batch that a tier reads.
 
     Attributes:
-        source: the tier.
-        ticket: the tier's ticket of the batch.
         blocks: the blocks without a result, by position in the batch.
-        urgency: urgency of the batch.
         progressed: time.monotonic(), in seconds, when the batch began, or when it or a batch
             before it last gave a block. A stall is measured from then.
         cancelled: whether no fetch waits for a block of the batch any more.
@@ -41,11 +38,7 @@ class Read:
     cancelled: bool = False
 
     def has_stalled(self, now: float) -> bool:
-        """Whether the batch gave no block for as long as its tier may stall.
-
-        Args:
-            now: time.monotonic(), in seconds.
-        """
+        """Whether the batch gave no block for as long as its tier may stall."""
         return self.progressed < now - self.source.stall_seconds
 
     def goes_before(self, other: Read) -> bool:
@@ -57,9 +50,8 @@ class Reads:
     """All batches under way, and the blocks between two tiers. Single-threaded.
 
     Args:
-        index: index of the arena, which has reserved the blocks; the caller's.
-        slot_view: returns the memory of an arena slot, `slot_bytes` long. Tiers borrow it until
-            the block has a result.
+        slot_view: returns the memory of an arena slot, which tiers borrow until the block has a
+            result.
         sources: lower tiers, the fastest first.
         wanted: returns how urgently fetches wait for the block of a key; None if none waits.
         completed: called with keys whose blocks have arrived and the tier that gave them, or with
@@ -93,17 +85,9 @@ class Reads:
         return bool(self._reads or self._between)
 
     def begin(self, source: Source, blocks: Sequence[Block], urgency: Urgency) -> None:
-        """Begin to read blocks from a tier.
-
-        Args:
-            source: the tier.
-            blocks: blocks that the index has reserved.
-            urgency: urgency of the batch.
-
-        Raises:
-            Exception: the tier raised. The keys are free again. The slots stay unused until the
-                tier is drained, because it may have begun to write to them.
-        """
+        """Begin to read blocks, which the index has reserved, from a tier. If the tier raises, so
+        does this, and the keys are free again. The slots stay unused until the tier is drained,
+        because it may have begun to write to them."""
         keys = [block.key for block in blocks]
         unsure = self._unsure.setdefault(source, [])
         unsure += blocks
@@ -182,24 +166,14 @@ class Reads:
 
     def hung_in(self, read: Read, now: float) -> set[bytes]:
         """Keys of the blocks of a batch that nobody should wait for: those that hang, and all if
-        the batch has stalled.
-
-        Args:
-            read: the batch.
-            now: time.monotonic(), in seconds.
-        """
+        the batch has stalled."""
         blocks = read.blocks
         positions = blocks if read.has_stalled(now) else read.source.tier.hung(read.ticket)
         return {blocks[position].key for position in positions if position in blocks}
 
     def is_hung(self, key: bytes, now: float) -> bool:
-        """Whether the read of the block of `key` hangs or has stalled, or the tier cannot give the
-        block now.
-
-        Args:
-            key: key of a block that is being read.
-            now: time.monotonic(), in seconds.
-        """
+        """Whether the read of the block of `key`, which is under way, hangs or has stalled, or the
+        tier cannot give the block now."""
         read = self.by_key[key]
         return key in self.hung_in(read, now) or read.source.contains([key])[0] is False
 

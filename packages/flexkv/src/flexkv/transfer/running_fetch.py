@@ -19,11 +19,8 @@ class RunningFetch:
     """A prefix that a request wants in the arena. Times are time.monotonic(), in seconds.
 
     Attributes:
-        id: the caller's name for it.
         keys: keys of the prefix, first block first. The list grows if the fetch is extended.
-        urgency: urgency of the reads.
-        tenant: number of the tenant for whom the blocks count.
-        begun: see `FetchState`.
+        begun, arrived, stop, first, queried, gave: see `FetchState`.
         progressed: when `arrived` last grew or another tier was tried; `begun` before that.
         blocks: the blocks by position; None for one that the arena lacks. The fetch leases the
             others. The list is shorter than `keys` while tiers are queried.
@@ -34,7 +31,6 @@ class RunningFetch:
         announced_until: when they are waited for no longer.
         awaits_others: whether no tier had the next block when last queried, and it is announced.
         ask_at: when stores are to be queried about it again; 0 until the first such wait.
-        arrived, stop, first, queried, gave: see `FetchState`.
         expected: how many blocks each tier is expected to give, beside those it is queried about.
         beyond: how many blocks behind `stop` could come if the arena had room for them.
     """

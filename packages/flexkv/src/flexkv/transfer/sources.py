@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import abc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexkv.figures.counters import TierCounters
-from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
+from flexkv.tiers.base import AnyTier, IndexedTier, QueriedTier
 
 HAS_SECONDS = 60.0
 """Seconds for which a block counts as present after the tier has reported or written it. If the
@@ -21,15 +20,23 @@ a waiting request up in every step; the tier is queried once in this time. A blo
 writes meanwhile is a miss until then. Not tuned."""
 
 ANSWERS = 1 << 17
-"""The most answers that are remembered, about 20 MB. Not tuned."""
+"""The most answers that are remembered, about 20 MB."""
 
 
-class Source(abc.ABC):
-    """One of the tiers of a cache. Single-threaded.
+@dataclass(slots=True)
+class _TierQuery:
+    """The keys of one query to a tier; none once the answer is of no use."""
+
+    keys: Sequence[bytes]
+    deadline: float
+    late: bool = False
+
+
+class Source:
+    """One of the tiers of a cache; the cache owns it. An `IndexedTier` is never queried, and
+    nothing is remembered of it. Single-threaded.
 
     Attributes:
-        tier: the tier; the cache owns it.
-        medium: the medium of the tier.
         tier_rank: the position among the tiers; 0 for the fastest.
         stall_seconds: see `AttachedTier`.
         counters: counts of the blocks fetched from the tier and written to it.
@@ -44,119 +51,40 @@ class Source(abc.ABC):
         self.stall_seconds = stall_seconds
         self.counters = TierCounters()
         self.left_out = False
-
-    @property
-    @abc.abstractmethod
-    def busy(self) -> bool:
-        """Whether a query awaits its answer or its deadline, which `poll` notices, or the tier has
-        news."""
-
-    @abc.abstractmethod
-    def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        """For each key whether the tier can give its block now; None if the tier has to be queried,
-        or is being queried. No side effect."""
-
-    @abc.abstractmethod
-    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
-        """Query the tier about keys for which `contains` returned None. Does not wait. The
-        arguments are those of `QueriedTier.query`."""
-
-    @property
-    @abc.abstractmethod
-    def may_get(self) -> bool:
-        """Whether other processes write to the tier, and it can be queried now."""
-
-    @abc.abstractmethod
-    def doubt(self, keys: Sequence[bytes]) -> None:
-        """Query the tier again about those of these blocks that it lacks as far as is known: it may
-        have got them."""
-
-    @abc.abstractmethod
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count blocks that the tier has as used, if it counts uses; see `IndexedTier.touch`."""
-
-    @abc.abstractmethod
-    def note(self, keys: Sequence[bytes], has: bool) -> None:
-        """Remember that reads or writes have shown whether the tier has these blocks."""
-
-    @abc.abstractmethod
-    def poll(self) -> bool:
-        """Whether `contains` may know more than at the last call."""
-
-    @abc.abstractmethod
-    def clear(self) -> None:
-        """Forget all answers, because the tier was cleared."""
-
-    def forget(self) -> None:
-        """Forget all answers and queries, because the tier was drained."""
-        self.clear()
-
-
-class IndexedSource(Source):
-    """A tier that knows its blocks. It is never queried, and nothing is remembered."""
-
-    def __init__(self, tier: IndexedTier, tier_rank: int, stall_seconds: float) -> None:
-        super().__init__(tier, tier_rank, stall_seconds)
-        self._indexed = tier
-
-    @property
-    def busy(self) -> bool:
-        return self._indexed.has_news and not self.left_out
-
-    def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        return [False] * len(keys) if self.left_out else self._indexed.contains(keys)
-
-    def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
-        pass
-
-    @property
-    def may_get(self) -> bool:
-        return False
-
-    def doubt(self, keys: Sequence[bytes]) -> None:
-        pass
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._indexed.touch(keys)
-
-    def note(self, keys: Sequence[bytes], has: bool) -> None:
-        pass
-
-    def poll(self) -> bool:
-        return False
-
-    def clear(self) -> None:
-        pass
-
-
-@dataclass(slots=True)
-class _TierQuery:
-    """The keys of one query to a tier; none once the answer is of no use."""
-
-    keys: Sequence[bytes]
-    deadline: float
-    late: bool = False
-
-
-class QueriedSource(Source):
-    """A tier that has to be queried, and its answers of the last seconds."""
-
-    def __init__(self, tier: QueriedTier, tier_rank: int, stall_seconds: float) -> None:
-        super().__init__(tier, tier_rank, stall_seconds)
-        self._remote = tier
+        self.indexed: IndexedTier | None = None
+        self.queried: QueriedTier | None = None
+        if isinstance(tier, QueriedTier):
+            self.queried = tier
+        else:
+            self.indexed = tier
         self._known: dict[bytes, tuple[bool, float]] = {}
         self._querying: dict[bytes, float] = {}
         self._queries: dict[int, _TierQuery] = {}
 
     @property
     def busy(self) -> bool:
+        """Whether a query awaits its answer or its deadline, which `poll` notices, or the tier has
+        news."""
+        if self.indexed is not None:
+            return self.indexed.has_news and not self.left_out
         return any(not query.late for query in self._queries.values())
 
+    @property
+    def may_get(self) -> bool:
+        """Whether other processes write to the tier, and it can be queried now."""
+        return self.queried is not None and self.queried.readable and not self.left_out
+
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
-        now, readable = time.monotonic(), self._remote.readable and not self.left_out
+        """For each key whether the tier can give its block now; None if the tier has to be queried,
+        or is being queried. No side effect."""
+        if self.indexed is not None:
+            return [False] * len(keys) if self.left_out else self.indexed.contains(keys)
+        now, readable = time.monotonic(), self.may_get
         return [self._has(key, now, readable) for key in keys]
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> None:
+        """Query the tier about keys for which `contains` returned None. Does not wait. The
+        arguments are those of `QueriedTier.query`."""
         wanted, others = self._not_queried(keys), self._not_queried(scattered)
         if wanted and wanted[0] == keys[0]:
             self._begin(wanted, others)
@@ -165,28 +93,28 @@ class QueriedSource(Source):
         self._begin(wanted, [])
         self._begin([], others)
 
-    @property
-    def may_get(self) -> bool:
-        return self._remote.readable and not self.left_out
-
     def doubt(self, keys: Sequence[bytes]) -> None:
+        """Query the tier again about those of these blocks that it lacks as far as is known: it may
+        have got them."""
         for key in keys:
             has, _ = self._known.get(key, (True, 0.0))
             if not has:
                 del self._known[key]
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        pass
-
     def note(self, keys: Sequence[bytes], has: bool) -> None:
-        now = time.monotonic()
-        for key in keys:
-            self._remember(key, has, now)
+        """Remember that reads or writes have shown whether the tier has these blocks."""
+        if self.queried is not None:
+            now = time.monotonic()
+            for key in keys:
+                self._remember(key, has, now)
 
     def poll(self) -> bool:
+        """Whether `contains` may know more than at the last call."""
+        if self.queried is None:
+            return False
         now = time.monotonic()
         news = False
-        for answer in self._remote.drain_answers():
+        for answer in self.queried.drain_answers():
             query = self._queries.pop(answer.ticket)
             self.counters.late_questions += answer.late and not query.late
             has = answer.has or [False] * len(query.keys)
@@ -201,12 +129,14 @@ class QueriedSource(Source):
         return news
 
     def clear(self) -> None:
+        """Forget all answers, because the tier was cleared."""
         self._known.clear()
         self._querying.clear()
         for query in self._queries.values():
             query.keys = ()
 
     def forget(self) -> None:
+        """Forget all answers and queries, because the tier was drained."""
         self.clear()
         self._queries.clear()
 
@@ -215,10 +145,10 @@ class QueriedSource(Source):
 
     def _begin(self, keys: list[bytes], scattered: list[bytes]) -> None:
         all_keys = keys + scattered
-        if not all_keys:
+        if not all_keys or self.queried is None:
             return
-        deadline = time.monotonic() + self._remote.question_seconds
-        self._queries[self._remote.query(keys, scattered)] = _TierQuery(all_keys, deadline)
+        deadline = time.monotonic() + self.queried.question_seconds
+        self._queries[self.queried.query(keys, scattered)] = _TierQuery(all_keys, deadline)
         self._querying.update(dict.fromkeys(all_keys, deadline))
 
     def _has(self, key: bytes, now: float, readable: bool) -> bool | None:
@@ -235,13 +165,3 @@ class QueriedSource(Source):
         known[key] = has, now + (HAS_SECONDS if has else LACKS_SECONDS)
         if len(known) > ANSWERS:
             del known[next(iter(known))]
-
-
-def sources_of(tiers: Sequence[AttachedTier]) -> list[Source]:
-    """A source for each of `tiers`, the fastest first."""
-    return [
-        QueriedSource(each.tier, tier_rank, each.stall_seconds)
-        if isinstance(each.tier, QueriedTier)
-        else IndexedSource(each.tier, tier_rank, each.stall_seconds)
-        for tier_rank, each in enumerate(tiers)
-    ]

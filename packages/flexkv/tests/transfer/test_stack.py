@@ -10,7 +10,7 @@ from flexkv.eviction import LRUPolicy
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import block_index
 from flexkv.tiers.base import AttachedTier
-from flexkv.transfer.tier_stack import TierStack
+from flexkv.transfer.stack import TierStack
 from flexkv.types.changes import Medium
 
 

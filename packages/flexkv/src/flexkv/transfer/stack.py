@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -21,33 +22,104 @@ from flexkv.figures.counters import TierCounters
 from flexkv.figures.definitions import FETCH_SECONDS, TierReading
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex, BlockRow
-from flexkv.tiers.base import AnyTier, AttachedTier, IndexedTier, QueriedTier
+from flexkv.tiers.base import AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
-from flexkv.transfer.asked_demotions import AskedDemotions
-from flexkv.transfer.demote import Demoter, EvictionWriteback, SlotReclaimer
+from flexkv.transfer.demote import AskedDemotions, Demoter, EvictionWriteback, SlotReclaimer
 from flexkv.transfer.fetcher import Fetcher
-from flexkv.transfer.prefix_accesses import PrefixAccesses
-from flexkv.transfer.sources import Source, sources_of
+from flexkv.transfer.sources import Source
+from flexkv.types.backlog import share_of
 from flexkv.types.changes import Changes, Medium, changes_of
 
 logger = logging.getLogger(__name__)
 
+_COUNTED_BLOCKS = 32
+"""The least number of blocks whose uses one poll counts: about 0.03 ms with a disk of a million
+slots."""
 
-class TierStack:
-    """The tiers below one arena. Single-threaded; nothing waits but `close`.
 
-    Args:
-        index: index of the arena, in which blocks are leased, reserved and published; the
-            caller's.
-        slot_view: returns the memory of an arena slot, `slot_bytes` long.
-        tiers: the tiers, the fastest first; owned.
-        meter: counts the times of fetches.
+@dataclass(slots=True)
+class _Use:
+    """A used prefix. Its first `left` blocks are not counted yet."""
+
+    keys: Sequence[bytes]
+    left: int
+    hit: RequestContext | None
+    lacking: list[Demoter] = field(default_factory=list)
+    """The writers of tiers that lack a block of the prefix that the arena has."""
+    then: Callable[[], None] | None = None
+    """Called when the prefix is counted."""
+
+
+class PrefixAccesses:
+    """Counts the uses of prefixes in every tier, in the order in which they were noted. A long
+    prompt has more blocks than one step of the engine has time for. So `note` records a use at
+    once, and each poll counts some of its blocks. Single-threaded.
+
+    `tiers` count uses. `demoters` are the writers of the tiers that are offered each prefix that a
+    request found, if they lack a block of it.
 
     Attributes:
-        fetcher: brings blocks into the arena.
-        tiers: the tiers, as given.
-        uses: counts uses of prefixes.
+        waiting: the uses of which a block is not counted yet.
     """
+
+    def __init__(
+        self, index: BlockIndex, tiers: Sequence[IndexedTier], demoters: Sequence[Demoter]
+    ) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._demoters = demoters
+        self.waiting: deque[_Use] = deque()
+        self._backlog = 0
+
+    def note(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
+        """Note the use of a prefix. `hit` is the scheduled request that found the prefix, None if a
+        request ends that made the prefix, or whose hit was noted before."""
+        if keys:
+            self.waiting.append(_Use(keys[:], len(keys), hit))
+            self._backlog += len(keys)
+
+    def call_after(self, call: Callable[[], None]) -> None:
+        """Make a call once all uses that are noted so far are counted."""
+        self.waiting.append(_Use((), 0, None, then=call))
+
+    def count(self) -> None:
+        """Count some of the noted blocks. The last block of a prefix is counted first, so that it
+        is evicted first."""
+        blocks = share_of(self._backlog, _COUNTED_BLOCKS) if self.waiting else 0
+        while self.waiting and blocks > 0:
+            use = self.waiting[0]
+            stop, use.left = use.left, max(0, use.left - blocks)
+            part = use.keys[use.left : stop]
+            blocks -= len(part)
+            self._backlog -= len(part)
+            self._count_part(use, part)
+            if use.left == 0:
+                self.waiting.popleft()
+                for demoter in use.lacking:
+                    demoter.complete(use.keys)
+                if use.then is not None:
+                    use.then()
+
+    def clear(self) -> None:
+        """Discard all noted uses, because the arena was cleared."""
+        self.waiting.clear()
+        self._backlog = 0
+
+    def _count_part(self, use: _Use, part: Sequence[bytes]) -> None:
+        if use.hit is None:
+            self._index.touch(part)
+        else:
+            self._index.hit(part, use.hit)
+        for tier in self._tiers:
+            tier.touch(part)
+        for demoter in self._demoters if use.hit is not None else ():
+            if demoter not in use.lacking and demoter.lacks_any(part):
+                use.lacking.append(demoter)
+
+
+class TierStack:
+    """The tiers below one arena, the fastest first; owned. Single-threaded; nothing waits but
+    `close`. Blocks are leased, reserved and published in the index of the arena."""
 
     def __init__(
         self,
@@ -57,8 +129,10 @@ class TierStack:
         meter: Meter,
     ) -> None:
         self._index = index
-        self.tiers: list[AnyTier] = [each.tier for each in tiers]
-        self._sources = sources_of(tiers)
+        self.tiers = [each.tier for each in tiers]
+        self._sources = [
+            Source(each.tier, tier_rank, each.stall_seconds) for tier_rank, each in enumerate(tiers)
+        ]
         self._demoters = [
             Demoter(index, slot_view, source, each.admission)
             for source, each in zip(self._sources, tiers, strict=True)
@@ -74,10 +148,8 @@ class TierStack:
         self.fetcher = Fetcher(
             index, slot_view, self._sources, seconds, self._reclaimer.make_for_fetch
         )
-        self._indexed: list[IndexedTier] = [
-            tier for tier in self.tiers if not isinstance(tier, QueriedTier)
-        ]
-        self.uses = PrefixAccesses(index, self._indexed, on_hit)
+        self.indexed = [each.indexed for each in self._sources if each.indexed is not None]
+        self.uses = PrefixAccesses(index, self.indexed, on_hit)
         self._asked = AskedDemotions(index, self._demoters, self._writeback)
         self._drains_since: float | None = None
         self._kept: dict[Source, _Kept] = {}
@@ -89,7 +161,7 @@ class TierStack:
     @property
     def must_query(self) -> bool:
         """Whether a tier needs a query to know which blocks it has."""
-        return len(self._indexed) < len(self.tiers)
+        return len(self.indexed) < len(self.tiers)
 
     @property
     def busy(self) -> bool:
@@ -103,11 +175,7 @@ class TierStack:
 
     def figures(self, slot_bytes: int) -> list[TierReading]:
         """The figures of each tier, and the counts of blocks fetched from it and written to it.
-        Blocks that are not offered to the tier yet count as queued.
-
-        Args:
-            slot_bytes: bytes of a block.
-        """
+        Blocks that are not offered to the tier yet count as queued."""
         figures = []
         for source, demoter in zip(self._sources, self._demoters, strict=True):
             own, waiting = source.tier.figures, demoter.waiting_blocks
@@ -127,10 +195,10 @@ class TierStack:
         return [source.counters for source in self._sources]
 
     def register(self, address: int, size: int) -> None:
-        """See `QueriedTier.register`."""
-        for tier in self.tiers:
-            if isinstance(tier, QueriedTier):
-                tier.register(address, size)
+        """Name the memory of the slots to the tiers that move bytes by RDMA."""
+        for source in self._sources:
+            if source.queried is not None:
+                source.queried.register(address, size)
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         """For each key whether a tier can give its block now; None if a tier has to be queried."""
@@ -152,17 +220,8 @@ class TierStack:
         """Reserve slots of the arena for a store from the engine. If the arena has none to give,
         blocks give theirs up that wait to be written to a shared store. After that, blocks that a
         tier has give theirs up to those that build on them: so a prompt larger than the arena gets
-        to the tier whole.
-
-        Args:
-            keys: keys of blocks; see `BlockIndex.reserve_all`.
-            positions: positions in `keys` of the blocks to store, ascending.
-            prefix_starts: positions of blocks that begin a prefix.
-            tenants: see `BlockIndex.reserve_all`.
-
-        Returns:
-            The blocks that got a slot, in the order of `positions`.
-        """
+        to the tier whole. The arguments are those of `BlockIndex.reserve_all`. Returns the blocks
+        that got a slot, in the order of `positions`."""
         index = self._index
         first = index.reserve_all(keys, positions, prefix_starts, False, tenants)
         if len(first) == len(positions):
@@ -188,12 +247,7 @@ class TierStack:
         return index.collect(sorted(blocks, key=lambda block: order[block.key]))
 
     def stored(self, keys: Sequence[bytes], ready: bool) -> None:
-        """Note the end of a store from the engine.
-
-        Args:
-            keys: keys of the blocks of the store.
-            ready: whether they were copied; else the store has failed.
-        """
+        """Note the end of a store from the engine; `ready`: whether it was copied."""
         self.fetcher.complete(keys)
         self._asked.retry()
         if ready:
@@ -202,12 +256,12 @@ class TierStack:
 
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         """See `IndexedTier.began`."""
-        for tier in self._indexed:
+        for tier in self.indexed:
             tier.began(keys, context, now)
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
         """See `IndexedTier.ended`."""
-        for tier in self._indexed:
+        for tier in self.indexed:
             tier.ended(request_id, output_tokens, now)
 
     def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
@@ -252,47 +306,47 @@ class TierStack:
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`. Returns how many blocks are still to be written to tiers."""
-        for tier in self._indexed:
+        for tier in self.indexed:
             tier.remove(keys)
         return sum(each.holds(keys) for each in self._demoters)
 
     def sync(self) -> list[Future[str]]:
         """See `IndexedTier.sync`."""
-        return [asked for tier in self._indexed for asked in tier.sync()]
+        return [asked for tier in self.indexed for asked in tier.sync()]
 
     def remove_old(self) -> None:
         """See `IndexedTier.remove_old`."""
-        for tier in self._indexed:
+        for tier in self.indexed:
             tier.remove_old()
 
     def watch(self) -> None:
         """See `IndexedTier.watch`."""
-        for tier in self._indexed:
+        for tier in self.indexed:
             tier.watch()
 
     @property
     def has_changes(self) -> bool:
         """See `IndexedTier.has_changes`."""
-        return any(tier.has_changes for tier in self._indexed)
+        return any(tier.has_changes for tier in self.indexed)
 
     def drain_changes(self, limit: int) -> list[Changes]:
         """See `IndexedTier.drain_changes`; `limit` is for each tier."""
-        drained = [changes_of(tier.medium, tier.drain_changes(limit)) for tier in self._indexed]
+        drained = [changes_of(tier.medium, tier.drain_changes(limit)) for tier in self.indexed]
         return [changes for each in drained for changes in each]
 
     def listed(self) -> Iterator[list[bytes]]:
         """See `IndexedTier.listed`."""
-        return chain.from_iterable(tier.listed() for tier in self._indexed)
+        return chain.from_iterable(tier.listed() for tier in self.indexed)
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `IndexedTier.describe`."""
-        for tier in self._indexed:
+        for tier in self.indexed:
             tier.describe(described)
 
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """See `IndexedTier.take_descriptions`."""
         taken: dict[bytes, bytes] = {}
-        for tier in self._indexed:
+        for tier in self.indexed:
             taken |= tier.take_descriptions(keys)
         return taken
 
@@ -323,12 +377,9 @@ class TierStack:
 
     def drain(self) -> bool:
         """Have all tiers end what they do. A tier that has not done so when its calls count as hung
-        is left out until it has, and may use `kept` until then. Does not wait.
-
-        Returns:
-            Whether all tiers have ended or are left out, and nothing is known of what they did. If
-            not, the caller calls again.
-        """
+        is left out until it has, and may use `kept` until then. Does not wait. Returns whether all
+        tiers have ended or are left out, and nothing is known of what they did; if not, the caller
+        calls again."""
         now = time.monotonic()
         since = self._drains_since = self._drains_since or now
         hung = [source for source in self._sources if not source.tier.drain()]
@@ -370,15 +421,9 @@ class TierStack:
         return [b for each in kept for b in each.read], [b for each in kept for b in each.written]
 
     def close(self, flush_seconds: float) -> bool:
-        """End all tiers at the same time; waits. Errors are logged, and no tier stays open because
-        of another.
-
-        Args:
-            flush_seconds: how long they may write waiting blocks.
-
-        Returns:
-            False if a tier hangs or fails, and may still read or write memory of the arena.
-        """
+        """End all tiers at the same time, which may write waiting blocks for `flush_seconds`. Waits
+        for them. Errors are logged, and no tier stays open because of another. False if a tier
+        hangs or fails, and may still read or write memory of the arena."""
         for demoter in self._demoters:
             with _logged(demoter.source.medium):
                 demoter.write_waiting(all_blocks=True)
