@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import pytest
+
 from flexkv.cache import KVCache
-from flexkv.client import FetchId
+from flexkv.client import FetchId, Reset
 from flexkv.engine.epoch_cache import EpochCache
 from flexkv.figures.definitions import TierReading
 from flexkv.host.arena import Arena
@@ -31,6 +33,18 @@ from packages.tier_blocks import ready_blocks, writing_blocks
 def index_of(cache: KVCache) -> BlockIndex:
     """The blocks in host memory."""
     return cache._index
+
+
+def fail_resets(patch: pytest.MonkeyPatch, cache: Any, kind: Reset, error: Exception) -> None:
+    """Let each reset of a kind raise instead."""
+    reset = cache.reset
+
+    def fail(asked: Reset, *args: Any) -> None:
+        if asked is kind:
+            raise error
+        reset(asked, *args)
+
+    patch.setattr(cache, "reset", fail)
 
 
 def announced_keys(pool: Any) -> Any:

@@ -22,11 +22,12 @@ from sglang_world import (
     same,
 )
 
+from flexkv.client import Reset
 from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
 from flexkv.figures.definitions import HINTS, sample
 from flexkv_sglang import following
-from packages.inside import cache_of
+from packages.inside import cache_of, fail_resets
 
 MakeRank = Callable[..., Rank]
 
@@ -303,11 +304,8 @@ def test_a_clear_that_sglang_can_not_make_is_refused(
     rank = make_rank()
     rank.store(HASHES, [1, 2, 3])
 
-    def fails(*_: object) -> None:
-        raise RuntimeError("for the test")
-
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache_of(rank.side)), "empty", fails)
+        fail_resets(patch, cache_of(rank.side), Reset.EMPTY, RuntimeError("for the test"))
         with pytest.raises(AskError, match="the cache is not cleared, and nothing is loaded"):
             call("/clear", blocks="all")
     assert rank.side.lookup("r", HASHES) == []

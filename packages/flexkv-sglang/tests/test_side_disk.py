@@ -11,8 +11,9 @@ import pytest
 from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of, same, wait_for
 
+from flexkv.client import Reset
 from flexkv.engine.choice.chooser import LoadChooser
-from packages.inside import cache_of, urgencies_of
+from packages.inside import cache_of, fail_resets, urgencies_of
 
 MakeRank = Callable[..., Rank]
 
@@ -119,11 +120,8 @@ def test_after_a_failed_clear_nothing_is_found_until_one_succeeds(
     hashes = hashes_of("a", 3)
     rank.store(hashes, [1, 2, 3])
 
-    def fail() -> None:
-        raise OSError("nobody expects it")
-
     with monkeypatch.context() as patch:
-        patch.setattr(cache_of(rank.side), "clear", fail)
+        fail_resets(patch, cache_of(rank.side), Reset.CLEAR, OSError("nobody expects it"))
         assert not rank.side.clear()
     assert rank.side.lookup("r", hashes) == []
     assert rank.side.clear()

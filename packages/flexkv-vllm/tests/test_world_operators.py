@@ -228,7 +228,7 @@ def test_a_call_that_fails_is_refused_and_the_cache_goes_on(
         raise RuntimeError("for the test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(world.cache), "pin", fails)
+        patch.setattr(type(world.cache), "hold", fails)
         with pytest.raises(AskError, match="the call has failed; see the engine's log"):
             call_engine(world, "/pin", tokens=prompt)
     assert call_engine(world, "/pin", tokens=prompt)["done"] == PROMPT_BLOCKS

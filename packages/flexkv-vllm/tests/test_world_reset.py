@@ -14,8 +14,10 @@ from patience import wait_until
 from subscriber import Subscriber, drain, loadable
 from traffic import Traffic, loaded, make_stems
 
+from flexkv.client import Reset
 from flexkv.types.mover import Direction
 from flexkv_vllm.compat.core import binds_pool
+from packages.inside import fail_resets
 from packages.inside_adapters import stores_under_way
 
 NOT_BEFORE_SOMEBODY_WAITS = (10**9, 10**9)
@@ -60,12 +62,9 @@ def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_until_one_succeed
     world.generate(prompt)
     world.forget()
 
-    def failing(*_: object) -> None:
-        raise InjectedError
-
     stored = world.cache.counters.stored_blocks
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "clear", failing)
+        fail_resets(patch, world.cache, Reset.CLEAR, InjectedError())
         assert not world.connector.reset_cache()
     world.weights = b"new"
     for _ in range(2):

@@ -20,6 +20,7 @@ from subscriber import Subscriber, drain, loadable
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
+from flexkv.client import Reset
 from flexkv_vllm.compat.core import binds_pool
 
 HIT = 6 * BLOCK_TOKENS
@@ -92,14 +93,15 @@ def test_an_error_while_keys_change_finds_no_block_by_the_old_ones(
     world = make_world(disk_slots=100)
     world.generate(prompt)
     world.settle()
-    renew = world.cache.renew
+    reset = world.cache.reset
 
-    def renew_and_fail(cause: str) -> None:
-        renew(cause)
-        raise InjectedError
+    def reset_and_fail(kind: Reset, *args: str) -> None:
+        reset(kind, *args)
+        if kind is Reset.RENEW:
+            raise InjectedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "renew", renew_and_fail)
+        patch.setattr(world.cache, "reset", reset_and_fail)
         change_weights(world)
     world.forget()
     assert hits(world, prompt) == 0

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexkv import KVCache
+from flexkv.client import Reset
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -114,7 +115,7 @@ class Node:
         """Ends once the store has been told."""
         epochs = epochs_of(store_of(self.tier))
         before = epoch_record(epochs)
-        self.cache.clear()
+        self.cache.reset(Reset.CLEAR)
         while epoch_record(epochs) == before:
             time.sleep(0.01)
         return ""

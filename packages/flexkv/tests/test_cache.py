@@ -16,7 +16,7 @@ from memory_tier import MemoryTier
 
 from flexkv import KVCache
 from flexkv.cache import _SWEPT_SLOTS
-from flexkv.client import Ended, Transfer
+from flexkv.client import Ended, Hold, Reset, Transfer, TransferEnd
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
@@ -65,7 +65,7 @@ def workers() -> Iterator[Workers]:
 
 def test_a_suspended_cache_finds_loads_and_stores_nothing(workers: Workers) -> None:
     workers.store("a")
-    workers.cache.suspend()
+    workers.cache.reset(Reset.SUSPEND)
     assert workers.cache.lookup(keys("a")) == 0
     assert workers.cache.presence(keys("a")) == [Presence.ABSENT]
     assert workers.cache.load(keys("a")) is None
@@ -97,7 +97,7 @@ def test_a_held_store_is_published_once_it_is_confirmed(workers: Workers) -> Non
     assert cache.poll() == [Ended(other.id, Direction.STORE, done=True)]
     assert cache.under_way == {held.id}
     assert (cache.lookup(keys("a")), cache.lookup(keys("b"))) == (0, 1)
-    cache.confirm(held.id)
+    cache.end_transfer(held.id, TransferEnd.CONFIRM)
     assert cache.poll() == [Ended(held.id, Direction.STORE, done=True)]
     assert cache.lookup(keys("a")) == 1
     assert cache.under_way == set()
@@ -107,7 +107,7 @@ def test_discarded_blocks_of_a_store_are_never_found(workers: Workers) -> None:
     cache = workers.cache
     transfer = cache.store(keys("a", "b", "c"), [0, 1, 2])
     assert transfer is not None
-    cache.discard(transfer.id, [1, 2])
+    cache.end_transfer(transfer.id, TransferEnd.DISCARD, [1, 2])
     workers.report(transfer, Status.DONE, Status.DONE)
     assert cache.poll() == [Ended(transfer.id, Direction.STORE, done=True)]
     assert cache.presence(keys("a", "b", "c")) == [Presence.HOST, *[Presence.ABSENT] * 2]
@@ -121,8 +121,8 @@ def test_calls_for_a_transfer_that_has_ended_do_nothing(workers: Workers) -> Non
     cache.poll()
     load = cache.load(keys("a"))
     assert load is not None
-    for call in (cache.confirm, cache.discard, cache.cancel):
-        call(transfer.id)
+    for end in TransferEnd:
+        cache.end_transfer(transfer.id, end)
     assert cache.under_way == {load.id}
     assert cache.lookup(keys("a")) == 1
     workers.report(load, Status.DONE, Status.DONE)
@@ -217,7 +217,7 @@ def test_a_prefix_with_a_key_twice_is_loaded_and_pinned(workers: Workers) -> Non
     workers.store("a", "b")
     load = workers.cache.load(keys("a", "b", "a"))
     assert load is not None
-    workers.cache.pin(keys("a", "a"))
+    workers.cache.hold(Hold.PIN, keys("a", "a"))
     assert workers.cache.pinned_blocks == 1
     workers.report(load, Status.DONE, Status.DONE)
     assert workers.cache.poll() == [Ended(load.id, Direction.LOAD, done=True)]
@@ -256,7 +256,7 @@ def test_clear_with_transfers_under_way_publishes_nothing(workers: Workers) -> N
     store = workers.cache.store(keys("b"), [0])
     assert load is not None
     assert store is not None
-    workers.cache.clear()
+    workers.cache.reset(Reset.CLEAR)
     for transfer in (load, store):
         workers.report(transfer, Status.DONE, Status.DONE)
     workers.cache.poll()
@@ -276,7 +276,7 @@ def test_polls_report_and_free_all_blocks_of_before_a_reset() -> None:
         cache.poll()
         cache.watch()
         assert all_changes(cache) == [Changes(Medium.HOST, [], names)]
-        cache.clear()
+        cache.reset(Reset.CLEAR)
         for _ in range(3):
             assert cache.busy
             cache.poll()
@@ -307,7 +307,7 @@ def test_a_clear_that_fails_leaves_nothing_to_be_found_until_one_succeeds() -> N
         transfer = cache.store(keys("a"), [0])
         assert transfer is not None
         with pytest.raises(OSError, match="no answer"):
-            cache.clear()
+            cache.reset(Reset.CLEAR)
         arena.board.report(transfer.cell, 0, Status.DONE)
         cache.poll()
         assert cache.lookup(keys("a")) == 0
@@ -315,7 +315,7 @@ def test_a_clear_that_fails_leaves_nothing_to_be_found_until_one_succeeds() -> N
         assert cache.load(keys("a")) is cache.fetch(keys("a")) is None
         assert cache.store(keys("b"), [0]) is None
         tier.fails = False
-        cache.clear()
+        cache.reset(Reset.CLEAR)
         assert cache.store(keys("a"), [0]) is not None
 
 
@@ -340,7 +340,7 @@ def test_a_store_takes_the_slots_of_pins_whose_time_is_over(clock: Clock) -> Non
     workers = Workers(4)
     try:
         workers.store("a", "b", "c", "d")
-        workers.cache.pin(keys("a", "b"), "me", 60)
+        workers.cache.hold(Hold.PIN, keys("a", "b"), "me", 60)
         clock.skip(30)
         workers.store("w", "x", "y", "z")
         assert workers.cache.lookup(keys("a", "b")) == 2
@@ -355,11 +355,11 @@ def test_a_reset_ends_all_pins() -> None:
     workers = Workers(4)
     try:
         workers.store("a", "b")
-        workers.cache.pin(keys("a", "b"), "me")
-        workers.cache.clear()
+        workers.cache.hold(Hold.PIN, keys("a", "b"), "me")
+        workers.cache.reset(Reset.CLEAR)
         assert workers.cache.pinned_blocks == 0
         workers.store("x", "y")
-        workers.cache.pin(keys("x", "y"), "other")
+        workers.cache.hold(Hold.PIN, keys("x", "y"), "other")
         assert workers.cache.pinned_blocks == 2
     finally:
         workers.arena.close()
@@ -405,7 +405,7 @@ class CacheModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for transfer in self.pending:
-            self.cache.cancel(transfer.id)
+            self.cache.end_transfer(transfer.id, TransferEnd.CANCEL)
         index = index_of(self.cache)
         assert sorted(free_cells(self.workers.arena.board)) == list(range(CELLS))
         assert_no_slot_is_lost(index)
@@ -451,7 +451,7 @@ class CacheModel(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         transfer = data.draw(st.sampled_from(self.pending))
         self.pending.remove(transfer)
-        self.cache.cancel(transfer.id)
+        self.cache.end_transfer(transfer.id, TransferEnd.CANCEL)
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -460,13 +460,13 @@ class CacheModel(RuleBasedStateMachine):
         transfer = data.draw(st.sampled_from(self.pending))
         if transfer.direction is Direction.STORE:
             self.pending.remove(transfer)
-            self.cache.discard(transfer.id)
+            self.cache.end_transfer(transfer.id, TransferEnd.DISCARD)
             self.workers.report(transfer, Status.DONE, Status.DONE)
             assert self.cache.poll() == [Ended(transfer.id, transfer.direction, done=True)]
 
     @rule()
     def clear(self) -> None:
-        self.cache.clear()
+        self.cache.reset(Reset.CLEAR)
 
     @invariant()
     def every_hit_finds_its_own_bytes(self) -> None:

@@ -14,6 +14,7 @@ from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv import CacheConfig, ConfigError
+from flexkv.client import Hold
 from flexkv.figures.definitions import sample
 from packages.inside import index_of
 
@@ -78,7 +79,7 @@ def test_old_blocks_free_their_slots(
     world = make_world(disk_slots=disk_slots)
     world.generate(PROMPT)
     world.settle()
-    world.engine.cache.pin(ToyRequest("q", PROMPT, 1).block_hashes)
+    world.engine.cache.hold(Hold.PIN, ToyRequest("q", PROMPT, 1).block_hashes)
     names = ["blocks:host"] if not disk_slots else ["blocks:host", "blocks:disk"]
     figures = world.engine.cache.figures
     assert [figures().shared[name] for name in names] == [3] * len(names)

@@ -12,6 +12,7 @@ from memory_tier import MemoryTier
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
 from flexkv import KVCache
+from flexkv.client import Hold, Reset
 from flexkv.eviction import POLICIES, LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.tiers.base import AttachedTier
@@ -83,8 +84,8 @@ def test_pinned_and_retained_blocks_stay(make: Callable[..., Engine]) -> None:
     engine = make(slots=16)
     for names in ("abc", "rst", "xyz"):
         engine.store(*names)
-    engine.cache.pin(keys(*"ab"))
-    engine.cache.retain(keys(*"rs"), "tenant", 60.0)
+    engine.cache.hold(Hold.PIN, keys(*"ab"))
+    engine.cache.hold(Hold.RETAIN, keys(*"rs"), "tenant", 60.0)
     for names in ("abc", "rst", "xyz"):
         engine.cache.demote(keys(*names))
     engine.settle()
@@ -249,13 +250,13 @@ def test_a_prefix_in_use_is_forgotten_after_a_while(
     clock = Clock()
     monkeypatch.setattr(demote, "time", clock)
     node.store("abc")
-    node.cache.pin(keys(*"abc"))
+    node.cache.hold(Hold.PIN, keys(*"abc"))
     node.cache.demote(keys(*"abc"))
     node.poll()
     assert not node.cache.busy, "nothing is under way"
     clock.skip(demote.HELD_SECONDS)
     node.poll()
-    node.cache.unpin()
+    node.cache.unhold(Hold.PIN)
     node.poll()
     tier.end_all()
     node.poll()
@@ -305,7 +306,7 @@ def test_a_reset_forgets_what_is_to_leave(node: Node, tier: MemoryTier) -> None:
     node.cache.demote(keys(*"abc"))
     node.poll()
     node.cache.demote(keys(*"abc"))
-    node.cache.clear()
+    node.cache.reset(Reset.CLEAR)
     node.store("abc")
     tier.end_all()
     node.poll()

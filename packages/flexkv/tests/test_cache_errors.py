@@ -15,7 +15,7 @@ from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
 import flexkv
-from flexkv.client import Transfer
+from flexkv.client import Hold, Reset, Transfer, TransferEnd
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.host.board import CELLS
 from flexkv.tiers.circuit import CircuitState
@@ -150,11 +150,11 @@ class Story:
         self.request(first)
         self.begin_load(first)
         self.end_transfers()
-        self.attempt(lambda: cache.pin(names(first[:2]), "owner", 100.0))
+        self.attempt(lambda: cache.hold(Hold.PIN, names(first[:2]), "owner", 100.0))
         self.store(second)
         self.request(first)
         self.fetch(first)
-        self.attempt(lambda: cache.unpin("owner"))
+        self.attempt(lambda: cache.unhold(Hold.PIN, "owner"))
         store.fill({key: content(key) for key in names(others)})
         self.attempt(lambda: cache.presence(names(others)))
         self.attempt(lambda: cache.query(names(others)))
@@ -174,21 +174,21 @@ class Story:
         if transfer is not None:
             # An error before may keep slots until the cache has recovered: fewer blocks than asked.
             torn, later = transfer.id, range(1, len(transfer.keys))
-            self.attempt(lambda: cache.discard(torn, later))
+            self.attempt(lambda: cache.end_transfer(torn, TransferEnd.DISCARD, later))
         self.end_transfers()
         transfer = self.begin_store(self.text(2))
         if transfer is not None:
             self.transfers.remove(transfer)
             cancelled = transfer.id
-            self.attempt(lambda: cache.cancel(cancelled))
+            self.attempt(lambda: cache.end_transfer(cancelled, TransferEnd.CANCEL))
         self.fetch(first)
 
     def rest(self) -> None:
         """Nothing is lost, and all goes on."""
         node, cache = self.node, self.node.cache
         for transfer_id in cache.under_way:  # those that an error kept from their caller
-            cache.cancel(transfer_id)
-        cache.unpin("owner")
+            cache.end_transfer(transfer_id, TransferEnd.CANCEL)
+        cache.unhold(Hold.PIN, "owner")
         node.assert_at_rest()
         assert len(free_cells(node.arena.board)) == CELLS
         assert_no_fetch(cache)
@@ -278,7 +278,7 @@ def test_a_tier_whose_reads_hang_is_left_out_until_they_end(
     assert len(slots) == 3
     recover_beside_a_hung_call(node, clock, "get")
     if again:
-        node.cache.recover()
+        node.cache.reset(Reset.RECOVER)
         node.until(lambda: not node.cache.busy)
     assert fetch.done
     assert fetch.arrived == 0
@@ -310,7 +310,7 @@ def test_a_tier_whose_writes_hang_is_left_out_until_they_end(
     node.until(lambda: all(node.disk.contains(names("ab"))))
     recover_beside_a_hung_call(node, clock, "put")
     if reset:
-        node.cache.clear()
+        node.cache.reset(Reset.CLEAR)
     fill(node)
     here = {block.slot: block.key for block in index_of(node.cache).blocks}
     assert all(here.get(slot, key) == key for slot, key in slots.items())
@@ -364,13 +364,13 @@ def test_an_error_before_any_line_beside_a_tier_that_hangs_loses_nothing(
         store.hanging = {"get"}
         fetch = cache.fetch(names(others))
         node.until(lambda: len(store.waiting) == 3)
-        cache.recover()
+        cache.reset(Reset.RECOVER)
         story.poll()
         clock.skip(LONG + 1)
         story.poll()
         node.until(lambda: remote.left_out and not is_recovering(cache))
         story.store(story.text(3))
-        cache.recover()
+        cache.reset(Reset.RECOVER)
         story.poll()
         store.hanging = set()
         store.release_running()

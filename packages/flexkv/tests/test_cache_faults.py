@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from memory_tier import MemoryTier, QueriedMemoryTier, Task
 
 from flexkv import KVCache, client
-from flexkv.client import Ended, Transfer
+from flexkv.client import Ended, Reset, Transfer
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.board import CELLS
@@ -181,7 +181,7 @@ class FaultModel(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.cache.clear()
+        self.cache.reset(Reset.CLEAR)
         assert self.cache.ready_blocks == 0
         for tier in self.tiers:
             assert tier.blocks == {}

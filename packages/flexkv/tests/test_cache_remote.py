@@ -13,6 +13,7 @@ import pytest
 from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
+from flexkv.client import Reset
 from flexkv.tiers import remote
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.transfer import sources
@@ -453,7 +454,7 @@ def test_a_clear_reaches_both_tiers(make: Callable[..., Node], store: MemoryStor
     node.store_blocks("ab")
     store.hanging = {"find"}
     fetch = node.begin("abxy")
-    node.cache.clear()
+    node.cache.reset(Reset.CLEAR)
     assert (fetch.arrived, fetch.done) == (0, True)
     store.release()
     node.cache.end_fetch(fetch)

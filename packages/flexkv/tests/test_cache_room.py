@@ -13,6 +13,7 @@ import pytest
 from memory_store import MemoryStore
 from two_tiers import Node, content, names
 
+from flexkv.client import TransferEnd
 from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import demoters_of, index_of
@@ -157,7 +158,7 @@ def test_a_slot_that_the_arena_has_costs_no_write(
     assert node.fetched("abcd") == "abcd"
     transfer = node.cache.store(names("qr"), range(2))
     assert transfer is not None
-    node.cache.cancel(transfer.id)
+    node.cache.end_transfer(transfer.id, TransferEnd.CANCEL)
     assert dropped(node) == 0
     store.release()
     node.assert_at_rest()
@@ -197,7 +198,7 @@ def test_only_blocks_behind_one_that_a_tier_has_take_slots_of_their_prefix(
     assert transfer.keys == names("ijgh")
     parents = {key: each.parent_key for key, each in writing_blocks(index_of(node.cache)).items()}
     assert parents == {b"i": None, b"j": b"i", b"g": None, b"h": b"g"}
-    node.cache.cancel(transfer.id)
+    node.cache.end_transfer(transfer.id, TransferEnd.CANCEL)
     node.assert_at_rest()
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiered_engine import FORMAT, STALL_SECONDS, Engine, content, keys
 
-from flexkv.client import FetchId, Transfer
+from flexkv.client import FetchId, Hold, Reset, Transfer
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
@@ -282,7 +282,7 @@ def test_a_clear_reaches_what_is_on_its_way(make: Callable[..., Engine]) -> None
     release = engine.hang()
     fetch = see(engine.cache, keys("a", "b"))
     assert fetch is not None
-    engine.cache.clear()
+    engine.cache.reset(Reset.CLEAR)
     release()
     assert fetch.done
     assert fetch.arrived == 0
@@ -305,7 +305,7 @@ def store_long(engine: Engine) -> list[bytes]:
 def test_after_a_clear_the_blocks_that_waited_are_not_written(make: Callable[..., Engine]) -> None:
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)
-    engine.cache.clear()
+    engine.cache.reset(Reset.CLEAR)
     engine.settle()
     assert not any(engine.disk.contains(prefix))
 
@@ -319,7 +319,7 @@ def test_a_renewal_forgets_host_memory_and_keeps_the_disk(make: Callable[..., En
     fetch = see(engine.cache, keys("a", "b"))
     under_way = engine.cache.store(keys("w", "x", "y", "z", "new"), [4])
     assert fetch is not None
-    engine.cache.renew()
+    engine.cache.reset(Reset.RENEW, "weights")
     assert fetch.done
     release()
     engine.cache.end_fetch(fetch)
@@ -338,7 +338,7 @@ def test_a_renewal_ends_the_write_that_is_under_way(make: Callable[..., Engine])
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)
     engine.cache.poll()  # begins the first write
-    engine.cache.renew()
+    engine.cache.reset(Reset.RENEW, "weights")
     engine.settle()
     written = engine.disk.contains(prefix)
     assert written == sorted(written, reverse=True)
@@ -393,7 +393,7 @@ def test_a_block_that_two_disks_have_is_one_change(tmp_path: Path) -> None:
             index.discard(slot)
             index.release(slot)
             assert [each.removed for each in engine.cache.drain_changes()] == removed
-        engine.cache.clear()
+        engine.cache.reset(Reset.CLEAR)
         (changes,) = engine.cache.drain_changes()
         assert (changes.removed, changes.added) == ([b"b"], [])
         assert not engine.cache.has_changes
@@ -528,11 +528,11 @@ class TierModel(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.engine.cache.clear()
+        self.engine.cache.reset(Reset.CLEAR)
 
     @rule(length=st.integers(1, 5), chain=st.integers(0, 3))
     def pin(self, length: int, chain: int) -> None:
-        self.engine.cache.pin(self.prefix(chain, length))
+        self.engine.cache.hold(Hold.PIN, self.prefix(chain, length))
 
     @rule(limit=st.integers(1, 9), to_the_end=st.booleans())
     def drain_changes(self, limit: int, to_the_end: bool) -> None:

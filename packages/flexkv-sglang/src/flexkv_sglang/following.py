@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flexkv.client import CacheClient, FetchState
+from flexkv.client import CacheClient, FetchState, Hold
 from flexkv.engine.choice.chooser import Left
 from flexkv.engine.scheduler.options import (
     NONE,
@@ -271,7 +271,7 @@ class FollowedRequests:
         seen = SglangRequest(request)
         followed = self._followed[request.rid] = _Followed(seen, self._options.of(seen))
         if followed.options.unpin:
-            self._cache.unpin(pin_owner(seen, followed.options))
+            self._cache.unhold(Hold.PIN, pin_owner(seen, followed.options))
         return followed
 
     def _began(self, followed: _Followed, lookup: _Lookup | None, hashes: Hashes) -> None:
@@ -315,9 +315,9 @@ class FollowedRequests:
             return
         all_keys = [*keys, *self._trailing.keys_of_hit(keys)]
         if options.pin:
-            self._cache.pin(all_keys, pin_owner(request, options), options.pin_seconds)
+            self._cache.hold(Hold.PIN, all_keys, pin_owner(request, options), options.pin_seconds)
         if options.retain_seconds is not None:
-            self._cache.retain(all_keys, tenant_of(request), options.retain_seconds)
+            self._cache.hold(Hold.RETAIN, all_keys, tenant_of(request), options.retain_seconds)
 
     def _end_all(self, waiting: Sequence[Any] | None) -> None:
         """Report the requests that have ended; all if SGLang's queue is None. Forget those that
@@ -347,7 +347,7 @@ class FollowedRequests:
             keys = all_keys()
             own = [*keys, *self._trailing.keys_behind(keys)]
             if options.release:
-                self._cache.release(own, tenant_of(request))
+                self._cache.unhold(Hold.RETAIN, tenant_of(request), own)
             if options.demote:
                 self._cache.demote(own)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexkv.client import CacheClient, Ended
+from flexkv.client import CacheClient, Ended, Reset
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv_sglang.copies import Offload
 
@@ -33,7 +33,7 @@ class OrderedTransfers:
     def lose(self) -> None:
         """After an error that may have lost a lease or a transfer: the next `poll` cancels the
         transfers that the ranks do not know, and ends those whose end was not seen."""
-        self._cache.recover()
+        self._cache.reset(Reset.RECOVER)
         self._lost_some = True
 
     def poll(self) -> bool:

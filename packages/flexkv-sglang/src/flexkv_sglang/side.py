@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice, takewhile
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, Reset, TransferEnd
 from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
@@ -234,7 +234,7 @@ class RankSide:
             self._ordered.offloads.pop(queued.order.transfer_id, None)
         with self.boundary.guard("cancelling a load", "the next poll cancels it"):
             if self._cache is not None and queued is not None:
-                self._cache.cancel(queued.order.transfer_id)
+                self._cache.end_transfer(queued.order.transfer_id, TransferEnd.CANCEL)
             if self.requests is not None:
                 if queued is not None:
                     self.requests.followed.traced.cancelled(queued.order.transfer_id)
@@ -427,14 +427,15 @@ class RankSide:
         says, nothing is loaded or stored until it succeeds."""
         cache = self._cache
         if cache is None or not cache.info.is_shared:
-            return self._forget(None if cache is None else cache.clear)
+            return self._forget(None if cache is None else partial(cache.reset, Reset.CLEAR))
         # Other engines keep their blocks.
         return self._forget(lambda: self._renew(mixed=self.page_keys.mixed))
 
     def empty(self) -> bool:
         """Forget all blocks of host memory and disks, on the rank that decides; otherwise as
-        `clear`. See `CacheClient.empty`."""
-        return self._forget(None if self._cache is None else self._cache.empty)
+        `clear`. See `Reset.EMPTY`."""
+        cache = self._cache
+        return self._forget(None if cache is None else partial(cache.reset, Reset.EMPTY))
 
     def _forget(self, forget: Callable[[], None] | None) -> bool:
         if self._cache is None or forget is None or self._failed_polls >= _FAILED_POLLS:
@@ -442,7 +443,7 @@ class RankSide:
         with self.boundary.guard(
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
-            self._cache.suspend()
+            self._cache.reset(Reset.SUSPEND)
             if self.requests is not None:
                 self.requests.end_fetches()
             forget()
@@ -471,7 +472,7 @@ class RankSide:
             change()
             return
         if self._cache is not None:
-            self._cache.suspend()
+            self._cache.reset(Reset.SUSPEND)
 
     def _flushed(self) -> None:
         self.delayed.clear()
@@ -487,7 +488,7 @@ class RankSide:
             if self.events is not None:
                 self.events.forget_all(self.page_keys.epoch.end)
         if self._cache is not None:
-            self._cache.renew()
+            self._cache.reset(Reset.RENEW, "weights")
 
     def close(self, flush_seconds: float) -> None:
         """End all copies; close the cache, which may write for `flush_seconds`. Idempotent."""
@@ -580,8 +581,8 @@ class RankSide:
         for offload in self._pending:
             if offload.transfer_id:
                 # Another rank may copy on, out of pages that SGLang gives to others.
-                cache.discard(offload.transfer_id)
-        cache.stop()
+                cache.end_transfer(offload.transfer_id, TransferEnd.DISCARD)
+        cache.reset(Reset.STOP)
         if self.requests is not None:
             self.requests.figures.note_activity()
             self.requests.end_fetches()

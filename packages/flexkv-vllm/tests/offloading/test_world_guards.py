@@ -15,11 +15,12 @@ from kv_pages import BLOCK_TOKENS
 from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
 from patience import wait_until
 
+from flexkv.client import Reset
 from flexkv.engine.boundary import LASTING
 from flexkv.types.mover import Direction
 from flexkv_vllm.offloading.requests import RequestBlocks
 from flexkv_vllm.offloading.worker import Job
-from packages.inside import assert_no_fetch, below_of, index_of
+from packages.inside import assert_no_fetch, below_of, fail_resets, index_of
 from packages.inside_adapters import jobs_of
 from packages.tier_blocks import ready_blocks
 
@@ -214,11 +215,8 @@ def test_after_a_reset_that_failed_no_block_is_offered_until_one_succeeds(
     world.generate(prompt)
     world.settle()
 
-    def failing() -> None:
-        raise InjectedError
-
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "clear", failing)
+        fail_resets(patch, world.cache, Reset.CLEAR, InjectedError())
         world.scheduler.reset_prefix_cache(reset_connector=True)
     world.weights = b"new"
     for _ in range(2):
@@ -241,7 +239,7 @@ def test_an_error_in_a_store_gives_its_slots_back(
         raise InjectedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "pin", failing)
+        patch.setattr(world.cache, "hold", failing)
         prompt = random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3)
         world.generate(prompt, params={"flexkv.pin": True})
     world.assert_at_rest()

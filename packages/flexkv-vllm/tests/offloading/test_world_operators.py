@@ -110,12 +110,12 @@ def test_no_match_begins_within_an_operators_call(
     request = SimpleNamespace(request_id="unknown")
     thread = threading.Thread(target=lambda: world.side.match(request, [], 0, 0, ask))
 
-    def unpin(*_: object) -> bool:
+    def unhold(*_: object) -> bool:
         thread.start()
         early.append(began.wait(0.3))
         return True
 
-    monkeypatch.setattr(type(world.cache), "unpin", unpin)
+    monkeypatch.setattr(type(world.cache), "unhold", unhold)
     call_engine(world, "/unpin")
     thread.join()
     assert (early, began.is_set()) == ([False], True)

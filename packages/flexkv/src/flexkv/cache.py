@@ -17,7 +17,16 @@ from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
+from flexkv.client import (
+    CacheInfo,
+    Ended,
+    FetchId,
+    FetchState,
+    Hold,
+    Reset,
+    Transfer,
+    TransferEnd,
+)
 from flexkv.eviction import UNKNOWN_REQUEST, AnyPolicy, RequestContext, TenantPolicies
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
@@ -56,14 +65,14 @@ _SWEPT_SLOTS = 512
 def _sound(
     method: Callable[Concatenate[KVCache, _Args], _Result],
 ) -> Callable[Concatenate[KVCache, _Args], _Result]:
-    """A method of the cache after whose errors the cache has to `recover`."""
+    """A method of the cache after whose errors the cache has to recover."""
 
     @wraps(method)
     def call(self: KVCache, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         try:
             return method(self, *args, **kwargs)
         except BaseException:
-            self.recover()
+            self.reset(Reset.RECOVER)
             raise
 
     return call
@@ -73,25 +82,20 @@ class KVCache:
     """The cache of one engine: an index over the slots of an arena, and the tiers below it. The
     CacheClient of programs that have the cache in their own process. Single-threaded.
 
-    An error between two steps of a call may leave a lease, a reserved slot or a copy of which
-    nobody knows any more. So after an error the cache recovers: it stores and fetches nothing until
-    the lower tiers have ended what they do, or their calls count as hung. Then it ends all leases
-    and writes but those of transfers and hung calls under way, and goes on with the blocks that are
-    ready. A tier with a hung call is left out until the call ends.
+    An error between two steps of a call may lose a lease, a reserved slot or a copy. So the cache
+    recovers: it stores and fetches nothing until the lower tiers have ended what they do, or their
+    calls count as hung. Then it ends all leases and writes but those of transfers and hung calls
+    under way, and goes on with the ready blocks. A tier with a hung call is left out until that
+    ends.
 
     Args:
         arena: the arena; borrowed until `close`. This object allocates the cells of its board, so a
             process must have only one KVCache on it.
-        policy: decides which block is evicted when the arena is full.
         tiers: lower tiers, the fastest first; owned.
-        policy_name: name of the policy, for the metrics; empty for none.
-        pin_seconds: how long a pin lasts if `pin` is not given a time.
+        pin_seconds: how long blocks are held if `hold` is given no time.
         tenant: number of the tenant for whom blocks count of which the caller names none.
         memory, begun: memory in which other processes read the index; see `block_index`.
         ages: of the blocks; None if they have no greatest age. The disk below has the same object.
-
-    Attributes:
-        info: what does not change.
     """
 
     publishing: Collection[int] = ()
@@ -136,7 +140,7 @@ class KVCache:
 
     @property
     def counters(self) -> Counters:
-        """The counts so far. The same object each time, brought up to date by each access."""
+        """The counts so far: one object, brought up to date by each access."""
         self._counters.evicted_blocks = self._index.evictions
         self._counters.refused_pins = self._pins.refused
         self._counters.add_up(self._below.counters)
@@ -368,13 +372,20 @@ class KVCache:
         self._counters.stores += 1
         return transfer
 
-    def confirm(self, transfer_id: int) -> None:
-        """See `CacheClient.confirm`."""
-        self._device.confirm(transfer_id)
+    def end_transfer(
+        self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
+    ) -> None:
+        """See `CacheClient.end_transfer`."""
+        match end:
+            case TransferEnd.CONFIRM:
+                self._device.confirm(transfer_id)
+            case TransferEnd.CANCEL:
+                self._cancel(transfer_id)
+            case TransferEnd.DISCARD:
+                self._discard(transfer_id, positions)
 
     @_sound
-    def cancel(self, transfer_id: int) -> None:
-        """See `CacheClient.cancel`."""
+    def _cancel(self, transfer_id: int) -> None:
         copy = self._device.cancel(transfer_id)
         if copy is None:
             return
@@ -385,8 +396,7 @@ class KVCache:
             self._index.release(copy.blocks)
 
     @_sound
-    def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
-        """See `CacheClient.discard`."""
+    def _discard(self, transfer_id: int, positions: Collection[int] | None) -> None:
         blocks = self._device.blocks_of(transfer_id)
         if blocks is not None:
             chosen = blocks if positions is None else [blocks[i] for i in positions]
@@ -403,30 +413,33 @@ class KVCache:
         self._index.sweep(_SWEPT_SLOTS)
         ended = self._device.poll(self._finish)
         if ended and not self._stopped and not all(each.done for each in ended):
-            self._check_ranks()
+            stopped = self._device.stopped_ranks
+            if stopped:  # every load would fail
+                self._stop()
+                log_stopped(stopped)
         return ended
 
     @_sound
-    def pin(
-        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    def hold(
+        self,
+        kind: Hold,
+        keys: Sequence[bytes],
+        owner: Hashable = None,
+        seconds: float | None = None,
     ) -> None:
-        """See `CacheClient.pin`."""
-        self._pins.pin(keys, owner, seconds, time.monotonic())
+        """See `CacheClient.hold`."""
+        if kind is Hold.PIN:
+            self._pins.pin(keys, owner, seconds, time.monotonic())
+        else:
+            self._pins.retain(keys, owner, seconds, time.monotonic())
 
     @_sound
-    def unpin(self, owner: Hashable = None) -> bool:
-        """See `CacheClient.unpin`."""
-        return self._pins.unpin(owner, time.monotonic())
-
-    @_sound
-    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
-        """See `CacheClient.retain`."""
-        self._pins.retain(keys, owner, seconds, time.monotonic())
-
-    @_sound
-    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
-        """See `CacheClient.release`."""
+    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
+        """See `CacheClient.unhold`."""
+        if kind is Hold.PIN:
+            return self._pins.unpin(owner, time.monotonic())
         self._pins.release(keys, owner)
+        return False
 
     @_sound
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -469,41 +482,37 @@ class KVCache:
         """See `CacheClient.take_descriptions`."""
         return self._below.take_descriptions(keys)
 
-    def suspend(self) -> None:
-        """See `CacheClient.suspend`."""
-        self._off = True
+    def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
+        """See `CacheClient.reset`."""
+        match kind:
+            case Reset.SUSPEND:
+                self._off = True
+            case Reset.CLEAR:
+                self._forget(cause, self._below.clear)
+            case Reset.EMPTY:
+                self._forget(ResetCause.REQUEST, self._below.empty)
+            case Reset.RENEW:
+                self._forget(cause, self._below.renew)
+            case Reset.PAUSE:
+                self._pause()
+            case Reset.STOP:
+                self._stop()
+            case Reset.RECOVER:
+                self._recovering = True
 
-    def stop(self) -> None:
-        """See `CacheClient.stop`."""
+    @_sound
+    def _pause(self) -> None:
+        for copy in self._device.stores:
+            self._index.discard(copy.blocks)
+        self._counters.count_reset(ResetCause.PAUSE)
+
+    def _stop(self) -> None:
         self._off = True
         if not self._stopped:
             self._index.clear()
             self._pins.clear()
             self._below.fetcher.clear()
             self._stopped = True
-
-    def recover(self) -> None:
-        """See `CacheClient.recover`."""
-        self._recovering = True
-
-    def clear(self, cause: str = ResetCause.REQUEST) -> None:
-        """See `CacheClient.clear`."""
-        self._forget(cause, self._below.clear)
-
-    def empty(self) -> None:
-        """See `CacheClient.empty`."""
-        self._forget(ResetCause.REQUEST, self._below.empty)
-
-    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
-        """See `CacheClient.renew`."""
-        self._forget(cause, self._below.renew)
-
-    @_sound
-    def pause(self) -> None:
-        """See `CacheClient.pause`."""
-        for copy in self._device.stores:
-            self._index.discard(copy.blocks)
-        self._counters.count_reset(ResetCause.PAUSE)
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         """See `CacheClient.close`."""
@@ -519,7 +528,7 @@ class KVCache:
 
     @_sound
     def _forget(self, cause: str, forget_below: Callable[[], None]) -> None:
-        self.suspend()
+        self._off = True
         self._index.clear()
         self._pins.clear()
         if self._ages is not None:
@@ -560,13 +569,6 @@ class KVCache:
             read, written = self._below.kept
             self._index.settle([*loaded, *written], [*stored, *read], self._pins.recount())
             self._recovering = False
-
-    def _check_ranks(self) -> None:
-        """Stop if a rank has ended its copies, because every load would fail."""
-        stopped = self._device.stopped_ranks
-        if stopped:
-            self.stop()
-            log_stopped(stopped)
 
     def _finish(self, copy: DeviceCopy[BlockRow]) -> None:
         is_store = copy.transfer.direction is Direction.STORE

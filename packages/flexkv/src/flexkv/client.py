@@ -7,6 +7,7 @@ in another one.
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections import Counter
@@ -54,6 +55,55 @@ class Ended(NamedTuple):
     id: int
     direction: Direction
     done: bool
+
+
+class TransferEnd(enum.Enum):
+    """How the caller of `CacheClient.end_transfer` ends a transfer."""
+
+    CONFIRM = enum.auto()
+    """The bytes of a held store are right: `poll` returns it once its ranks have reported."""
+    CANCEL = enum.auto()
+    """No worker knows the transfer: its blocks are released, and `poll` does not return it."""
+    DISCARD = enum.auto()
+    """Bytes of a store are wrong, or the engine has overwritten their pages: lookups never find the
+    blocks. `poll` returns the store."""
+
+
+class Hold(enum.Enum):
+    """Why blocks stay in the arena."""
+
+    PIN = enum.auto()
+    """Pinned blocks stay until `CacheClient.unhold`, at most half of the arena."""
+    RETAIN = enum.auto()
+    """A client has asked for it: at most a quarter of the arena, and an eighth for one owner."""
+
+
+class Reset(enum.Enum):
+    """What `CacheClient.reset` does. Blocks of stores under way are not published after any but
+    SUSPEND and RECOVER. Later polls free the slots of what is forgotten."""
+
+    SUSPEND = enum.auto()
+    """Disable lookups, loads and stores until CLEAR, EMPTY or RENEW: all blocks may be outdated."""
+    CLEAR = enum.auto()
+    """Forget every block, in lower tiers too. A cache that others share keeps theirs."""
+    EMPTY = enum.auto()
+    """Forget every block, but leave shared stores theirs, which others still find. Keys keep their
+    meaning, so that later processes find what is stored from now on. A cache that others share
+    keeps all blocks."""
+    RENEW = enum.auto()
+    """Forget the blocks in host memory, because the caller names its blocks by other keys from now
+    on. Blocks below stay for other engines, and for later processes that use these keys."""
+    PAUSE = enum.auto()
+    """The engine pauses and may free its pages, and has the same weights afterwards. All blocks
+    stay but those being stored, whose pages may be gone before they are read."""
+    STOP = enum.auto()
+    """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk stay
+    for the next process. Further calls do nothing, unless this raises."""
+    RECOVER = enum.auto()
+    """After an error that may have lost a lease or a copy: store and fetch nothing until the lower
+    tiers have ended what they do or hang, and go on with the blocks that are ready. Later polls do
+    that. Methods that raise recover themselves; a caller that may have lost a fetch by an error
+    recovers, and cancels the transfers that it has lost."""
 
 
 MOST_PRIORITY = 100
@@ -208,7 +258,7 @@ class CacheClient(Protocol):
     @property
     def disabled(self) -> bool:
         """Whether lookups find nothing and no load or store begins: after an error of a rank, or
-        between `suspend` and `clear` or `renew`."""
+        while it is suspended."""
         ...
 
     @property
@@ -274,8 +324,8 @@ class CacheClient(Protocol):
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
-        `cancel`. The caller does not change `keys` afterwards. None, a miss, if a block is not
-        ready or too many transfers are under way."""
+        `end_transfer` cancels it. The caller does not change `keys` afterwards. None, a miss, if a
+        block is not ready or too many transfers are under way."""
         ...
 
     def fetch(
@@ -354,35 +404,27 @@ class CacheClient(Protocol):
             positions: positions in `keys` of the blocks to store, ascending. Blocks that have a
                 slot are left out.
             prefix_starts: positions of blocks that begin a prefix.
-            held: whether `poll` passes over the transfer until `confirm`, because the caller does
-                not know yet whether the bytes to store are right.
+            held: whether `poll` passes over the transfer until `end_transfer` confirms it, because
+                the caller does not know yet whether the bytes to store are right.
             tenants: for each of `keys` the number of the tenant for whom its block counts; None
                 for the engine's own.
 
         Returns:
-            A transfer of the blocks that got a slot, in order; it ends by `poll` or `cancel`. None
-            if no block got one.
+            A transfer of the blocks that got a slot, in order; it ends by `poll` or `end_transfer`.
+            None if no block got one.
         """
         ...
 
-    def confirm(self, transfer_id: int) -> None:
-        """The bytes of a held store are right: `poll` may publish its blocks. Does nothing if the
-        store is not under way."""
-        ...
-
-    def cancel(self, transfer_id: int) -> None:
-        """Cancel a transfer that was not passed to any worker. Does nothing if it is not under
-        way."""
-        ...
-
-    def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
-        """Discard blocks of a store under way, because their bytes are wrong or the engine has
-        overwritten their pages. Lookups never find them. Does nothing if the store is not under
-        way.
+    def end_transfer(
+        self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
+    ) -> None:
+        """End a load or store otherwise than by the reports of its ranks; see `TransferEnd`. Does
+        nothing if it is not under way.
 
         Args:
-            transfer_id: id of the store.
-            positions: positions in the transfer's `keys` of the blocks; None for all.
+            transfer_id: id of the transfer.
+            end: how it ends.
+            positions: positions in the transfer's `keys` of the blocks to discard; None for all.
         """
         ...
 
@@ -413,38 +455,32 @@ class CacheClient(Protocol):
         """Report the end of the recorded request with this id to the eviction policy."""
         ...
 
-    def pin(
-        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    def hold(
+        self,
+        kind: Hold,
+        keys: Sequence[bytes],
+        owner: Hashable = None,
+        seconds: float | None = None,
     ) -> None:
-        """Pin the blocks of a prefix that are in the arena or being stored or fetched. Blocks
-        beyond half of the arena are not pinned, and are counted.
+        """Keep the blocks of a prefix that are in the arena or being stored or fetched. Blocks
+        beyond the limit of the kind are not kept, and are counted.
 
         Args:
+            kind: see `Hold`.
             keys: keys of the prefix.
-            owner: identifies these pins for `unpin`. A block stays as long as one owner pins it.
-            seconds: seconds until the pins end, from the last call on; None for the settings' time.
+            owner: whose hold it is. A block stays as long as one owner holds it.
+            seconds: seconds for which the blocks stay, from the last call on; None for the time of
+                pins in the settings.
         """
         ...
 
-    def unpin(self, owner: Hashable = None) -> bool:
-        """End all pins of `owner`. Returns whether it has pinned blocks since its last `unpin`; a
-        cache that is not the service's knows whether a pin of them is left."""
-        ...
+    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
+        """End all pins of `owner`, or what `hold` has retained of `keys` for it.
 
-    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
-        """Keep the blocks of a prefix that are in the arena or being stored or fetched, as a client
-        has asked. Blocks beyond a quarter of the arena, and beyond an eighth for one owner, are not
-        kept, and are counted.
-
-        Args:
-            keys: keys of the prefix.
-            owner: who shares that eighth.
-            seconds: seconds for which the blocks stay, from the last call on.
+        Returns:
+            Whether the owner has pinned blocks since its last `unhold`; a cache that is not the
+            service's knows whether a pin of them is left. False for retained blocks.
         """
-        ...
-
-    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
-        """End what `retain` has done for these blocks and this owner."""
         ...
 
     def demote(self, keys: Sequence[bytes]) -> None:
@@ -510,11 +546,6 @@ class CacheClient(Protocol):
         """All that engines report of the cache: totals since its start, and gauges."""
         ...
 
-    def suspend(self) -> None:
-        """Disable lookups, loads and stores until a `clear` or `renew` succeeds: all blocks may be
-        outdated."""
-        ...
-
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove the blocks of `keys` that are ready, from host memory and from disks, pinned or
         not. In host memory, blocks that build on them leave, too. Shared stores keep theirs, and so
@@ -531,41 +562,14 @@ class CacheClient(Protocol):
         `IndexedTier.sync`. A cache that others share has no disks of its own."""
         ...
 
-    def clear(self, cause: str = ResetCause.REQUEST) -> None:
-        """Forget every block, in lower tiers too. Blocks of transfers under way are not published.
-        Later polls free the slots. If this raises, the cache stays suspended. `cause` is one of
-        `ResetCause`; for metrics."""
-        ...
+    def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
+        """Change the state of the whole cache; see `Reset`. If a clear, empty or renew raises, the
+        cache stays suspended.
 
-    def empty(self) -> None:
-        """Forget every block, but leave shared stores theirs, which others still find. Keys keep
-        their meaning, so that later processes find what is stored from now on. Blocks of transfers
-        under way are not published. Later polls free the slots. If this raises, the cache stays
-        suspended. A cache that others share keeps its blocks."""
-        ...
-
-    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
-        """Forget the blocks in host memory, because the caller names its blocks by other keys from
-        now on. Blocks below stay for other engines, and for later processes that use these keys.
-        Blocks of transfers under way are not published. Later polls free the slots. If this raises,
-        the cache stays suspended. `cause` is one of `ResetCause`; for metrics."""
-        ...
-
-    def pause(self) -> None:
-        """The engine pauses and may free its pages, and has the same weights afterwards. All blocks
-        stay, except those that are being stored, whose pages may be gone before they are read."""
-        ...
-
-    def stop(self) -> None:
-        """Load and store nothing from now on, and forget the blocks in host memory. Blocks on disk
-        stay for the next process. Further calls do nothing, unless this raises."""
-        ...
-
-    def recover(self) -> None:
-        """After an error that may have lost a lease or a copy: store and fetch nothing until the
-        lower tiers have ended what they do or hang, and go on with the blocks that are ready. Later
-        polls do that. Methods that raise call this themselves; so does a caller that may have lost
-        a fetch by an error. A caller cancels the transfers that it has lost."""
+        Args:
+            kind: what to do.
+            cause: one of `ResetCause`, for metrics; for a clear or a renew.
+        """
         ...
 
     def close(self, flush_seconds: float = 0.0) -> bool:

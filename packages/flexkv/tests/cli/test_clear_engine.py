@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from asked_door import call_door
@@ -14,9 +13,11 @@ from refused_writes import refuse_writes
 from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
+from flexkv.client import Reset
 from flexkv.control.ask_door import AskError
 from flexkv.session.state_reports import Subject, read_states
 from packages.flexkv.tests.cli.stores import Flexkv
+from packages.inside import fail_resets
 
 PROMPT = [*range(3 * BLOCK)]
 
@@ -137,11 +138,8 @@ def test_a_prompt_is_no_question_about_all_blocks(world: ToyWorld, tmp_path: Pat
 def test_a_clear_that_fails_says_so_and_nothing_is_found_until_one_succeeds(
     flexkv: Flexkv, world: ToyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> None:
-        raise RuntimeError("for the test")
-
     with monkeypatch.context() as patch:
-        patch.setattr(type(world.engine.cache), "empty", fails)
+        fail_resets(patch, world.engine.cache, Reset.EMPTY, RuntimeError("for the test"))
         ended = flexkv("clear", tmp_path / "run", "--engine", "--yes")
     assert (ended.code, ended.out) == (1, "")
     assert "the cache is not cleared, and nothing is loaded or stored until it is" in ended.err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.client import CacheClient, Transfer
+from flexkv.client import CacheClient, Hold, Reset, Transfer, TransferEnd
 from flexkv.engine.epoch_cache import EpochCache
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Status
@@ -59,15 +59,15 @@ def test_the_first_epoch_is_that_of_all_engines(engines: tuple[Scheduler, Schedu
     assert cache.missing(KEYS) == []
 
 
-@pytest.mark.parametrize("begins", ["clear", "renew", "alone"])
+@pytest.mark.parametrize("begins", [Reset.CLEAR, Reset.RENEW, None])
 def test_a_later_epoch_is_this_engines_alone(
-    engines: tuple[Scheduler, Scheduler], begins: str
+    engines: tuple[Scheduler, Scheduler], begins: Reset | None
 ) -> None:
     one, other = engines
-    cache = EpochCache(one.cache, alone=begins == "alone")
+    cache = EpochCache(one.cache, alone=begins is None)
     other.store(KEYS)
-    if begins != "alone":
-        getattr(cache, begins)()
+    if begins is not None:
+        cache.reset(begins)
     cache.watch()
     one.settle()
     assert cache.lookup(KEYS) == 0
@@ -82,7 +82,7 @@ def test_a_later_epoch_is_this_engines_alone(
     loaded = cache.load(KEYS)
     assert loaded is not None
     assert loaded.keys == KEYS
-    cache.cancel(loaded.id)
+    cache.end_transfer(loaded.id, TransferEnd.CANCEL)
     assert other.cache.lookup(KEYS) == 3, "as before"
 
 
@@ -93,7 +93,7 @@ def test_events_name_the_blocks_that_this_engine_finds(
     caches = [EpochCache(each.cache, alone=False) for each in engines]
     for each in caches:
         each.watch()
-    caches[0].clear()
+    caches[0].reset(Reset.CLEAR)
     for each in engines:
         each.settle()
     copy(one, caches[0], caches[0].store(KEYS, range(3)))
@@ -115,12 +115,12 @@ def test_pins_and_uses_are_of_the_epoch(
     cache = EpochCache(one.cache, alone=True)
     copy(one, cache, cache.store(KEYS, range(3)))
     until(lambda: cache.lookup(KEYS) == 3, cache.poll)
-    cache.pin(KEYS[:2])
+    cache.hold(Hold.PIN, KEYS[:2])
     until(lambda: service.pool.cache.pinned_blocks == 2, cache.poll)
-    cache.unpin()
-    cache.retain(KEYS, "tenant", 60.0)
+    cache.unhold(Hold.PIN)
+    cache.hold(Hold.RETAIN, KEYS, "tenant", 60.0)
     until(lambda: service.pool.cache.pinned_blocks == 3, cache.poll)
-    cache.release(KEYS[1:], "tenant")
+    cache.unhold(Hold.RETAIN, "tenant", KEYS[1:])
     until(lambda: service.pool.cache.pinned_blocks == 1, cache.poll)
     cache.record(KEYS, prompt=[*KEYS, b"d"])
     until(lambda: (service.pool.found_blocks, service.pool.prompt_blocks) == (3, 4), cache.poll)

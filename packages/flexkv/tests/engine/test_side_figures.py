@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.cache import KVCache
+from flexkv.client import Reset
 from flexkv.engine import side_figures
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.side_figures import CacheFigures, CopyFigures
@@ -163,13 +164,13 @@ def test_the_health_is_what_the_cache_cannot_do(tmp_path: Path) -> None:
         root = str(tmp_path / "run")
         made.report_health(root, "toy", "ab12")
         steps = (
-            (cache.recover, "degraded: an error may have lost a copy"),
-            (cache.suspend, "off: a reset failed"),
-            (cache.stop, "off: copies failed for good"),
+            (Reset.RECOVER, "degraded: an error may have lost a copy"),
+            (Reset.SUSPEND, "off: a reset failed"),
+            (Reset.STOP, "off: copies failed for good"),
         )
         assert health_text(made.health) == "ok"
         for step, text in steps:
-            step()
+            cache.reset(step)
             made.take()
             assert health_text(made.health).startswith(text)
         late = time.monotonic() + PATIENCE_SECONDS

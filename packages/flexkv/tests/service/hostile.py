@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
+from flexkv.client import Hold
 from flexkv.eviction import RequestContext
 from flexkv.host.board import CELLS
 from flexkv.service import messages as wire
@@ -58,8 +59,11 @@ class Chance:
     def tenant(self) -> int:
         return self.rng.choice((0, 1, tenant_number("a"), LARGEST_TENANT))
 
-    def seconds(self) -> float:
-        return self.rng.choice((0.0, -1.0, 1e-9, 5.0, 1e300, float("inf"), float("nan")))
+    def kind(self) -> Hold:
+        return self.rng.choice((Hold.PIN, Hold.RETAIN))
+
+    def seconds(self) -> float | None:
+        return self.rng.choice((None, 0.0, -1.0, 1e-9, 5.0, 1e300, float("inf"), float("nan")))
 
     def context(self) -> RequestContext | None:
         if self.rng.random() < 0.3:
@@ -122,8 +126,8 @@ class Chance:
             lambda: wire.RecordUse(self.keys(), self.integer(), self.keys(), self.context()),
             lambda: wire.Touch(self.keys()),
             lambda: wire.RequestEnded(self.text(), self.integer()),
-            lambda: wire.Pin(self.keys(), self.text(), self.seconds(), self.rng.random() < 0.5),
-            lambda: wire.Unpin(self.text(), self.rng.choice((None, self.keys()))),
+            lambda: wire.HoldBlocks(self.kind(), self.keys(), self.text(), self.seconds()),
+            lambda: wire.UnholdBlocks(self.kind(), self.text(), self.keys()),
             lambda: wire.Demote(self.keys()),
             lambda: wire.Fetch(
                 *(self.integer(), self.keys(), self.rng.random() < 0.5, self.tenant()),

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from flexkv.client import FetchId, FetchState, Transfer
+from flexkv.client import FetchId, FetchState, Reset, Transfer, TransferEnd
 from flexkv.eviction import RequestContext
 from flexkv.service import announcements, reattachment
 from flexkv.service import messages as wire
@@ -151,12 +151,12 @@ def test_a_store_that_comes_to_nothing_ends_the_wait(
     if how == "fails":
         one.copy(transfer, Status.FAILED)
     elif how == "is cancelled":
-        one.cache.cancel(transfer.id)
+        one.cache.end_transfer(transfer.id, TransferEnd.CANCEL)
     elif how == "is discarded":
-        one.cache.discard(transfer.id)
+        one.cache.end_transfer(transfer.id, TransferEnd.DISCARD)
         one.copy(transfer)
     elif how == "is reset":
-        one.cache.clear()
+        one.cache.reset(Reset.CLEAR)
         one.copy(transfer)
     if how == "leaves":
         one.close()
@@ -173,7 +173,7 @@ def test_a_part_that_is_not_published_ends_the_prefix(service: Service, attach: 
     one, other = attach(service), attach(service)
     transfer = ordered(one, KEYS, range(6))
     fetch = awaited(other, KEYS)
-    one.cache.discard(transfer.id, [3])
+    one.cache.end_transfer(transfer.id, TransferEnd.DISCARD, [3])
     one.copy(transfer)
     one.settle()
     done = state(other, fetch)
@@ -300,9 +300,9 @@ def test_what_a_request_does_not_compute_or_store_ends_the_wait(
         stores_of(one.cache).free.clear()
         assert one.cache.store(KEYS, [3, 4, 5]) is None
     elif how == "is reset":
-        one.cache.clear()
+        one.cache.reset(Reset.CLEAR)
     elif how == "pauses":
-        one.cache.pause()
+        one.cache.reset(Reset.PAUSE)
     elif how == "has a failed store":
         one.copy(ordered(one, KEYS[:4], [3]), Status.FAILED)
     elif how == "hangs":
@@ -336,7 +336,7 @@ def test_what_nobody_computes_and_stores_is_not_announced(
 
 def test_an_engine_that_stores_nothing_announces_nothing(service: Service, attach: Attach) -> None:
     one, other = attach(service), attach(service)
-    one.cache.stop()
+    one.cache.reset(Reset.STOP)
     one.cache.record((), COMPUTES, KEYS)
     one.settle()
     other.store(keys_of("b", 1))

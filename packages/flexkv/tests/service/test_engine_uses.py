@@ -8,6 +8,7 @@ from itertools import count, islice
 
 import pytest
 
+from flexkv.client import Hold
 from flexkv.eviction import RequestContext
 from flexkv.service import engine_uses
 from flexkv.service import messages as wire
@@ -26,9 +27,9 @@ def records(made: Iterator[int], ended: bool) -> Iterator[wire.ToService]:
 
 def pins(made: Iterator[int], ended: bool) -> Iterator[wire.ToService]:
     for number in made:
-        yield wire.Pin(keys_of("a", 1), str(number), 5.0, False)
+        yield wire.HoldBlocks(Hold.PIN, keys_of("a", 1), str(number), 5.0)
         if ended:
-            yield wire.Unpin(str(number), None)
+            yield wire.UnholdBlocks(Hold.PIN, str(number), [])
 
 
 def fetches(made: Iterator[int], ended: bool) -> Iterator[wire.ToService]:

@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from flexkv.client import Transfer
+from flexkv.client import Transfer, TransferEnd
 from flexkv.service import engine_fetches, engine_holds
 from flexkv.service.attached import AttachedEngine
 from flexkv.types.changes import Medium
@@ -121,7 +121,7 @@ def test_a_lone_load_may_hold_half_of_the_pool(service: Service, attach: Attach)
     assert one.cache.lookup(long[:16]) == 16, "it holds them"
     assert one.cache.presence(long[:16]) == [Presence.HOST] * 16
     second = begun(one, long[:16])
-    one.cache.cancel(first.id)
+    one.cache.end_transfer(first.id, TransferEnd.CANCEL)
     one.copy(second)
     one.settle()
     assert reader_of(one.cache).held_slots == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.client import Transfer
+from flexkv.client import Hold, Reset, Transfer, TransferEnd
 from flexkv.host.board import CELLS
 from flexkv.service import line
 from flexkv.service import messages as wire
@@ -48,7 +48,7 @@ def test_blocks_count_as_stored_once_they_are_published(
     one = attach(service)
     service.stop()
     transfer = ordered(one, keys_of("a", 3))
-    one.cache.discard(transfer.id, [2])
+    one.cache.end_transfer(transfer.id, TransferEnd.DISCARD, [2])
     one.copy(transfer)
     until(lambda: one.cache.is_silent, one.cache.poll)
     assert one.cache.publishing == {transfer.id}
@@ -149,7 +149,7 @@ def test_discarded_blocks_are_not_published(service: Service, attach: Attach) ->
     one = attach(service)
     keys = keys_of("a", 5)
     transfer = ordered(one, keys)
-    one.cache.discard(transfer.id, [3])
+    one.cache.end_transfer(transfer.id, TransferEnd.DISCARD, [3])
     one.copy(transfer)
     one.settle()
     assert one.cache.lookup(keys) == 3
@@ -160,11 +160,11 @@ def test_discarded_blocks_are_not_published(service: Service, attach: Attach) ->
 def test_a_cancelled_transfer_leaves_nothing(service: Service, attach: Attach) -> None:
     one = attach(service)
     keys = keys_of("a", 3)
-    one.cache.cancel(ordered(one, keys).id)
+    one.cache.end_transfer(ordered(one, keys).id, TransferEnd.CANCEL)
     assert one.store(keys) == keys
     load = one.cache.load(keys)
     assert load is not None
-    one.cache.cancel(load.id)
+    one.cache.end_transfer(load.id, TransferEnd.CANCEL)
     assert reader_of(one.cache).held == 0
     one.settle()
     until(service.accounted)
@@ -179,7 +179,7 @@ def test_held_stores_wait_for_the_word_of_the_engine(service: Service, attach: A
     for _ in range(20):
         one.cache.poll()
     assert one.cache.lookup(keys) == 0
-    one.cache.confirm(transfer.id)
+    one.cache.end_transfer(transfer.id, TransferEnd.CONFIRM)
     one.settle()
     assert one.cache.lookup(keys) == 2
 
@@ -195,12 +195,12 @@ def test_a_long_prompt_takes_several_messages(
     assert one.store(keys) == keys
     one.cache.record(keys[:7], prompt=keys)
     one.cache.touch(keys)
-    one.cache.pin(keys, "me", 100.0)
+    one.cache.hold(Hold.PIN, keys, "me", 100.0)
     one.settle()
     assert one.cache.lookup(keys) == count
     until(lambda: service.pool.cache.pinned_blocks == count)
-    assert one.cache.unpin("me")
-    assert not one.cache.unpin("me")
+    assert one.cache.unhold(Hold.PIN, "me")
+    assert not one.cache.unhold(Hold.PIN, "me")
     one.settle()
     until(lambda: service.pool.cache.pinned_blocks == 0)
 
@@ -251,7 +251,7 @@ def test_a_reset_of_one_engine_leaves_the_blocks_to_others(
     keys, later = keys_of("a", 3), keys_of("b", 3)
     one.store(keys)
     under_way = ordered(one, later)
-    one.cache.clear()
+    one.cache.reset(Reset.CLEAR)
     one.copy(under_way)
     one.settle()
     assert other.cache.lookup(keys) == 3
@@ -292,7 +292,7 @@ def test_an_error_loses_no_slot_and_no_hold(service: Service, attach: Attach) ->
     assert kept is not None
     reader_of(one.cache).lease(keys)  # nobody knows of it
     lost = stores_of(one.cache).free.pop()
-    one.cache.recover()
+    one.cache.reset(Reset.RECOVER)
     one.cache.poll()
     assert reader_of(one.cache).held == 1
     assert lost in stores_of(one.cache).free
@@ -315,7 +315,7 @@ def test_an_error_loses_no_message(
         with pytest.raises(RuntimeError, match="on purpose"):
             one.cache.poll()
     assert one.cache.busy
-    one.cache.recover()
+    one.cache.reset(Reset.RECOVER)
     one.settle()
     assert not stores_of(one.cache).by_id
     until(service.accounted)
@@ -455,7 +455,7 @@ def test_an_error_after_a_publication_frees_no_slot_of_the_index(
         patch.setattr(stores, "end", fail)
         with pytest.raises(ZeroDivisionError):
             one.cache.poll()
-    one.cache.recover()
+    one.cache.reset(Reset.RECOVER)
     one.settle()
     assert not {*stores.free, *stores.granted} & {*transfer.slots}
     assert one.load(keys)
@@ -478,7 +478,7 @@ def test_an_error_after_a_failed_store_loses_no_cell(
         patch.setattr(stores_of(one.cache), "undo", _raising)
         with pytest.raises(RuntimeError, match="on purpose"):
             one.cache.poll()
-    one.cache.recover()
+    one.cache.reset(Reset.RECOVER)
     one.settle()
     assert {*stores_of(one.cache).free} >= {*transfer.slots}
     assert has_all_cells(one)

@@ -14,7 +14,7 @@ from ages_clock import AgesClock
 
 from flexkv.cache import KVCache
 from flexkv.cli.stat_service import print_service
-from flexkv.client import FetchId, FetchState
+from flexkv.client import FetchId, FetchState, Reset
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
 from flexkv.service import engine_queries, served_tiers
@@ -111,7 +111,7 @@ def test_what_disks_have_is_known_without_a_question(with_disk: Service, attach:
     mixed = [keys_of("b", 1)[0], keys[2], b"x"]
     assert other.cache.presence(mixed) == [HOST, BELOW, ABSENT]
     assert messages_of(other) == []
-    with_disk.pool.cache.empty()
+    with_disk.pool.cache.reset(Reset.EMPTY)
     until(lambda: other.cache.presence(mixed) == [ABSENT] * 3)
 
 

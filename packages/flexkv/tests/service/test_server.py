@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from flexkv.client import Hold
 from flexkv.eviction import RequestContext
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -200,10 +201,12 @@ def test_random_packets_harm_nobody(make_service: Callable[..., Service], attach
     keys = keys_of("a", 3)
     good.store(keys)
     samples = [
-        packet(wire.Touch(keys), wire.Unpin("x", None), wire.RequestEnded("r", 1)),
+        packet(wire.Touch(keys), wire.UnholdBlocks(Hold.PIN, "x", []), wire.RequestEnded("r", 1)),
         packet(wire.RecordUse(keys, 2, [], RequestContext(9, 3, "r", "s"))),
         packet(
-            wire.Pin(keys, "x", 5.0, False), wire.Fetch(1, keys, True, None, 2, 3), wire.EndFetch(1)
+            wire.HoldBlocks(Hold.PIN, keys, "x", 5.0),
+            wire.Fetch(1, keys, True, None, 2, 3),
+            wire.EndFetch(1),
         ),
     ]
     # Those who send them are this process, which lives: each keeps its board.

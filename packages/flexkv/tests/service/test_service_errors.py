@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 import flexkv.service
-from flexkv.client import Transfer
+from flexkv.client import Hold, Reset, Transfer, TransferEnd
 from flexkv.eviction import RequestContext
 from flexkv.service import announcements, attached, membership, pool, reattachment, server
 from flexkv.service import messages as wire
@@ -120,9 +120,9 @@ class Engine:
 
     def _recover(self) -> None:
         self._disarm()
-        self.cache.recover()
+        self.cache.reset(Reset.RECOVER)
         for number in set(self.cache.under_way) - {each.id for each in self._transfers}:
-            self.cache.cancel(number)
+            self.cache.end_transfer(number, TransferEnd.CANCEL)
 
     def _watch(self) -> None:
         """All that is there is told anew."""
@@ -225,7 +225,7 @@ class Engine:
     def rest(self) -> None:
         """It does nothing any more, and its pins end."""
         self.end_copies()
-        self.cache.unpin("me")
+        self.cache.unhold(Hold.PIN, "me")
         self.follow()
 
 
@@ -263,25 +263,29 @@ class World:
         number = next(self._numbers)
         keys = keys_of(f"p{number}", BLOCKS)
         self._prompts.append(keys)
-        one.call(lambda: one.cache.pin(self.keys()[:2], "me", 100.0))
-        one.call(lambda: one.cache.retain(self.keys(), "me too", 0.01))
+        one.call(lambda: one.cache.hold(Hold.PIN, self.keys()[:2], "me", 100.0))
+        one.call(lambda: one.cache.hold(Hold.RETAIN, self.keys(), "me too", 0.01))
         transfer = one.begin(keys, Direction.STORE)
         other.load(keys)
         if transfer is not None and number % 5 == 1:
-            one.call(lambda: one.cache.discard(transfer.id, [len(transfer.keys) - 1]))
+            one.call(
+                lambda: one.cache.end_transfer(
+                    transfer.id, TransferEnd.DISCARD, [len(transfer.keys) - 1]
+                )
+            )
         one.end_copies(Status.FAILED if number % 5 == 2 else Status.DONE)
         for each in one, other:
             each.compute(keys_of(f"{each.one.ticket.client} {number}", BLOCKS))
             each.load(self.keys())
             each.call(lambda each=each: each.cache.demote(self.keys()[2:]))  # type: ignore[misc]
             each.load(self.keys())
-        one.call(lambda: one.cache.release(self.keys(), "me too"))
-        one.call(lambda: one.cache.unpin("me"))
+        one.call(lambda: one.cache.unhold(Hold.RETAIN, "me too", self.keys()))
+        one.call(lambda: one.cache.unhold(Hold.PIN, "me"))
         if number % 4 == 3:
-            one.call(one.cache.clear)
-            if one.cache.disabled:  # see `CacheClient.clear`
-                one.cache.clear()
-            other.call(other.cache.pause)
+            one.call(lambda: one.cache.reset(Reset.CLEAR))
+            if one.cache.disabled:  # see `CacheClient.reset`
+                one.cache.reset(Reset.CLEAR)
+            other.call(lambda: other.cache.reset(Reset.PAUSE))
         self.ask()
 
     def ask(self) -> None:

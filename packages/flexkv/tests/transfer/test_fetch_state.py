@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from memory_tier import MemoryTier, QueriedMemoryTier
 
 from flexkv import KVCache
-from flexkv.client import FetchState
+from flexkv.client import FetchState, Reset
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -120,14 +120,12 @@ def test_a_state_is_made_anew_only_after_a_change(node: Node) -> None:
     assert (before.gave.keys(), after.gave.keys()) == (set(), {Medium.DISK})
 
 
-@pytest.mark.parametrize("end", [KVCache.clear, KVCache.stop])
-def test_a_fetch_that_the_cache_has_ended_has_no_block(
-    node: Node, end: Callable[[KVCache], None]
-) -> None:
+@pytest.mark.parametrize("end", [Reset.CLEAR, Reset.STOP])
+def test_a_fetch_that_the_cache_has_ended_has_no_block(node: Node, end: Reset) -> None:
     fetch = node.begin()
     node.give(node.disk, KEYS[0])
     assert fetch.arrived == 1
-    end(node.cache)
+    node.cache.reset(end)
     assert (fetch.arrived, fetch.stop, fetch.done, fetch.awaited) == (0, 0, True, ())
     assert not node.cache.extend_fetch(fetch, KEYS)  # type: ignore[arg-type]
     assert node.cache.end_fetch(fetch).gave == {}  # type: ignore[arg-type]

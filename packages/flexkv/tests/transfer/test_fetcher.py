@@ -9,6 +9,7 @@ import pytest
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
+from flexkv.client import Reset
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -439,7 +440,7 @@ def test_a_read_that_outlives_a_clear_gives_nothing(make: Callable[..., Node]) -
     node.cache.poll()
     hung = tier.of(b"b")
     hung.begun = True
-    node.cache.clear()
+    node.cache.reset(Reset.CLEAR)
     assert (fetch.arrived, fetch.done, read_keys(tier)) == (0, True, [b"b"])
     # The same keys come anew, and a request joins their store.
     store = node.cache.store(keys("b"), [0])

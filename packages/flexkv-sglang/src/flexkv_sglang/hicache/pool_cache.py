@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, Reset
 from flexkv.engine.epoch_cache import EpochCache
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.open_rank import closed_on_error, open_rank
@@ -157,7 +157,7 @@ class PoolCache:
     def clear(self) -> None:
         """Forget all pages. Pages that are written later have other keys."""
         with self._copier.use() as cache:
-            cache.clear()
+            cache.reset(Reset.CLEAR)
 
     def close(self) -> None:
         """Leave the service. Idempotent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from flexkv.client import CacheClient, Transfer
+from flexkv.client import CacheClient, Transfer, TransferEnd
 from flexkv.engine.boundary import ErrorBoundary, answers
 from flexkv.engine.scheduler.storing import UNREPORTED_STEPS, first_of
 from flexkv_vllm.compat.patches import blocks_of_requests, drop_from_prefix_cache
@@ -56,19 +56,19 @@ class HeldStores:
         key = min(keys, default=b"")
         held = self._held.get(key)
         if held is not None:
-            self._cache.confirm(held.transfer_id)
+            self._cache.end_transfer(held.transfer_id, TransferEnd.CONFIRM)
             del self._held[key]
 
     def release_all(self) -> None:
         """The cache was cleared or paused: vLLM reports no more ends, and nothing is published."""
         for held in self._held.values():
-            self._cache.confirm(held.transfer_id)
+            self._cache.end_transfer(held.transfer_id, TransferEnd.CONFIRM)
         self._held.clear()
 
     def discard_all(self) -> None:
         """After an error, which may have lost vLLM's report of an end: no held store is found."""
         for held in self._held.values():
-            self._cache.discard(held.transfer_id)
+            self._cache.end_transfer(held.transfer_id, TransferEnd.DISCARD)
         self.release_all()
 
     def step_is_complete(self) -> None:
@@ -100,7 +100,7 @@ class HeldStores:
                     affected.add(request_id)
         for held in self._held.values():
             if requests is None or held.request_id in affected:
-                self._cache.discard(held.transfer_id)
+                self._cache.end_transfer(held.transfer_id, TransferEnd.DISCARD)
         drop_from_prefix_cache(side, wrong)
 
     def _lose(self) -> None:

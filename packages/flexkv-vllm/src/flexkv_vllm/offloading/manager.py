@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import CacheConfig
-from flexkv.client import CacheClient, Transfer
+from flexkv.client import CacheClient, Reset, Transfer
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.idle import IdleSteps
@@ -101,7 +101,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._closed = self._is_off = False
         prompts.may_find = self._may_find
         prompts.may_change = self._may_change
-        prompts.empty = partial(self._forget, cache.empty)
+        prompts.empty = partial(self._forget, partial(cache.reset, Reset.EMPTY))
         boundary.after_error = self._after_error_in(cache)
         self.weights_changed: Callable[..., None] = self._weights_changed
         self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
@@ -225,17 +225,17 @@ class FlexKVOffloadingManager(OffloadingManager):
     def _pause(self) -> bool:
         with self._boundary.guard("pausing", "all blocks are discarded"):
             self.prompts.forget()
-            self._cache.pause()
+            self._cache.reset(Reset.PAUSE)
             self.held.release_all()
             self._figures.note_activity()
             return True
         return False
 
     def _reset(self, cause: str) -> bool:
-        return self._forget(partial(self._cache.clear, cause))
+        return self._forget(partial(self._cache.reset, Reset.CLEAR, cause))
 
     def _forget(self, forget: Callable[[], None]) -> bool:
-        self._cache.suspend()
+        self._cache.reset(Reset.SUSPEND)
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
             self.prompts.forget()
             forget()
@@ -343,7 +343,7 @@ class FlexKVOffloadingManager(OffloadingManager):
             self._take_ended()
             return
         if self._boundary.lasts(_POLLING):
-            self._cache.stop()
+            self._cache.reset(Reset.STOP)
             self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
     def _take_ended(self) -> None:
@@ -361,7 +361,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     def _after_error_in(self, cache: CacheClient) -> Callable[[], None]:
         def after_error() -> None:
-            cache.recover()
+            cache.reset(Reset.RECOVER)
             self._lost_some = True
 
         return after_error

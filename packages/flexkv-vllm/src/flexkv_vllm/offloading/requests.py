@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from flexkv.client import CacheClient, FetchId, FetchState
+from flexkv.client import CacheClient, FetchId, FetchState, Hold
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.fetches import note_media
@@ -255,9 +255,9 @@ class RequestBlocks:
         if request is None or not keys:
             return
         if options.pin:
-            self._cache.pin(keys, pin_owner(request, options), options.pin_seconds)
+            self._cache.hold(Hold.PIN, keys, pin_owner(request, options), options.pin_seconds)
         if options.retain_seconds is not None:
-            self._cache.retain(keys, tenant_of(request), options.retain_seconds)
+            self._cache.hold(Hold.RETAIN, keys, tenant_of(request), options.retain_seconds)
 
     def release(self) -> None:
         """It has ended: retain its blocks no longer, or demote them, if it asks for that."""
@@ -266,7 +266,7 @@ class RequestBlocks:
             return
         keys = [key for group in self.groups for key in group.keys]
         if options.release:
-            self._cache.release(keys, tenant_of(self.request))
+            self._cache.unhold(Hold.RETAIN, tenant_of(self.request), keys)
         if options.demote:
             self._cache.demote(keys)
 
@@ -402,7 +402,7 @@ class RequestMaker:
         blocks.request, options = request, blocks.options
         blocks.options = self._add_hints(options, request)
         if options.unpin:
-            self._cache.unpin(pin_owner(request, options))
+            self._cache.unhold(Hold.PIN, pin_owner(request, options))
 
     def make(self, context: ReqContext) -> RequestBlocks:
         """The state of a new request."""

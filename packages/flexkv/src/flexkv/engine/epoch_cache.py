@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from flexkv.client import CacheClient, CacheInfo, FetchId, Transfer
+from flexkv.client import CacheClient, CacheInfo, FetchId, Hold, Reset, Transfer
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.counters import ResetCause
@@ -31,13 +31,12 @@ class EpochCache:
         if alone:
             self._epoch.renew()
         # What has no keys is the cache's own.
-        self.confirm, self.cancel, self.discard = cache.confirm, cache.cancel, cache.discard
+        self.end_transfer = cache.end_transfer
         self.raise_priority, self.fetch_state = cache.raise_priority, cache.fetch_state
-        self.end_fetch, self.ended, self.unpin = cache.end_fetch, cache.ended, cache.unpin
+        self.end_fetch, self.ended = cache.end_fetch, cache.ended
         self.poll, self.watch, self.figures = cache.poll, cache.watch, cache.figures
         self.watch_lower_again = cache.watch_lower_again
-        self.suspend, self.pause, self.stop = cache.suspend, cache.pause, cache.stop
-        self.recover, self.close, self.sync = cache.recover, cache.close, cache.sync
+        self.close, self.sync = cache.close, cache.sync
 
     @property
     def epoch(self) -> KeyEpoch:
@@ -175,19 +174,19 @@ class EpochCache:
         """See `CacheClient.touch`."""
         self._cache.touch(self._own(keys))
 
-    def pin(
-        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    def hold(
+        self,
+        kind: Hold,
+        keys: Sequence[bytes],
+        owner: Hashable = None,
+        seconds: float | None = None,
     ) -> None:
-        """See `CacheClient.pin`."""
-        self._cache.pin(self._own(keys), owner, seconds)
+        """See `CacheClient.hold`."""
+        self._cache.hold(kind, self._own(keys), owner, seconds)
 
-    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
-        """See `CacheClient.retain`."""
-        self._cache.retain(self._own(keys), owner, seconds)
-
-    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
-        """See `CacheClient.release`."""
-        self._cache.release(self._own(keys), owner)
+    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
+        """See `CacheClient.unhold`."""
+        return self._cache.unhold(kind, owner, self._own(keys))
 
     def demote(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.demote`."""
@@ -219,19 +218,11 @@ class EpochCache:
             if own in described
         }
 
-    def empty(self) -> None:
-        """See `CacheClient.empty`."""
-        self._cache.empty()
-
-    def clear(self, cause: str = ResetCause.REQUEST) -> None:
-        """See `CacheClient.clear`."""
-        self._cache.clear(cause)
-        self._epoch.renew()
-
-    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
-        """See `CacheClient.renew`."""
-        self._cache.renew(cause)
-        self._epoch.renew()
+    def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
+        """See `CacheClient.reset`."""
+        self._cache.reset(kind, cause)
+        if kind in (Reset.CLEAR, Reset.RENEW):
+            self._epoch.renew()
 
     def _own(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         end = self._epoch.end

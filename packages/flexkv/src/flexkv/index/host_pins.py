@@ -25,7 +25,7 @@ class HostPins:
 
     Args:
         index: the index of the blocks.
-        seconds: how long a pin lasts if `pin` is not given a time.
+        seconds: how long a hold lasts if no time is given.
 
     Attributes:
         refused: how many blocks were not pinned or retained because of a limit.
@@ -41,7 +41,7 @@ class HostPins:
     def pin(
         self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, now: float
     ) -> None:
-        """See `CacheClient.pin`."""
+        """See `Hold.PIN`."""
         self.expire(now)
         until = now + (self._seconds if seconds is None else seconds)
         refused = self._pinned.pin(keys, owner, until)
@@ -53,17 +53,20 @@ class HostPins:
         self.refused += refused
 
     def unpin(self, owner: Hashable, now: float) -> bool:
-        """See `CacheClient.unpin`."""
+        """See `CacheClient.unhold`."""
         self.expire(now)
         return self._pinned.unpin(owner)
 
-    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float, now: float) -> None:
-        """See `CacheClient.retain`."""
+    def retain(
+        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, now: float
+    ) -> None:
+        """See `Hold.RETAIN`."""
         self.expire(now)
-        self.refused += self._retained.pin(keys, owner, now + seconds)
+        until = now + (self._seconds if seconds is None else seconds)
+        self.refused += self._retained.pin(keys, owner, until)
 
     def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
-        """See `CacheClient.release`."""
+        """See `CacheClient.unhold`."""
         self._retained.unpin(owner, keys)
 
     def expire(self, now: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, Reset
 from flexkv.engine.worker.pages import Device
 from flexkv.layout import KVLayout
 from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore
@@ -182,7 +182,7 @@ class PageCache:
         Blocks that are stored afterwards are found in this process only: the next process finds
         nothing on disk. With the node's service, other programs keep their blocks."""
         with self._copier.use() as cache:
-            cache.clear()
+            cache.reset(Reset.CLEAR)
 
     def close(self, flush_seconds: float | None = None) -> None:
         """End the copies under way, let lower tiers write the blocks that wait, and free the

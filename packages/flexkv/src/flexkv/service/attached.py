@@ -313,8 +313,8 @@ class AttachedEngine:
                 | wire.Touch()
                 | wire.Demote()
                 | wire.RequestEnded()
-                | wire.Pin()
-                | wire.Unpin()
+                | wire.HoldBlocks()
+                | wire.UnholdBlocks()
             ):
                 self._uses.handle(message, self.tenant)
             case wire.Fetch() | wire.ExtendFetch() | wire.RaiseFetch() | wire.EndFetch():

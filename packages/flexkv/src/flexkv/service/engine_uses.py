@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
+from flexkv.client import Hold
 from flexkv.service import messages as wire
 from flexkv.service.announcements import Announcements
 from flexkv.service.lobby import RefusalError
@@ -19,7 +20,12 @@ _MOST_NAMES = 1 << 18
 """Requests, and pins, that an engine has not ended: more than any engine has at once. Not tuned."""
 
 AboutUse: TypeAlias = (
-    wire.RecordUse | wire.Touch | wire.Demote | wire.RequestEnded | wire.Pin | wire.Unpin
+    wire.RecordUse
+    | wire.Touch
+    | wire.Demote
+    | wire.RequestEnded
+    | wire.HoldBlocks
+    | wire.UnholdBlocks
 )
 
 
@@ -64,24 +70,21 @@ class EngineUses:
                 self._announced.end_request(request)
                 cache.ended(request, message.output_tokens)
                 self._requests.discard(request)
-            case wire.Pin():
+            case wire.HoldBlocks():
                 owner = self._own(message.owner)
-                if message.retain:
-                    cache.retain(message.keys, owner, message.seconds or 0.0)
-                else:
+                if message.kind is Hold.PIN:
                     _note(self._pins, owner, "pins")
-                    cache.pin(message.keys, owner, message.seconds)
-            case wire.Unpin(owner, None):
-                owner = self._own(owner)
-                cache.unpin(owner)
-                self._pins.discard(owner)
-            case wire.Unpin(owner, list(keys)):
-                cache.release(keys, self._own(owner))
+                cache.hold(message.kind, message.keys, owner, message.seconds)
+            case wire.UnholdBlocks():
+                owner = self._own(message.owner)
+                cache.unhold(message.kind, owner, message.keys)
+                if message.kind is Hold.PIN:
+                    self._pins.discard(owner)
 
     def clear(self) -> None:
         """The engine has left."""
         for owner in self._pins:
-            self._pool.cache.unpin(owner)
+            self._pool.cache.unhold(Hold.PIN, owner)
         for request in self._requests:
             self._pool.cache.ended(request, 0)
         for known in (self._pins, self._requests, self._prompt, self._others):

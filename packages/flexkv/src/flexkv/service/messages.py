@@ -16,14 +16,14 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from flexkv.client import MOST_PRIORITY, FetchState
+from flexkv.client import MOST_PRIORITY, FetchState, Hold
 from flexkv.eviction import RequestContext
 from flexkv.session.wire import peer_of, receive_packet
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Both sides must have the same, and the same layout of `engine_page`."""
 
 SOCKET = "flexkv service"
@@ -234,20 +234,21 @@ class RequestEnded(Message, frozen=True, tag="ended"):
     output_tokens: int
 
 
-class Pin(Message, frozen=True, tag="pin"):
-    """See `CacheClient.pin`, or `retain`."""
+class HoldBlocks(Message, frozen=True, tag="hold"):
+    """See `CacheClient.hold`."""
 
+    kind: Hold
     keys: list[bytes]
     owner: str
     seconds: float | None
-    retain: bool
 
 
-class Unpin(Message, frozen=True, tag="unpin"):
-    """See `CacheClient.unpin`; or `release`, of these keys."""
+class UnholdBlocks(Message, frozen=True, tag="unhold"):
+    """See `CacheClient.unhold`."""
 
+    kind: Hold
     owner: str
-    keys: list[bytes] | None
+    keys: list[bytes]
 
 
 class Demote(Message, frozen=True, tag="demote"):
@@ -319,8 +320,8 @@ ToService: TypeAlias = (
     | RecordUse
     | Touch
     | RequestEnded
-    | Pin
-    | Unpin
+    | HoldBlocks
+    | UnholdBlocks
     | Demote
     | Fetch
     | ExtendFetch

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from flexkv.client import Reset
 from flexkv.control.find_blocks import find_blocks
 from flexkv.control.http_door import RefusedError
 from flexkv.control.prompts import AllPlaces, PromptPlaces, PromptQuestion
@@ -208,7 +209,7 @@ class Operators:
         for pool in chosen.values():
             for engine in self._engines_of(pool):
                 engine.cleared()
-            pool.cache.empty()
+            pool.cache.reset(Reset.EMPTY)
         logger.info("an operator cleared %d pools with %d blocks", len(count), sum(count.values()))
         return count, [asked for pool in chosen.values() for asked in pool.cache.sync()]
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from flexkv.cache import KVCache
+from flexkv.client import Reset
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
@@ -114,7 +115,7 @@ class SharedCache(KVCache):
             self._index.give_back([slot for slot in slots if slot not in used])
             self._below.stored(placed.keys, True)
         except BaseException:
-            self.recover()
+            self.reset(Reset.RECOVER)
             raise
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes

@@ -16,7 +16,16 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from flexkv.client import CacheInfo, Ended, FetchId, FetchState, Transfer
+from flexkv.client import (
+    CacheInfo,
+    Ended,
+    FetchId,
+    FetchState,
+    Hold,
+    Reset,
+    Transfer,
+    TransferEnd,
+)
 from flexkv.eviction import NO_GUARD, UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
@@ -253,12 +262,22 @@ class ServedCache:
         self.counters.stores += 1
         return transfer
 
-    def confirm(self, transfer_id: int) -> None:
-        """See `CacheClient.confirm`."""
-        self._device.confirm(transfer_id)
+    def end_transfer(
+        self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
+    ) -> None:
+        """See `CacheClient.end_transfer`."""
+        match end:
+            case TransferEnd.CONFIRM:
+                self._device.confirm(transfer_id)
+            case TransferEnd.CANCEL:
+                self._cancel(transfer_id)
+            case TransferEnd.DISCARD:
+                store = self._stores.by_id.get(transfer_id)
+                if store is not None and self._device.blocks_of(transfer_id) is not None:
+                    chosen = range(len(store.keys)) if positions is None else positions
+                    store.dropped.update(chosen)
 
-    def cancel(self, transfer_id: int) -> None:
-        """See `CacheClient.cancel`."""
+    def _cancel(self, transfer_id: int) -> None:
         copy = self._device.cancel(transfer_id)
         if copy is None:
             return
@@ -267,12 +286,6 @@ class ServedCache:
             self._holds.release(copy.blocks.slots)
         elif transfer_id in self._stores.by_id:  # else an error came before
             self._stores.undo(self._stores.end(transfer_id))
-
-    def discard(self, transfer_id: int, positions: Collection[int] | None = None) -> None:
-        """See `CacheClient.discard`."""
-        store = self._stores.by_id.get(transfer_id)
-        if store is not None and self._device.blocks_of(transfer_id) is not None:
-            store.dropped.update(range(len(store.keys)) if positions is None else positions)
 
     # Lower tiers.
 
@@ -337,23 +350,19 @@ class ServedCache:
         """See `CacheClient.ended`."""
         self._uses.ended(request_id, output_tokens)
 
-    def pin(
-        self, keys: Sequence[bytes], owner: Hashable = None, seconds: float | None = None
+    def hold(
+        self,
+        kind: Hold,
+        keys: Sequence[bytes],
+        owner: Hashable = None,
+        seconds: float | None = None,
     ) -> None:
-        """See `CacheClient.pin`."""
-        self._uses.pin(keys, owner, seconds)
+        """See `CacheClient.hold`."""
+        self._uses.hold(kind, keys, owner, seconds)
 
-    def unpin(self, owner: Hashable = None) -> bool:
-        """See `CacheClient.unpin`."""
-        return self._uses.unpin(owner)
-
-    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
-        """See `CacheClient.retain`."""
-        self._uses.retain(keys, owner, seconds)
-
-    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
-        """See `CacheClient.release`."""
-        self._uses.release(keys, owner)
+    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
+        """See `CacheClient.unhold`."""
+        return self._uses.unhold(kind, owner, keys)
 
     def demote(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.demote`."""
@@ -487,44 +496,41 @@ class ServedCache:
     def _check_ranks(self) -> None:
         stopped = self._device.stopped_ranks
         if stopped:
-            self.stop()
+            self._stop()
             log_stopped(stopped)
 
     # Resets and the end. They concern this engine alone: others of the pool keep its blocks.
 
-    def suspend(self) -> None:
-        """See `CacheClient.suspend`."""
-        self._off = True
+    def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
+        """See `CacheClient.reset`."""
+        match kind:
+            case Reset.SUSPEND:
+                self._off = True
+            case Reset.CLEAR | Reset.RENEW:
+                self._off = True
+                self._begin_anew()
+                self.counters.count_reset(ResetCause(cause))
+                self._off = self._stopped
+            case Reset.EMPTY:
+                pass
+            case Reset.PAUSE:
+                self._stores.discard_all()
+                self.counters.count_reset(ResetCause.PAUSE)
+            case Reset.STOP:
+                self._stop()
+            case Reset.RECOVER:
+                self._recovering = True
+                self._changes.tear()
 
-    def clear(self, cause: str = ResetCause.REQUEST) -> None:
-        """See `CacheClient.clear`. Other engines keep their blocks, as after `renew`."""
-        self.suspend()
-        self._begin_anew()
-        self.counters.count_reset(ResetCause(cause))
-        self._off = self._stopped
-
-    def empty(self) -> None:
-        """See `CacheClient.empty`."""
-
-    def sync(self) -> list[Future[str]]:
-        """See `CacheClient.sync`."""
-        return []
-
-    def renew(self, cause: str = ResetCause.WEIGHTS) -> None:
-        """See `CacheClient.renew`."""
-        self.clear(cause)
-
-    def pause(self) -> None:
-        """See `CacheClient.pause`."""
-        self._stores.discard_all()
-        self.counters.count_reset(ResetCause.PAUSE)
-
-    def stop(self) -> None:
-        """See `CacheClient.stop`."""
+    def _stop(self) -> None:
         self._off = True
         if not self._stopped:
             self._begin_anew()
             self._stopped = True
+
+    def sync(self) -> list[Future[str]]:
+        """See `CacheClient.sync`."""
+        return []
 
     def _begin_anew(self) -> None:
         """Publish no store that is under way, and end all fetches and pins."""
@@ -532,11 +538,6 @@ class ServedCache:
         self._tiers.end_all()
         self._uses.forget_demotions()
         self._uses.unpin_all()
-
-    def recover(self) -> None:
-        """See `CacheClient.recover`."""
-        self._recovering = True
-        self._changes.tear()
 
     def _recover(self) -> None:
         """Hold what the loads under way hold, and have the slots that no store has."""

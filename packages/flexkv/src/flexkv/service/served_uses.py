@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
+from flexkv.client import Hold
 from flexkv.eviction import RequestContext
 from flexkv.service import messages as wire
 from flexkv.service.line import Line
@@ -52,26 +53,26 @@ class ServedUses:
         """See `CacheClient.ended`."""
         self._line.put(wire.RequestEnded(request_id, output_tokens))
 
-    def pin(self, keys: Sequence[bytes], owner: Hashable, seconds: float | None) -> None:
-        """See `CacheClient.pin`."""
-        self._pins.add(repr(owner))
-        self._put_pins(keys, owner, seconds, retain=False)
-
-    def unpin(self, owner: Hashable) -> bool:
-        """See `CacheClient.unpin`."""
-        is_known = repr(owner) in self._pins
-        self._pins.discard(repr(owner))
-        self._line.put(wire.Unpin(repr(owner), None))
-        return is_known
-
-    def retain(self, keys: Sequence[bytes], owner: Hashable, seconds: float) -> None:
-        """See `CacheClient.retain`."""
-        self._put_pins(keys, owner, seconds, retain=True)
-
-    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
-        """See `CacheClient.release`."""
+    def hold(
+        self, kind: Hold, keys: Sequence[bytes], owner: Hashable, seconds: float | None
+    ) -> None:
+        """See `CacheClient.hold`."""
+        if kind is Hold.PIN:
+            self._pins.add(repr(owner))
         for part in _parts(keys):
-            self._line.put(wire.Unpin(repr(owner), part))
+            self._line.put(wire.HoldBlocks(kind, part, repr(owner), seconds))
+
+    def unhold(self, kind: Hold, owner: Hashable, keys: Sequence[bytes]) -> bool:
+        """See `CacheClient.unhold`."""
+        name = repr(owner)
+        if kind is Hold.RETAIN:
+            for part in _parts(keys):
+                self._line.put(wire.UnholdBlocks(kind, name, part))
+            return False
+        is_known = name in self._pins
+        self._pins.discard(name)
+        self._line.put(wire.UnholdBlocks(kind, name, []))
+        return is_known
 
     def demote(self, keys: Sequence[bytes], untold: Collection[int]) -> None:
         """See `CacheClient.demote`. `untold`: the stores of which the service has yet to learn. It
@@ -99,19 +100,13 @@ class ServedUses:
     def unpin_all(self) -> None:
         """End the pins of all owners."""
         for owner in self._pins:
-            self._line.put(wire.Unpin(owner, None))
+            self._line.put(wire.UnholdBlocks(Hold.PIN, owner, []))
         self._pins.clear()
 
     def lose(self) -> None:
         """The service is gone, and all pins with it."""
         self._pins.clear()
         self._late.clear()
-
-    def _put_pins(
-        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, *, retain: bool
-    ) -> None:
-        for part in _parts(keys):
-            self._line.put(wire.Pin(part, repr(owner), seconds, retain))
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[list[bytes]]:

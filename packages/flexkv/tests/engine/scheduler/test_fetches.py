@@ -11,7 +11,7 @@ import pytest
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
-from flexkv.client import FetchId, FetchState
+from flexkv.client import FetchId, FetchState, Reset
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
@@ -163,11 +163,11 @@ def test_an_early_fetch_does_not_answer_for_other_blocks(node: Node) -> None:
     node.assert_at_rest()
 
 
-@pytest.mark.parametrize("end", [KVCache.suspend, KVCache.stop, KVCache.renew])
-def test_a_cache_that_has_lost_its_blocks_offers_none(node: Node, end: Any) -> None:
+@pytest.mark.parametrize("end", [Reset.SUSPEND, Reset.STOP, Reset.RENEW])
+def test_a_cache_that_has_lost_its_blocks_offers_none(node: Node, end: Reset) -> None:
     node.fetches.begin_early(node.tracked, KEYS)
     node.give_all()
-    end(node.cache)
+    node.cache.reset(end)
     assert node.offer() in (0, None)
     node.fetches.end(node.tracked)
 

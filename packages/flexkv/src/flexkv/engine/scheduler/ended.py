@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
-from flexkv.client import CacheClient, Ended
+from flexkv.client import CacheClient, Ended, TransferEnd
 from flexkv.types.mover import Direction
 
 
@@ -48,7 +48,7 @@ class EndedTransfers:
             running: ids of the transfers whose end the caller expects.
         """
         for transfer_id in set(self._cache.under_way) - ordered:
-            self._cache.cancel(transfer_id)
+            self._cache.end_transfer(transfer_id, TransferEnd.CANCEL)
         known = {*self._cache.under_way, *(each.id for each in self.waiting)}
         self.waiting.extend(
             Ended(transfer_id, Direction.LOAD, done=False)

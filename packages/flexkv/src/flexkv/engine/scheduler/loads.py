@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.client import CacheClient, Ended
+from flexkv.client import CacheClient, Ended, TransferEnd
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
@@ -54,12 +54,12 @@ class HeldHits:
         """The load is ordered, or will not be."""
         held = self._held.pop(request_id, None)
         if held is not None:
-            self._cache.cancel(held)
+            self._cache.end_transfer(held, TransferEnd.CANCEL)
 
     def release_all(self) -> None:
         """The step is scheduled: what was not ordered is matched again."""
         while self._held:
-            self._cache.cancel(self._held.popitem()[1])
+            self._cache.end_transfer(self._held.popitem()[1], TransferEnd.CANCEL)
 
 
 @dataclass(slots=True)

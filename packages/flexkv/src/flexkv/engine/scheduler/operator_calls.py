@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from flexkv.client import CacheClient, FetchId
+from flexkv.client import CacheClient, FetchId, Hold
 from flexkv.control.http_door import RefusedError, SilentError
 from flexkv.control.removals import await_removals
 from flexkv.engine.boundary import ErrorBoundary
@@ -59,7 +59,7 @@ class OperatorCalls:
             follows. A block that it has found then must stay. Called with `turn` held.
         poll: handles what has ended, as a step does. Called with `turn` held.
         sessions: the conversations of the engine's requests.
-        empty: calls `CacheClient.empty` as the engine's side must, and returns whether that
+        empty: calls `Reset.EMPTY` as the engine's side must, and returns whether that
             succeeded. Called with `turn` held.
         others: returns, for keys of a conversation, those of all further blocks of these tokens.
     """
@@ -139,19 +139,19 @@ class OperatorCalls:
         Args:
             parts: the keys of the prefix, in order.
             name: name of the pin, for `unpin`; requests have names of their own.
-            seconds: see `CacheClient.pin`.
+            seconds: see `CacheClient.hold`.
 
         Returns:
             The number of blocks that the limit of all pins left out.
         """
         before = self._turn(lambda: self._refused)
         for keys in parts:
-            self._turn(partial(self._cache.pin, keys, _owner(name), seconds))
+            self._turn(partial(self._cache.hold, Hold.PIN, keys, _owner(name), seconds))
         return self._turn(lambda: self._refused) - before
 
     def unpin(self, name: str) -> bool:
         """End the pins of a name. Returns whether there are any."""
-        return self._turn(partial(self._cache.unpin, _owner(name)))
+        return self._turn(partial(self._cache.unhold, Hold.PIN, _owner(name)))
 
     def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
         """Remove the blocks of a prefix from host memory and from disks.
@@ -218,7 +218,7 @@ class OperatorCalls:
         return len(keys)
 
     def _release(self, name: str, cache_salt: str, keys: Sequence[bytes]) -> None:
-        self._cache.release([*keys, *self._others(keys)], retaining(cache_salt))
+        self._cache.unhold(Hold.RETAIN, retaining(cache_salt), [*keys, *self._others(keys)])
         # The eviction policy learns it as from a request.
         request_id = f"operator {next(self._releases)}"
         context = RequestContext(request_id=request_id, session=name, returns=False)

@@ -56,7 +56,7 @@ class RequestOptions:
         load: whether cached blocks may be loaded for it.
         store: whether its blocks are cached.
         max_load_tokens: the most tokens to load; None for no limit.
-        pin: whether its blocks stay in host memory; see `CacheClient.pin`.
+        pin: whether its blocks stay in host memory; see `Hold.PIN`.
         pin_seconds: time until the pin ends; None for the setting's.
         pin_name: name of the pin, within the same cache salt.
         unpin: whether to end the earlier pins of that name.
@@ -64,7 +64,7 @@ class RequestOptions:
         session: name of the conversation, within the same cache salt; empty if not named.
         returns: whether a prompt that begins with this one is expected soon; None if not said.
         max_store_tokens: the first tokens whose blocks are cached; None for all.
-        retain_seconds: seconds for which its blocks stay in host memory; see `CacheClient.retain`.
+        retain_seconds: seconds for which its blocks stay in host memory; see `Hold.RETAIN`.
             None if not said.
         release: whether its conversation ends with it: its blocks need not be retained, and no
             prompt that begins with this one is expected.

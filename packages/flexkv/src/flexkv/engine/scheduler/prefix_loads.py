@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from flexkv.client import Ended
+from flexkv.client import Ended, Hold
 from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool
@@ -169,7 +169,7 @@ class PrefixLoads:
         if options.release or options.demote:
             keys = [*matcher.keys_of(tracked, tokens), *matcher.others_of(tracked, tokens)]
             if options.release:
-                self._cache.release(keys, tenant_of(tracked.request))
+                self._cache.unhold(Hold.RETAIN, tenant_of(tracked.request), keys)
             if options.demote:
                 self._cache.demote(keys)
         self._reports.ended(

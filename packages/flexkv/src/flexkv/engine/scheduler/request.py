@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from flexkv.client import CacheClient, FetchId
+from flexkv.client import CacheClient, FetchId, Hold
 from flexkv.engine.choice.chooser import Left
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.engine import EngineRequest
@@ -330,7 +330,7 @@ class Requests:
         tracked = TrackedRequest(request, self.options.of(request))
         self.by_id[tracked.id] = tracked
         if tracked.options.unpin:
-            self._cache.unpin(pin_owner(request, tracked.options))
+            self._cache.unhold(Hold.PIN, pin_owner(request, tracked.options))
         return tracked
 
     def end(self, tracked: TrackedRequest) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Generic, TypeVar
 
+from flexkv.client import Reset
 from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.orders import StepOrders, StepReport
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
@@ -280,7 +281,7 @@ class RequestSide(Generic[Orders]):
     # Resets and pauses.
 
     def reset(self, cause: str = "request") -> bool:
-        """Discard every block. `cause`: see `CacheClient.clear`. Returns whether that succeeded;
+        """Discard every block. `cause`: see `CacheClient.reset`. Returns whether that succeeded;
         until a reset does, nothing is loaded or stored.
 
         Running requests continue with their blocks, but blocks that they compute on top of these
@@ -307,11 +308,11 @@ class RequestSide(Generic[Orders]):
 
     def pause(self) -> bool:
         """The engine pauses and keeps its weights; it has preempted or ended all requests. See
-        `CacheClient.pause`. Returns whether that succeeded; if not, call `reset`."""
+        `Reset.PAUSE`. Returns whether that succeeded; if not, call `reset`."""
         if self.is_off:
             return True
         with self._boundary.guard("pausing", "all blocks are discarded"):
-            self._cache.pause()
+            self._cache.reset(Reset.PAUSE)
             self.figures.note_activity()
             return True
         return False
@@ -337,7 +338,7 @@ class RequestSide(Generic[Orders]):
         self.figures.close()
         if self.is_off:
             # Nothing keeps the engine's steps from the blocks that stores under way read.
-            self._cache.stop()
+            self._cache.reset(Reset.STOP)
         self._engine.close(flush_seconds)
         log_totals(self._cache, self._boundary)
 
@@ -457,7 +458,7 @@ class RequestSide(Generic[Orders]):
     def _reset_by(self, reset: Callable[[], None]) -> bool:
         if self.is_off:
             return True
-        self._cache.suspend()
+        self._cache.reset(Reset.SUSPEND)
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
             reset()
             return True
@@ -469,15 +470,15 @@ class RequestSide(Generic[Orders]):
         if sure or self._keys.epoch.end:
             # The keys first: an error after this leaves no block to be found by those of before.
             self._keys.epoch.renew()
-            self._cache.renew(cause)
+            self._cache.reset(Reset.RENEW, cause)
         else:
-            self._cache.clear(cause)
+            self._cache.reset(Reset.CLEAR, cause)
             self._keys.epoch.renew()
         self.figures.note_activity()
 
     def _empty(self) -> None:
         self._give_up_blocks()
-        self._cache.empty()
+        self._cache.reset(Reset.EMPTY)
         self.figures.note_activity()
 
     def _give_up_blocks(self) -> None:
@@ -506,7 +507,7 @@ class RequestSide(Generic[Orders]):
                 self._ordered.discard(transfer.id)
             return
         if self._boundary.lasts(_POLLING):
-            self._cache.stop()
+            self._cache.reset(Reset.STOP)
             self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
     def _may_begin(self) -> bool:
@@ -515,7 +516,7 @@ class RequestSide(Generic[Orders]):
         return not (self._is_matching or self._is_closed or self.is_off)
 
     def _after_error(self) -> None:
-        self._cache.recover()
+        self._cache.reset(Reset.RECOVER)
         self._lost_some = True
 
     def _finds_old_blocks(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from flexkv.client import Ended, Transfer
+from flexkv.client import Ended, Hold, Transfer, TransferEnd
 from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
@@ -243,7 +243,7 @@ class Stores:
         """The steps up to `number` have ended, after `distrust`: their stores count."""
         while self._held and self._held[0].step <= number:
             # In this order: after an error the next call confirms it.
-            self._cache.confirm(self._held[0].transfer.id)
+            self._cache.end_transfer(self._held[0].transfer.id, TransferEnd.CONFIRM)
             self._held.popleft()
         while self._begun and self._begun[0][0] <= number:
             self._begun.popleft()
@@ -271,7 +271,7 @@ class Stores:
                 for i, position in enumerate(positions)
                 if not wrong.isdisjoint(run.block(i).engine_blocks)
             ]
-            self._cache.discard(running.transfer.id, discarded)
+            self._cache.end_transfer(running.transfer.id, TransferEnd.DISCARD, discarded)
         return wrong
 
     def fence(self, engine_blocks: Iterable[int], orders: StepOrders) -> None:
@@ -302,7 +302,9 @@ class Stores:
             }
             by_run = running.positions_by_run()
             whole = (where for run, where in by_run if run.request.request_id in torn)
-            self._cache.discard(running.transfer.id, list(chain.from_iterable(whole)))
+            self._cache.end_transfer(
+                running.transfer.id, TransferEnd.DISCARD, list(chain.from_iterable(whole))
+            )
 
     def hold(self, request_id: str, orders: StepOrders) -> bool:
         """Whether stores still read the blocks of an ended request; workers then report their
@@ -469,14 +471,14 @@ class Stores:
                 self._held.append(running)
                 orders.stores.append(order)
             except BaseException:
-                self._cache.cancel(transfer.id)
+                self._cache.end_transfer(transfer.id, TransferEnd.CANCEL)
                 raise
             self._tell(running)
         for keys, request, options in chains.pins:
             if options.pin:
-                self._cache.pin(keys, pin_owner(request, options), options.pin_seconds)
+                self._cache.hold(Hold.PIN, keys, pin_owner(request, options), options.pin_seconds)
             if options.retain_seconds is not None:
-                self._cache.retain(keys, tenant_of(request), options.retain_seconds)
+                self._cache.hold(Hold.RETAIN, keys, tenant_of(request), options.retain_seconds)
 
     def _tell(self, running: _Running) -> None:
         if self._describe is not None:
