@@ -138,7 +138,9 @@ def await_opening(owner: Any, seconds: float) -> bool:
 
 def assert_no_batch(disk: Any, remote: Any) -> None:
     """A disk and a store keep nothing of a batch, and each drive is done with its blocks."""
-    assert disk._batches == disk._places == remote._batches == {}
+    for tier in (disk, remote):
+        assert tier._batches._jobs == tier._batches._places == {}
+    assert remote._keys == {}
     assert all(drive._running == {} for drive in disk.drives)
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flexkv.tiers.job import Job, Outcome, Priority, Urgency
-from flexkv.tiers.queue import LinkQueue
+from flexkv.tiers.link import LinkQueue
 
 LIMIT = 20
 PRIORITIES = st.sampled_from(Priority)

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from flexkv.tiers.turns import Turns
+from flexkv.tiers.mooncake.mooncake_store import Turns
 from packages.conftest import PATIENCE_SECONDS
 
 

@@ -17,7 +17,6 @@ the same in them as before. They go on sharing, in a generation that begins with
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 import secrets
 import time
@@ -28,10 +27,9 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from flexkv.system.retries import Retried
-from flexkv.tiers import circuit
 from flexkv.tiers.base import Answer, BlockResult, States, TierFigures, Traffic
-from flexkv.tiers.circuit import Circuit, CircuitState
-from flexkv.tiers.failures import FailureLog, describe_end
+from flexkv.tiers.batches import Batches
+from flexkv.tiers.circuit import Circuit, CircuitState, Health
 from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
 from flexkv.tiers.link import Link
 from flexkv.tiers.questions import Found, Question, Questions
@@ -145,14 +143,6 @@ _Place: TypeAlias = tuple[int, int]
 """A block of a batch: the batch's ticket, and the position."""
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Jobs of one `read` or `write` without a result, with the positions of their blocks."""
-
-    jobs: dict[Job, Sequence[int]]
-    keys: Sequence[bytes]
-
-
 class RemoteTier:
     """See `QueriedTier`.
 
@@ -183,9 +173,13 @@ class RemoteTier:
         self._epoch = ""  # until it is known
         self._slot_bytes = slot_bytes
         self._batch_blocks = max(1, limits.batch_bytes // slot_bytes)
-        self._timeout_seconds = limits.timeout_seconds
-        self._reads = Circuit(limits.timeout_seconds, PAUSE_SECONDS)
-        self._writes = Circuit(limits.timeout_seconds, PAUSE_SECONDS)
+        self._health = Health(
+            medium.value,
+            limits.timeout_seconds,
+            PAUSE_SECONDS,
+            f"{limits.timeout_seconds:g} s (questions: {limits.question_seconds:g} s)",
+            "the store and the network",
+        )
         name = f"flexkv-{medium.value}"
         write_bytes = limits.threads * max(limits.batch_bytes, slot_bytes)
         stall_seconds = limits.timeout_seconds
@@ -197,17 +191,13 @@ class RemoteTier:
             limits.timeout_seconds,
             self._note_question,
         )
-        self._tickets = itertools.count(1)
-        self._batches: dict[int, _Batch] = {}
-        self._ticket_of: dict[Job, int] = {}
+        self._batches = Batches()
+        self._keys: dict[Job, list[bytes]] = {}  # of the blocks that are written
         self._refused: list[Answer] = []
         self._writing: dict[bytes, _Place] = {}
         self._repeats: dict[_Place, list[_Place]] = {}
-        self._queued_blocks = 0
         self._writes_under_way = 0
-        self._results: list[BlockResult] = []
         self._traffic = Traffic()
-        self._failures = FailureLog(medium.value)
         self._renewal = Retried(
             f"{name}-renewal",
             store.renew_epoch,
@@ -231,7 +221,7 @@ class RemoteTier:
         self._opening.begin()
         self._states = states
         if states is not None:
-            circuits = {"reads": self._reads, "writes": self._writes}
+            circuits = {"reads": self._health.reads, "writes": self._health.writes}
             states.begin(lambda: {what: self._shown(each).value for what, each in circuits.items()})
         if not self._opening.await_try(OPEN_SECONDS):
             failed(f"no answer within {OPEN_SECONDS:g} s")
@@ -243,28 +233,28 @@ class RemoteTier:
             slots=0,
             written_blocks=self._traffic.written_bytes // self._slot_bytes,
             evicted_blocks=0,
-            queued_blocks=self._queued_blocks,
+            queued_blocks=self._batches.queued_blocks,
             queued_bytes=self._link.queued_bytes,
-            reads=Counter([self._shown(self._reads)]),
-            writes=Counter([self._shown(self._writes)]),
-            openings=self._reads.openings + self._writes.openings,
+            reads=Counter([self._shown(self._health.reads)]),
+            writes=Counter([self._shown(self._health.writes)]),
+            openings=self._health.openings,
             traffic=self._traffic,
         )
 
     @property
     def readable(self) -> bool:
         stalled = self._link.stalled or self._questions.stalled
-        return self._is_open and self._reads.allows and not stalled
+        return self._is_open and self._health.reads.allows and not stalled
 
     def register(self, address: int, size: int) -> None:
         self._store.register(address, size)
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> int:
-        ticket = next(self._tickets)
+        ticket = self._batches.new_ticket()
         if not self._is_open:
             self._refused.append(Answer(ticket, None))
         elif self._questions.begin(ticket, self._epoch, Question(list(keys), list(scattered))):
-            self._reads.begin()
+            self._health.reads.begin()
         else:
             self._refused.append(Answer(ticket, None, late=True))
         return ticket
@@ -284,11 +274,11 @@ class RemoteTier:
         priority: Priority,
         turn: int = 0,
     ) -> int:
-        ticket = next(self._tickets)
+        ticket = self._batches.new_ticket()
         if self._is_open:
             self._begin(ticket, keys, buffers, range(len(keys)), Urgency(priority, turn))
         else:
-            self._results += [BlockResult(ticket, i, Outcome.DROPPED) for i in range(len(keys))]
+            self._batches.report(ticket, range(len(keys)), [Outcome.DROPPED] * len(keys))
         return ticket
 
     def write(
@@ -297,7 +287,7 @@ class RemoteTier:
         buffers: Sequence[memoryview],
         after: Sequence[bytes | None] | None = None,
     ) -> int:
-        ticket = next(self._tickets)
+        ticket = self._batches.new_ticket()
         wanted = []
         for i, key in enumerate(keys):
             if key in self._writing:
@@ -307,7 +297,7 @@ class RemoteTier:
                 wanted.append(i)
         held = (self._writes_under_way + len(wanted)) * self._slot_bytes
         full = held > self._link.queue_bytes
-        if full or not (self._is_open and self._writes.allows) or self._link.stalled:
+        if full or not (self._is_open and self._health.writes.allows) or self._link.stalled:
             for i in wanted:
                 self._end_write(keys[i], (ticket, i), Outcome.DROPPED)
             return ticket
@@ -323,37 +313,30 @@ class RemoteTier:
         self._renewal.begin()
 
     def cancel(self, ticket: int) -> None:
-        if ticket in self._batches:
-            self._link.cancel(list(self._batches[ticket].jobs))
+        self._batches.cancel(ticket)
 
     def raise_priority(self, ticket: int, urgency: Urgency) -> None:
-        if ticket in self._batches:
-            self._link.raise_priority(list(self._batches[ticket].jobs), urgency)
+        self._batches.raise_priority(ticket, urgency)
 
     def hung(self, ticket: int) -> Collection[int]:
-        if ticket not in self._batches:
-            return ()
-        jobs = self._batches[ticket].jobs
-        return {i for job, positions in jobs.items() if job.hangs for i in positions}
+        return self._batches.hung(ticket)
 
     def poll(self) -> list[BlockResult]:
         for job in self._link.note_hung():
-            self._note(job, True)
+            self._after(job, self._health.note_job(job, True))
         for job in self._link.poll():
             self._end(job)
-        results, self._results = self._results, []
-        return results
+        return self._batches.take_results()
 
     def drain(self) -> bool:
         self._questions.drain()
         if not self._link.drain():
             return False
         self._batches.clear()
-        for known in (self._ticket_of, self._refused, self._writing, self._repeats, self._results):
+        for known in (self._keys, self._refused, self._writing, self._repeats):
             known.clear()
-        self._queued_blocks = self._writes_under_way = 0
-        for device in (self._reads, self._writes):
-            device.drop_all()
+        self._writes_under_way = 0
+        self._health.drop_all()
         return True
 
     def begin_close(self, flush_seconds: float) -> None:
@@ -394,7 +377,7 @@ class RemoteTier:
     def _shown(self, device: Circuit) -> CircuitState:
         if self._opened is None:
             return CircuitState.CONNECTING
-        asks = device is self._reads
+        asks = device is self._health.reads
         return device.shown(self._link.stalled or (asks and self._questions.stalled))
 
     def _open(self) -> None:
@@ -415,16 +398,17 @@ class RemoteTier:
         priority, turn = urgency
         writes = priority is Priority.WRITE
         call = self._store.put if writes else self._store.get
-        jobs: dict[Job, Sequence[int]] = {}
+        jobs = []
         for part in self._parts(positions, writes):
-            work = partial(call, self._epoch, [keys[i] for i in part], [buffers[i] for i in part])
+            named = [keys[i] for i in part]
+            work = partial(call, self._epoch, named, [buffers[i] for i in part])
             job = Job(priority, len(part) * self._slot_bytes, work, len(part), turn)
-            jobs[job] = part
-            self._ticket_of[job] = ticket
-        self._batches[ticket] = _Batch(jobs, list(keys))
-        self._queued_blocks += len(positions)
+            self._batches.add(ticket, self._link, job, part)
+            if writes:
+                self._keys[job] = named
+            jobs.append(job)
         self._writes_under_way += len(positions) * writes
-        (self._writes if writes else self._reads).begin(len(jobs))
+        (self._health.writes if writes else self._health.reads).begin(len(jobs))
         self._link.submit(*jobs)
 
     def _parts(self, positions: Sequence[int], writes: bool) -> Iterator[Sequence[int]]:
@@ -435,67 +419,36 @@ class RemoteTier:
             positions, size = positions[size:], self._batch_blocks
 
     def _end(self, job: Job) -> None:
-        ticket = self._ticket_of.pop(job)
-        batch = self._batches[ticket]
-        positions = batch.jobs.pop(job)
-        if not batch.jobs:
-            del self._batches[ticket]
-        self._queued_blocks -= len(positions)
+        ticket, positions = self._batches.end(job)
         writes = job.priority is Priority.WRITE
-        self._writes_under_way -= len(positions) * writes
-        for i, outcome in zip(positions, job.outcomes, strict=True):
-            if writes:
-                self._end_write(batch.keys[i], (ticket, i), outcome)
-            else:
-                self._results.append(BlockResult(ticket, i, outcome))
-        moved = sum(outcome is Outcome.DONE for outcome in job.outcomes)
+        if writes:
+            self._writes_under_way -= len(positions)
+            for key, i, outcome in zip(self._keys.pop(job), positions, job.outcomes, strict=True):
+                self._end_write(key, (ticket, i), outcome)
+        else:
+            self._batches.report(ticket, positions, job.outcomes)
+        moved = job.outcomes.count(Outcome.DONE)
         if moved:
             self._traffic.add(moved * self._slot_bytes, job.seconds, writes)
-        if Outcome.DROPPED in job.outcomes:
-            (self._writes if writes else self._reads).drop()
-        elif not job.hangs:  # a job that hung has failed already
-            self._note(job, all(outcome is Outcome.FAILED for outcome in job.outcomes))
+        self._after(job, self._health.note_end(job))
 
     def _end_write(self, key: bytes, place: _Place, outcome: Outcome) -> None:
         """Report the result of a block's write, also for the writes that repeated it meanwhile."""
         if self._writing.get(key) == place:  # not since a reset
             del self._writing[key]
         for ticket, i in (place, *self._repeats.pop(place, ())):
-            self._results.append(BlockResult(ticket, i, outcome))
+            self._batches.report(ticket, [i], [outcome])
 
-    def _drop_waiting_writes(self) -> None:
-        """Drop the writes that have not begun: their blocks cannot be evicted meanwhile."""
-        jobs = (job for batch in self._batches.values() for job in batch.jobs)
-        self._link.cancel([job for job in jobs if job.priority is Priority.WRITE])
-
-    def _note(self, job: Job, failed: bool) -> None:
-        """Report a read or write to its circuit."""
-        writes = job.priority is Priority.WRITE
-        device, what = (self._writes, "writes to") if writes else (self._reads, "reads from")
-        self._failures.note(what, job.error)
-        if device.end(failed, job.seconds):
-            if writes:
-                self._drop_waiting_writes()
-            self._log_opened(what, job.error, job.seconds)
+    def _after(self, job: Job, opened: bool) -> None:
+        """Drop the writes that have not begun if this one has opened the circuit: their blocks
+        cannot be evicted meanwhile."""
+        if opened and job.priority is Priority.WRITE:
+            self._link.cancel(
+                [each for each in self._batches.jobs() if each.priority is Priority.WRITE]
+            )
 
     def _note_question(self, failed: bool, error: str, seconds: float) -> None:
-        """Report a question to the circuit of reads."""
-        self._failures.note("questions to", error)
-        if self._reads.end(failed):
-            self._log_opened("questions to", error, seconds)
-
-    def _log_opened(self, what: str, error: str, seconds: float) -> None:
-        logger.error(
-            "%d consecutive %s %s failed or took longer than %g s (questions: %g s), the last: %s; "
-            "FlexKV skips the store for %g s, then tries once; check the store and the network",
-            circuit.FAILURES,
-            what,
-            self.medium.value,
-            self._timeout_seconds,
-            self.question_seconds,
-            describe_end(error, seconds),
-            PAUSE_SECONDS,
-        )
+        self._health.note(self._health.reads, "questions to", failed, error, seconds)
 
 
 def address_of(buffer: memoryview) -> int:

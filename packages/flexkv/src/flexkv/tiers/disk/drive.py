@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Traffic
-from flexkv.tiers.circuit import Circuit
+from flexkv.tiers.circuit import Circuit, Health
 from flexkv.tiers.disk.described_slots import DescribedSlots
 from flexkv.tiers.disk.disk_store import DiskStore, new_epoch
 from flexkv.tiers.disk.runs import (
@@ -27,7 +27,6 @@ from flexkv.tiers.disk.slabs import slots_per_slab
 from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
-from flexkv.tiers.failures import FailureLog, describe_end
 from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
 from flexkv.tiers.link import Link
 from flexkv.types.ages import UNKNOWN
@@ -138,8 +137,7 @@ class Drive:
         slot_bytes: bytes of a slot.
         traffic: of blocks.
         expired_blocks: see `TierFigures`.
-        reads: counts the jobs that read; what takes longer than the link's stall time has failed.
-        writes: counts the jobs that write.
+        health: what takes longer than the link's stall time has failed.
     """
 
     def __init__(self, store: DiskStore, link: Link, day_bytes: int | None) -> None:
@@ -159,16 +157,16 @@ class Drive:
         self._described = DescribedSlots(None, self.index.num_slots)
         self._ages = store.ages
         self.expired_blocks = 0 if self._ages is None else len(self._ages.old_slots)
-        self.reads = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
-        self.writes = Circuit(link.stall_seconds, circuit.PAUSE_SECONDS)
-        store.ledger.circuits = {"reads": self.reads, "writes": self.writes}
+        stall_seconds, pause_seconds = link.stall_seconds, circuit.PAUSE_SECONDS
+        limits = f"{stall_seconds:g} s"
+        self.health = Health(store.path, stall_seconds, pause_seconds, limits, "the drive")
+        store.ledger.circuits = {"reads": self.health.reads, "writes": self.health.writes}
         if store.ledger.open_until or store.ledger.problem:  # of the owner before
             self._upkeep.count()
         self._write_rate = _FIRST_RATE
         self._last_write = time.monotonic()
         self._measures = False
         self._reported_damage = False
-        self._failures = FailureLog(store.path)
 
     @property
     def path(self) -> str:
@@ -177,7 +175,7 @@ class Drive:
     @property
     def readable(self) -> bool:
         """Whether the circuit allows reads and the link is not stalled."""
-        return self.reads.allows and not self.link.stalled and not self.is_lost
+        return self.health.reads.allows and not self.link.stalled and not self.is_lost
 
     @property
     def is_lost(self) -> bool:
@@ -189,7 +187,7 @@ class Drive:
         """The number of blocks that may be written now, bounded by the queue, the write budget and
         the slots that are not in use. 0 if the circuit is open, the link is stalled, or the
         files are lost."""
-        if not self.writes.allows or self.link.stalled or self.is_lost:
+        if not self.health.writes.allows or self.link.stalled or self.is_lost:
             return 0
         queue_bytes = max(0, self.link.queue_bytes - self.link.queued_bytes)
         left_bytes = min(queue_bytes, self._store.ledger.left(self._day_bytes))
@@ -223,7 +221,7 @@ class Drive:
             )
             for run in runs
         ]
-        return self._begin(self.reads, jobs, runs)
+        return self._begin(self.health.reads, jobs, runs)
 
     def write(
         self, slots: Sequence[int], keys: Sequence[bytes], buffers: Sequence[memoryview]
@@ -250,7 +248,7 @@ class Drive:
             )
             for run in runs
         ]
-        return self._begin(self.writes, jobs, runs)
+        return self._begin(self.health.writes, jobs, runs)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix that are here as used, over restarts too."""
@@ -342,7 +340,7 @@ class Drive:
         if self.is_lost:
             self._open_again()
         for job in self.link.note_hung():
-            self._note(job, True, self._running[job].writes)
+            self.health.note_job(job, True)
         ended = self._ended.take(all_writes)
         for job in ended:
             running = self._running.pop(job)
@@ -359,7 +357,7 @@ class Drive:
             else:
                 for slot, outcome in zip(running.slots, job.outcomes, strict=True):
                     self._complete_read(slot, outcome)
-            self._note_end(job, running.writes)
+            self.health.note_end(job)
         if ended:
             # Requested earlier, the save could miss the counts of these jobs.
             self._upkeep.count()
@@ -384,8 +382,7 @@ class Drive:
         self._running.clear()
         for slot in self.index.end_uses(self._upkeep.slots):
             self._upkeep.erase(slot)
-        for device in (self.reads, self.writes):
-            device.drop_all()
+        self.health.drop_all()
         return True
 
     def begin_close(self, flush_seconds: float = 0.0) -> None:
@@ -509,26 +506,3 @@ class Drive:
         """
         self.index.discard(slot)
         self._upkeep.erase(slot)
-
-    def _note_end(self, job: Job, writes: bool) -> None:
-        """Report a job to the circuit, as failed if none of its blocks succeeded. A single bad
-        place on disk costs one block and says nothing about the others."""
-        if Outcome.DROPPED in job.outcomes:
-            (self.writes if writes else self.reads).drop()
-        elif not job.hangs:  # a job that hung has failed already
-            self._note(job, job.outcomes.count(Outcome.FAILED) == len(job.outcomes), writes)
-
-    def _note(self, job: Job, failed: bool, writes: bool) -> None:
-        device, what = (self.writes, "writes to") if writes else (self.reads, "reads from")
-        self._failures.note(what, job.error)
-        if device.end(failed, job.seconds):
-            logger.error(
-                "%d consecutive %s %s failed or took longer than %g s (the last: %s); FlexKV makes "
-                "none for %g s, then tries one; check the drive",
-                circuit.FAILURES,
-                what,
-                self.path,
-                self.link.stall_seconds,
-                describe_end(job.error, job.seconds),
-                circuit.PAUSE_SECONDS,
-            )

@@ -19,12 +19,13 @@ from flexkv.eviction import (
     RequestContext,
 )
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
+from flexkv.tiers.batches import Batches
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.opening import Opening
 from flexkv.tiers.disk.slot_policy import SlotPolicy
 from flexkv.tiers.disk.write_placement import WritePlacement
-from flexkv.tiers.job import Job, Outcome, Priority, Urgency
+from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.changes import Medium, note
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,7 @@ class DiskTier:
     ) -> None:
         self.connecting = list(openings)
         self._drives: list[Drive] = []
-        self._tickets = itertools.count(1)
-        self._batches: dict[int, dict[Job, Drive]] = {}
-        self._places: dict[Job, tuple[int, list[int]]] = {}
-        self._queued_blocks = 0
-        self._results: list[BlockResult] = []
+        self._batches = Batches()
         self._closing = 0.0
         self._reported_long_key = self._watched = False
         chosen = policy(num_slots * len(openings))
@@ -107,16 +104,16 @@ class DiskTier:
             queued += link.queued_bytes
             stalled = link.stalled
             lost = CircuitState.CONNECTING if drive.is_lost else None
-            reads[lost or drive.reads.shown(stalled)] += 1
-            writes[lost or drive.writes.shown(stalled)] += 1
-            openings += drive.reads.openings + drive.writes.openings
+            reads[lost or drive.health.reads.shown(stalled)] += 1
+            writes[lost or drive.health.writes.shown(stalled)] += 1
+            openings += drive.health.openings
         return TierFigures(
             written_blocks=written,
             blocks=blocks,
             slots=slots,
             evicted_blocks=evicted,
             expired_blocks=expired,
-            queued_blocks=self._queued_blocks,
+            queued_blocks=self._batches.queued_blocks,
             queued_bytes=queued,
             reads=reads,
             writes=writes,
@@ -176,14 +173,14 @@ class DiskTier:
         turn: int = 0,
     ) -> int:
         self.touch(keys)
-        ticket = next(self._tickets)
+        ticket = self._batches.new_ticket()
         wanted: dict[Drive, list[int]] = {}
         left: Sequence[int] = range(len(keys))
         for drive in self._readable():
             has = drive.present([keys[i] for i in left])
             wanted[drive] = list(itertools.compress(left, has))
             left = [i for i, each in zip(left, has, strict=True) if not each]
-        self._results += [BlockResult(ticket, position, Outcome.MISSING) for position in left]
+        self._batches.report(ticket, left, [Outcome.MISSING] * len(left))
         for drive, positions in wanted.items():
             if not positions:
                 continue
@@ -201,7 +198,7 @@ class DiskTier:
         buffers: Sequence[memoryview],
         after: Sequence[bytes | None] | None = None,
     ) -> int:
-        ticket = next(self._tickets)
+        ticket = self._batches.new_ticket()
         wanted: dict[Drive, tuple[list[int], list[int]]] = {}  # positions and their slots
         answers = [drive.index.has_all(keys) for drive in self._drives]
         known = zip(*answers, strict=True) if answers else [()] * len(keys)
@@ -211,7 +208,7 @@ class DiskTier:
         refused = False
         for position, (key, has) in enumerate(zip(keys, known, strict=True)):
             if True in has or key in begun:
-                self._results.append(BlockResult(ticket, position, Outcome.DONE))
+                self._batches.report(ticket, [position], [Outcome.DONE])
                 continue
             refused = refused or self._is_too_long(key)
             before = None if after is None else after[position]
@@ -224,7 +221,7 @@ class DiskTier:
                     placement.leave_out(drive)
             if slot is None:
                 lost.add(key)
-                self._results.append(BlockResult(ticket, position, Outcome.DROPPED))
+                self._batches.report(ticket, [position], [Outcome.DROPPED])
                 continue
             positions.append(position)
             slots.append(slot)
@@ -276,16 +273,13 @@ class DiskTier:
         return [unopened, *(drive.sync() for drive in self._drives)]
 
     def cancel(self, ticket: int) -> None:
-        for drive, jobs in self._jobs_of(ticket).items():
-            drive.link.cancel(jobs)
+        self._batches.cancel(ticket)
 
     def raise_priority(self, ticket: int, urgency: Urgency) -> None:
-        for drive, jobs in self._jobs_of(ticket).items():
-            drive.link.raise_priority(jobs, urgency)
+        self._batches.raise_priority(ticket, urgency)
 
     def hung(self, ticket: int) -> Collection[int]:
-        hung = [job for job in self._batches.get(ticket, ()) if job.hangs]
-        return {position for job in hung for position in self._places[job][1]}
+        return self._batches.hung(ticket)
 
     def poll(self) -> list[BlockResult]:
         if self.connecting:
@@ -294,26 +288,14 @@ class DiskTier:
             if drive.index.is_reporting:
                 drive.index.report_restored(_REPORTED_BLOCKS)
             for job in drive.poll():
-                ticket, positions = self._places.pop(job)
-                self._queued_blocks -= len(positions)
-                batch = self._batches[ticket]
-                del batch[job]
-                if not batch:
-                    del self._batches[ticket]
-                self._results += [
-                    BlockResult(ticket, position, outcome)
-                    for position, outcome in zip(positions, job.outcomes, strict=True)
-                ]
-        results, self._results = self._results, []
-        return results
+                self._batches.report(*self._batches.end(job), job.outcomes)
+        return self._batches.take_results()
 
     def drain(self) -> bool:
         drained = [drive.drain() for drive in self._drives]
         if not all(drained):
             return False
-        for known in (self._batches, self._places, self._results):
-            known.clear()
-        self._queued_blocks = 0
+        self._batches.clear()
         return True
 
     def begin_close(self, flush_seconds: float) -> None:
@@ -333,8 +315,6 @@ class DiskTier:
         for opening in self.connecting:
             opening.close()
         self._batches.clear()
-        self._places.clear()
-        self._queued_blocks = 0
         return all(ended)
 
     def _adopt(self) -> None:
@@ -356,15 +336,7 @@ class DiskTier:
     ) -> None:
         """Record the batch and the positions of the blocks of each begun job."""
         for job, run in begun:
-            self._places[job] = (ticket, [positions[i] for i in run])
-            self._queued_blocks += len(run)
-            self._batches.setdefault(ticket, {})[job] = drive
-
-    def _jobs_of(self, ticket: int) -> dict[Drive, list[Job]]:
-        jobs: dict[Drive, list[Job]] = {}
-        for job, drive in self._batches.get(ticket, {}).items():
-            jobs.setdefault(drive, []).append(job)
-        return jobs
+            self._batches.add(ticket, drive.link, job, [positions[i] for i in run])
 
     def _readable(self) -> list[Drive]:
         return [drive for drive in self._drives if drive.readable]

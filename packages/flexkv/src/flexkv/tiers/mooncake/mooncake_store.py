@@ -8,10 +8,15 @@ two pieces of registered memory: the envelope's buffer and the arena's slot.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from types import TracebackType
 from typing import Any
 
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
@@ -20,7 +25,6 @@ from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.mooncake.member import NO_SPACE, Member, MooncakeError, error_of
 from flexkv.tiers.questions import Found, Question
 from flexkv.tiers.remote import address_of
-from flexkv.tiers.turns import Turns
 
 _TOO_LONG = -600
 _NOT_READY = -703
@@ -28,6 +32,78 @@ _NOT_FOUND = -704
 _TRANSFER_FAILED = -800
 """Error codes of Mooncake 0.3.13. A transfer fails in a network that fails, and also if the object
 is shorter than asked."""
+
+
+class Turns:
+    """Limits the number of threads that do something at once, as `threading.Semaphore` does, but
+    first come, first served.
+
+    A semaphore wakes the thread that has waited longest. Until that thread runs, any other thread
+    can take its place, even the thread that has just left, because it is awake already.
+
+    Args:
+        count: the most threads inside at once, not counting those that hang.
+        hang_seconds: a thread that stays longer hangs, and the next one may come.
+    """
+
+    def __init__(self, count: int, hang_seconds: float) -> None:
+        self._free = count
+        self._hang_seconds = hang_seconds
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._inside: dict[int, float] = {}  # by thread, when it hangs
+
+    @property
+    def waiting(self) -> int:
+        """The number of threads that wait."""
+        return len(self._waiting)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                self._come()
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        # Until a thread that leaves releases it, or a thread that waits finds that one hangs.
+        while not turn.acquire(timeout=self._until_hang()):
+            self._pass_by_hung()
+        with self._lock:
+            self._come()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            if self._inside.pop(threading.get_ident(), None) is not None:
+                self._pass_on()
+
+    def _come(self) -> None:
+        self._inside[threading.get_ident()] = time.monotonic() + self._hang_seconds
+
+    def _pass_on(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().release()
+        else:
+            self._free += 1
+
+    def _until_hang(self) -> float:
+        """Seconds until the first thread hangs; a thread that is about to come hangs later."""
+        with self._lock:
+            first = min(self._inside.values(), default=math.inf)
+        return max(0.0, min(first - time.monotonic(), self._hang_seconds))
+
+    def _pass_by_hung(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            for thread in [thread for thread, hangs in self._inside.items() if hangs <= now]:
+                del self._inside[thread]
+                self._pass_on()
 
 
 class MooncakeBlocks:
