@@ -29,6 +29,7 @@ from flexkv.settings import CacheConfig
 from flexkv.tiers import remote
 from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.remote import RemoteTier
+from flexkv.tiers.shared_store import SharedStore
 from flexkv.types.mover import Status
 from packages.inside import index_of
 from packages.inside_tiers import epoch_record, epochs_of, store_of
@@ -69,6 +70,20 @@ def be_patient(settings: Mapping[str, Any]) -> None:
                     raise
 
     Epochs.open = ask_again  # type: ignore[method-assign]
+
+
+def open_tier(
+    store: SharedStore, fingerprint: str = FINGERPRINT, slot_bytes: int = SLOT, **settings: Any
+) -> RemoteTier:
+    """The tier of a store that `settings` name, with limits that a busy machine keeps unless they
+    set some."""
+    limits = ("question_seconds", "timeout_seconds")
+    patient = {f"{store.medium.value}_{each}": PATIENCE_SECONDS for each in limits}
+    config = CacheConfig(**(patient | settings))
+    opened = store.open(config, fingerprint, slot_bytes, 1 << 30)
+    return RemoteTier(
+        store.medium, opened.blocks, slot_bytes, opened.limits, store_name=opened.name
+    )
 
 
 class Node:

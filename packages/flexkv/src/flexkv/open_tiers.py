@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 
 from flexkv.eviction import POLICIES, AnyPolicy, OnePolicy, TenantPolicies, choose_policy
 from flexkv.host.arena import ArenaSpec
@@ -15,21 +14,13 @@ from flexkv.session.state_reports import StateReport
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
-from flexkv.tiers.mooncake.member import prepare_import
-from flexkv.tiers.remote import RemoteLimits
+from flexkv.tiers.remote import RemoteTier
+from flexkv.tiers.shared_store import shared_stores
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.ages import BlockAges
 from flexkv.types.changes import Medium
-from flexkv.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_MOONCAKE_THREADS = 4
-"""Reads and writes of Mooncake Store that run at once. Not tuned."""
-_MOONCAKE_BATCH_BYTES = 8 << 20
-"""Bytes of a call. Each call costs a request to the master. Tuned over TCP on two cores: blocks of
-512 KiB arrived at 1.1 GB/s in calls of 4 MiB and at 1.5 GB/s in calls of 8 MiB. Calls of 32 MiB
-took a quarter less time for many blocks, but delay the first block of a fetch."""
 
 _QUEUE_SHARE = 2
 """Writes that wait for a tier hold at most half of the arena. Waiting blocks cannot be evicted, and
@@ -105,41 +96,21 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
         StoreSettingError: a store cannot be used with these settings.
     """
     tiers: list[AttachedTier] = []
+    slot_bytes = spec.format.slot_bytes
     with closed_on_error(tiers):
-        if config.mooncake_master is not None and config.mooncake_metadata is not None:
-            tiers.append(
-                _open_mooncake(
-                    config, config.mooncake_master, config.mooncake_metadata, fingerprint, spec
-                )
+        for store in shared_stores(config):
+            opened = store.open(config, fingerprint, slot_bytes, _queue_bytes(spec))
+            states = _states(config, store.medium, str(store.address(config)), fingerprint)
+            tier = RemoteTier(
+                store.medium,
+                opened.blocks,
+                slot_bytes,
+                opened.limits,
+                store_name=opened.name,
+                states=states,
             )
-        if config.objects_url is not None:
-            tiers.append(_open_objects(config, config.objects_url, fingerprint, spec))
+            tiers.append(AttachedTier(tier, store.admission(config), opened.limits.timeout_seconds))
     return tiers
-
-
-def import_mooncake(master: str) -> None:
-    """Import the client of a Mooncake Store, which starts threads.
-
-    Raises:
-        ConfigError: it is not installed, or cannot be imported.
-    """
-    prepare_import(master)
-    try:
-        import_module("flexkv.tiers.mooncake.open_mooncake")
-    except ImportError as error:
-        raise lacks_client("mooncake_master", master, "mooncake", str(error)) from None
-
-
-def import_objects(url: str) -> None:
-    """Import the client of buckets.
-
-    Raises:
-        ConfigError: it is not installed, or cannot be imported.
-    """
-    try:
-        import_module("flexkv.tiers.objects.open_objects")
-    except ImportError as error:
-        raise lacks_client("objects_url", url, "objects", str(error)) from None
 
 
 @contextlib.contextmanager
@@ -197,60 +168,9 @@ def _open_disk(
     return AttachedTier(tier, ADMISSIONS[config.ssd_admission], config.ssd_timeout_seconds)
 
 
-def _open_mooncake(
-    config: CacheConfig, master: str, metadata: str, fingerprint: str, spec: ArenaSpec
-) -> AttachedTier:
-    import_mooncake(master)
-    from flexkv.tiers.mooncake.join import MooncakeSettings
-    from flexkv.tiers.mooncake.open_mooncake import open_mooncake_tier
-
-    settings = MooncakeSettings(
-        master,
-        metadata,
-        config.mooncake_protocol,
-        config.mooncake_device,
-        int(config.mooncake_segment_gb * GIB),
-        config.mooncake_replicas,
-    )
-    limits = RemoteLimits(
-        config.mooncake_question_seconds,
-        config.mooncake_timeout_seconds,
-        threads=_MOONCAKE_THREADS,
-        batch_bytes=_MOONCAKE_BATCH_BYTES,
-        queue_bytes=_queue_bytes(spec),
-    )
-    states = _states(config, Medium.MOONCAKE, master, fingerprint)
-    tier = open_mooncake_tier(settings, fingerprint, spec.format.slot_bytes, limits, states)
-    admission = ADMISSIONS[config.mooncake_admission]
-    return AttachedTier(tier, admission, config.mooncake_timeout_seconds)
-
-
-def _open_objects(config: CacheConfig, url: str, fingerprint: str, spec: ArenaSpec) -> AttachedTier:
-    import_objects(url)
-    from flexkv.tiers.objects.open_objects import open_object_tier
-
-    limits = RemoteLimits(
-        config.objects_question_seconds,
-        config.objects_timeout_seconds,
-        queue_bytes=_queue_bytes(spec),
-    )
-    states = _states(config, Medium.OBJECTS, url, fingerprint)
-    tier = open_object_tier(url, fingerprint, spec.format.slot_bytes, limits, states)
-    admission = ADMISSIONS[config.objects_admission]
-    return AttachedTier(tier, admission, config.objects_timeout_seconds)
-
-
 def _states(config: CacheConfig, medium: Medium, store: str, fingerprint: str) -> StateReport:
     about = {"tier": medium.value, "store": store, "fingerprint": fingerprint}
     return StateReport(config.session_root, about)
-
-
-def lacks_client(setting: str, value: str, extra: str, why: str) -> ConfigError:
-    """The error of a setting whose store has no client here, with the reason."""
-    return ConfigError(
-        f"{setting} is {value!r}, but its client cannot be imported ({why}); allowed: none, or "
-        f"what `pip install 'flexkv[{extra}]'` installs"
-    )
 
 
 def _queue_bytes(spec: ArenaSpec) -> int:

@@ -139,7 +139,7 @@ def test_mooncake_is_cleared_by_fingerprint(
         assert ended.code == 2
         assert "--fingerprint is missing on the command line" in ended.err
         ended = flexkv("clear", "--yes", "--fingerprint", FINGERPRINT)
-        store = master.settings["mooncake_metadata" if metadata else "mooncake_master"]
+        store = master.settings["mooncake_master"]
         assert (ended.code, ended.out) == (0, f"cleared {store}, fingerprint {FINGERPRINT}\n")
         assert other.do("fetch", "abc") == ""
         one.do("store", "xyz")

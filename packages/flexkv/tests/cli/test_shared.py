@@ -17,7 +17,7 @@ def test_the_fingerprints_of_mooncake_are_those_of_the_folders() -> None:
     folders = [f"/kv/{FINGERPRINT}", f"/kv/{FINGERPRINT}-1", "/kv/a folder that was renamed"]
     found = shared_blocks(CONFIG, None, folders)
     assert [(each.store, each.fingerprint) for each in found] == [
-        (CONFIG.mooncake_metadata, FINGERPRINT)
+        (CONFIG.mooncake_master, FINGERPRINT)
     ]
 
 

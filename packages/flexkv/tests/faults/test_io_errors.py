@@ -71,7 +71,7 @@ def test_the_error_of_the_system_reaches_the_log(
     assert f"{what} {tmp_path}" in first
     assert " failed: Input/output error (EIO);" in first
     assert f"{FAILURES} consecutive {what} " in opens
-    assert "(the last: Input/output error (EIO))" in opens
+    assert "the last: Input/output error (EIO);" in opens
 
 
 def test_all_faults_together_yield_no_wrong_byte(

@@ -233,7 +233,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.library.open_cache:open_cache": [Unknown.PROGRAM],
     "flexkv.library.open_cache:_read_config": [Unknown.PROGRAM],
     "flexkv.library.page_copies:Copier.check": [Unknown.PROGRAM],
-    "flexkv.open_tiers:lacks_client": [Case("objects", no_obstore)],
+    "flexkv.tiers.shared_store:SharedStore.lacks_client": [Case("objects", no_obstore)],
     "flexkv.service.attach:Attached.__init__": [Unknown.PEERS],
     "flexkv.service.attach:Attached.resume": [Unknown.PEERS] * 2,
     "flexkv.service.attach:_greet": [

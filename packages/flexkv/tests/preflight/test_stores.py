@@ -8,8 +8,10 @@ import pytest
 from faulty_s3 import SECRET, URL, FaultyS3
 
 from flexkv.preflight.findings import Finding, Level
-from flexkv.preflight.stores import check_mooncake, check_objects
+from flexkv.preflight.stores import check_store
 from flexkv.settings import CacheConfig
+from flexkv.tiers import mooncake, objects
+from flexkv.tiers.shared_store import all_stores, shared_stores
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
 
 
 def asked() -> Finding:
-    (found,) = check_objects(CacheConfig(objects_url=URL, objects_timeout_seconds=2))
+    (found,) = check_store(CacheConfig(objects_url=URL, objects_timeout_seconds=2), objects.STORE)
     assert bool(found.change) is (found.level is Level.PROBLEM)
     return found
 
@@ -57,7 +59,7 @@ def test_a_bucket_that_is_not_there_is_a_problem(bucket: FaultyS3) -> None:
 
 
 def test_a_shared_folder_answers(tmp_path: Path) -> None:
-    (found,) = check_objects(CacheConfig(objects_url=f"file://{_private(tmp_path)}"))
+    (found,) = check_store(CacheConfig(objects_url=f"file://{_private(tmp_path)}"), objects.STORE)
     assert found.level is Level.OK
     assert not list((tmp_path / "kv").iterdir())
 
@@ -67,15 +69,15 @@ def test_servers_of_mooncake_that_do_not_answer_are_problems() -> None:
     config = CacheConfig(
         mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata"
     )
-    found = list(check_mooncake(config))
+    found = list(check_store(config, mooncake.STORE))
     assert [each.level for each in found] == [Level.PROBLEM] * 2
     assert "mooncake_master 127.0.0.1:9 cannot be used" in found[0].text
     assert "mooncake_metadata http://127.0.0.1:9/metadata cannot be used" in found[1].text
 
 
 def test_stores_that_are_not_set_are_not_asked() -> None:
-    assert list(check_objects(CacheConfig())) == []
-    assert list(check_mooncake(CacheConfig())) == []
+    assert list(shared_stores(CacheConfig())) == []
+    assert [each.setting for each in all_stores()] == ["mooncake_master", "objects_url"]
 
 
 def _private(folder: Path) -> Path:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexkv.open_tiers import import_mooncake, import_objects
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk import cache_directory
-from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
+from flexkv.tiers.shared_store import SharedStore, shared_stores
 from flexkv.types.errors import ConfigError
 
 _FINGERPRINT = re.compile("[0-9a-f]{32}")
@@ -79,7 +78,7 @@ def shared_blocks(
     Args:
         config: the settings.
         fingerprint: the only fingerprint to list; None for all. A bucket lists its fingerprints.
-            Mooncake does not; for it, the fingerprints are those of the bucket and of `folders`.
+            For a store that does not, they are those of the others and of `folders`.
         folders: paths of the folders in the cache directories.
 
     Raises:
@@ -88,50 +87,26 @@ def shared_blocks(
         OSError: the bucket cannot be reached.
     """
     given = [] if fingerprint is None else [fingerprint]
-    found = list(_in_bucket(config, given))
-    if config.mooncake_metadata is not None:
-        known = given or sorted(
-            {each.fingerprint for each in found}
-            | {name for path in folders if (name := cache_directory.fingerprint_of(path))}
-        )
-        if not known:
+    stores = list(shared_stores(config))
+    listed: dict[SharedStore, list[str] | None] = {}
+    for store in stores:
+        found = None if given else store.fingerprints(config)
+        # Whoever can write to a bucket chooses the names there, which a terminal may obey.
+        listed[store] = None if found is None else list(filter(is_fingerprint, found))
+    known = given or sorted(
+        {each for found in listed.values() for each in found or ()}
+        | {name for path in folders if (name := cache_directory.fingerprint_of(path))}
+    )
+    blocks = []
+    for store in stores:
+        found = listed[store]
+        address, own = str(store.address(config)), known if found is None else found
+        if not own and found is None:
             raise ConfigError(
-                f"--fingerprint is missing on the command line, and Mooncake at "
-                f"{config.mooncake_master} does not list fingerprints; allowed: one that an "
-                "engine logs when it starts"
+                f"--fingerprint is missing on the command line, and {store.medium.value} at "
+                f"{address} does not list fingerprints; allowed: one that an engine logs when it "
+                "starts"
             )
-        found += _in_mooncake(config, known)
-    return found
-
-
-def _in_bucket(config: CacheConfig, given: Sequence[str]) -> Iterator[SharedBlocks]:
-    url = config.objects_url
-    if url is None:
-        return
-    import_objects(url)
-    from flexkv.tiers.objects.object_store import ObjectRecord, Requests, fingerprints_in
-    from flexkv.tiers.objects.open_objects import connect
-
-    store = connect(url, config.objects_timeout_seconds)
-    requests = Requests(store, config.objects_timeout_seconds)
-    # Whoever can write to the bucket chooses the names there, which a terminal may obey.
-    for fingerprint in given or filter(is_fingerprint, fingerprints_in(store)):
-        yield SharedBlocks(url, fingerprint, ObjectRecord(requests, fingerprint))
-
-
-def _in_mooncake(config: CacheConfig, known: Sequence[str]) -> Iterator[SharedBlocks]:
-    metadata, master = str(config.mooncake_metadata), str(config.mooncake_master)
-    seconds = config.mooncake_timeout_seconds
-    if metadata.startswith(HTTP):
-        for fingerprint in known:
-            record = MetadataRecord(metadata, fingerprint, seconds)
-            yield SharedBlocks(metadata, fingerprint, record)
-        return
-    import_mooncake(master)
-    from flexkv.tiers.mooncake.join import MooncakeSettings
-    from flexkv.tiers.mooncake.open_mooncake import open_store_record
-
-    device = config.mooncake_device
-    settings = MooncakeSettings(master, metadata, config.mooncake_protocol, device, 0, 1)
-    for fingerprint in known:
-        yield SharedBlocks(master, fingerprint, open_store_record(settings, fingerprint, seconds))
+        records = store.records(config, own)
+        blocks += [SharedBlocks(address, *each) for each in zip(own, records, strict=True)]
+    return blocks

@@ -20,11 +20,12 @@ from flexkv.preflight.host import (
     check_trace_file,
     refuse_memory,
 )
-from flexkv.preflight.stores import check_mooncake, check_objects, refuse_mooncake, refuse_objects
+from flexkv.preflight.stores import check_store
 from flexkv.session.runtime_directory import check_runtime_directory
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.disk.cache_directory import check_root
 from flexkv.tiers.disk.places import check_apart, places_of
+from flexkv.tiers.shared_store import shared_stores
 
 _START_SECONDS = 1.0
 """Seconds that a start waits for what may hang. It checks all of it later, too. Not tuned."""
@@ -82,8 +83,10 @@ def _checks_of_cache(config: CacheConfig, seconds: float) -> list[Check]:
     room = (config.ssd_cache_gb or 0.0) * GIB / max(1, len(roots))
     return [
         Check("memory", part(check_memory, config), part(refuse_memory, config)),
-        Check("mooncake", part(check_mooncake, config), part(refuse_mooncake, config)),
-        Check("objects", part(check_objects, config), part(refuse_objects, config)),
+        *(
+            Check(store.medium.value, part(check_store, config, store), part(store.refuse, config))
+            for store in shared_stores(config)
+        ),
         Check(
             "disks",
             part(compare_directories, roots),

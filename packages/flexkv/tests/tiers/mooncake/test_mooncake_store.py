@@ -23,7 +23,7 @@ pytest.importorskip(
 )
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-from shared_node import FINGERPRINT, SLOT
+from shared_node import FINGERPRINT, SLOT, open_tier
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -32,12 +32,11 @@ from flexkv.tiers.base import Answer, BlockResult
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.epochs import Epoch, Epochs
 from flexkv.tiers.job import Outcome, Priority, Result
-from flexkv.tiers.mooncake.join import MooncakeSettings
+from flexkv.tiers.mooncake import STORE
 from flexkv.tiers.mooncake.member import Member
 from flexkv.tiers.mooncake.metadata_record import MetadataRecord
 from flexkv.tiers.mooncake.mooncake_store import MooncakeBlocks
-from flexkv.tiers.mooncake.open_mooncake import open_mooncake_tier
-from flexkv.tiers.remote import RemoteLimits
+from flexkv.tiers.remote import RemoteTier
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
 
@@ -259,13 +258,20 @@ def test_a_write_that_fails_names_its_code(store: Store, code: int, dropped: boo
         assert f"code {code}" in str(result)
 
 
+def open_mooncake(**settings: Any) -> RemoteTier:
+    return open_tier(STORE, **({"mooncake_segment_gb": 1 / 64} | settings))
+
+
 def test_each_call_of_the_client_has_an_upper_time_unless_the_operator_gave_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {"MC_RPC_TIMEOUT_MS": "7"})
     name = ".".join(["a" * 60] * 6)
-    settings = MooncakeSettings(f"{name}:50051", f"http://{name}/metadata", "tcp", "", 1 << 24, 1)
-    tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(0.1, 6.5))
+    tier = open_mooncake(
+        mooncake_master=f"{name}:50051",
+        mooncake_metadata=f"http://{name}/metadata",
+        mooncake_timeout_seconds=6.5,
+    )
     assert tier.close()
     assert os.environ == {
         "MC_RPC_TIMEOUT_MS": "7",
@@ -280,10 +286,7 @@ def test_a_master_that_hangs_fails_questions_and_reads(monkeypatch: pytest.Monke
         monkeypatch.delenv(name, raising=False)
     arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
     with MooncakeMaster() as master:
-        given = master.settings
-        address, metadata = given["mooncake_master"], given["mooncake_metadata"]
-        settings = MooncakeSettings(address, metadata, "tcp", "", 1 << 24, 1)
-        tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(60.0, 1.0))
+        tier = open_mooncake(**master.settings, mooncake_timeout_seconds=1.0)
         tier.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
         master.pause()
         ticket = tier.query([b"a" * 32])
@@ -304,8 +307,9 @@ def test_a_master_whose_name_leads_nowhere_is_one_line_of_the_log(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = ".".join(["a" * 60] * 6)  # too long to be asked for, so no resolver is
-    settings = MooncakeSettings(f"{name}:50051", f"http://{name}/metadata", "tcp", "", 1 << 24, 1)
-    tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, RemoteLimits(0.1))
+    tier = open_mooncake(
+        mooncake_master=f"{name}:50051", mooncake_metadata=f"http://{name}/metadata"
+    )
     assert tier.figures.reads == tier.figures.writes == {CircuitState.CONNECTING: 1}
     assert not tier.readable
     assert tier.close()
@@ -322,12 +326,7 @@ def test_a_master_that_comes_after_the_start_is_joined(
     monkeypatch.setattr(remote, "OPEN_SECONDS", 0.05)
     with MooncakeMaster() as master:
         master.kill()
-        given = master.settings
-        settings = MooncakeSettings(
-            given["mooncake_master"], given["mooncake_metadata"], "tcp", "", 1 << 24, 1
-        )
-        limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
-        tier = open_mooncake_tier(settings, FINGERPRINT, SLOT, limits)
+        tier = open_mooncake(**master.settings)
         arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
         spec = arena.spec
         tier.register(arena.address + spec.slots_offset, spec.slots_bytes)

@@ -20,9 +20,9 @@ pytest.importorskip(
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from shared_node import FINGERPRINT
 
-from flexkv.tiers.mooncake.join import MooncakeSettings
+from flexkv.settings import CacheConfig
 from flexkv.tiers.mooncake.member import NO_SPACE
-from flexkv.tiers.mooncake.open_mooncake import open_store_record
+from flexkv.tiers.mooncake.open_mooncake import open_record as mooncake_record
 from flexkv.tiers.mooncake.store_record import StoreRecord
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
@@ -54,8 +54,12 @@ def lend(master: MooncakeMaster) -> Iterator[Callable[[], MooncakeDistributedSto
 
 def open_record(master: MooncakeMaster) -> StoreRecord:
     address = master.settings["mooncake_master"]
-    settings = MooncakeSettings(address, "P2PHANDSHAKE", "tcp", "", 0, 1)
-    return open_store_record(settings, FINGERPRINT, LIMIT_SECONDS)
+    config = CacheConfig(
+        mooncake_master=address,
+        mooncake_metadata="P2PHANDSHAKE",
+        mooncake_timeout_seconds=LIMIT_SECONDS,
+    )
+    return mooncake_record(config, FINGERPRINT)
 
 
 def test_of_many_that_create_it_at_once_one_wins(

@@ -18,16 +18,17 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'fl
 
 from certificates import Certificates
 from faulty_s3 import SECRET, URL, FaultyS3
+from shared_node import open_tier
 
 from flexkv.preflight.findings import Level
-from flexkv.preflight.stores import check_objects
+from flexkv.preflight.stores import check_store
 from flexkv.settings import CacheConfig
 from flexkv.tiers.base import Answer
 from flexkv.tiers.job import Outcome, Result
+from flexkv.tiers.objects import STORE
 from flexkv.tiers.objects import object_store as module
 from flexkv.tiers.objects.object_store import ObjectBlocks
-from flexkv.tiers.objects.open_objects import connect, open_object_tier
-from flexkv.tiers.remote import RemoteLimits
+from flexkv.tiers.objects.open_objects import connect
 from packages.conftest import PATIENCE_SECONDS
 
 SLOT = 4096
@@ -205,8 +206,7 @@ def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
     start().put()
     bucket.fault = lambda *_: fault
     requests = len(bucket.requests)
-    limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
-    tier = open_object_tier(URL, FINGERPRINT, SLOT, limits)
+    tier = open_tier(STORE, FINGERPRINT, SLOT, objects_url=URL)
     memory = mmap.mmap(-1, len(KEYS) * SLOT)
     others = [key * 2 for key in KEYS]
     tier.write(others, buffers(memory))
@@ -344,11 +344,10 @@ def test_a_variable_that_the_client_does_not_read_is_named(
     name: str,
 ) -> None:
     monkeypatch.setenv(name, "mine")
-    limits = RemoteLimits(PATIENCE_SECONDS, PATIENCE_SECONDS)
-    open_object_tier(URL, FINGERPRINT, SLOT, limits).close(PATIENCE_SECONDS)
+    open_tier(STORE, FINGERPRINT, SLOT, objects_url=URL).close(PATIENCE_SECONDS)
     said = f"{name}: set, but without effect on objects_url; "
     assert said in caplog.text
-    findings = check_objects(CacheConfig(objects_url=URL))
+    findings = check_store(CacheConfig(objects_url=URL), STORE)
     (found,) = [each for each in findings if each.level is Level.ADVICE]
     assert f"{found.text}; {found.change}" in caplog.text
 

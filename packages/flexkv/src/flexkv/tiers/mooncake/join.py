@@ -8,17 +8,16 @@ and all threads of the process wait meanwhile. So another process tries first.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 
 from mooncake.store import MooncakeDistributedStore
 
+from flexkv.settings import CacheConfig
 from flexkv.tiers.mooncake.member import MooncakeError
 
 _REACH_SECONDS = 5.0
@@ -27,49 +26,43 @@ _REACH_SECONDS = 5.0
 JOIN_SECONDS = 15.0
 """Seconds in which a process must have joined the store. Not tuned."""
 
-
 _ANSWER = b"code: "
 
 _LOCAL_BYTES = 16 << 20
 """Bytes that Mooncake registers for calls that FlexKV does not use. Not tuned."""
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
-    """The settings `mooncake_...`, each without that prefix; `segment_bytes` is in bytes."""
-
-    master: str
-    metadata: str
-    protocol: str
-    device: str
-    segment_bytes: int
-    replicas: int
-
-
-def join(settings: MooncakeSettings) -> MooncakeDistributedStore:
-    """Join the store. Waits for `JOIN_SECONDS` and a few seconds more at most.
+def join(config: CacheConfig, segment_bytes: int) -> MooncakeDistributedStore:
+    """Join the store, and lend it a segment of memory. Waits for `JOIN_SECONDS` and a few seconds
+    more at most.
 
     Raises:
         MooncakeError: Mooncake refuses, or does not end in time.
         OSError: the master cannot be reached.
     """
+    master = str(config.mooncake_master)
     # First, because Mooncake tries for 90 s to reach a master that is not there, and notices no
     # master that comes meanwhile.
-    own = own_address(settings.master)
-    _try_elsewhere(settings, own)
-    client, code = _set_up(settings, own)
+    own = own_address(master)
+
+    def setup(lent: int) -> list[object]:
+        protocol, device = config.mooncake_protocol, config.mooncake_device
+        return [own, config.mooncake_metadata, lent, _LOCAL_BYTES, protocol, device, master]
+
+    _try_elsewhere(setup(0))
+    client = MooncakeDistributedStore()
+    code = client.setup(*setup(segment_bytes))
     if code:
         client.close()
         raise _refusal(code)
     return client
 
 
-def _try_elsewhere(settings: MooncakeSettings, own: str) -> None:
+def _try_elsewhere(setup: list[object]) -> None:
     """Join the store in another process that lends nothing and ends."""
-    given = dataclasses.asdict(dataclasses.replace(settings, segment_bytes=0))
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", __name__, json.dumps(given), own],
+            [sys.executable, "-m", __name__, json.dumps(setup)],
             timeout=JOIN_SECONDS,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -81,21 +74,6 @@ def _try_elsewhere(settings: MooncakeSettings, own: str) -> None:
     answer = tried.stdout.rpartition(_ANSWER)[2].strip()
     if answer != b"0":
         raise _refusal(int(answer)) if answer else MooncakeError("Mooncake's client ended early")
-
-
-def _set_up(settings: MooncakeSettings, own: str) -> tuple[MooncakeDistributedStore, int]:
-    """A client, and the code of its attempt to join."""
-    client = MooncakeDistributedStore()
-    code = client.setup(
-        own,
-        settings.metadata,
-        settings.segment_bytes,
-        _LOCAL_BYTES,
-        settings.protocol,
-        settings.device,
-        settings.master,
-    )
-    return client, code
 
 
 def _refusal(code: int) -> MooncakeError:
@@ -124,8 +102,9 @@ def _own_address_towards(server: str) -> str:
 
 
 def main() -> None:
-    """Try the settings of the first argument with the own address of the second."""
-    _, code = _set_up(MooncakeSettings(**json.loads(sys.argv[1])), sys.argv[2])
+    """Try to join with the arguments of Mooncake's client that the first argument has."""
+    client = MooncakeDistributedStore()
+    code = client.setup(*json.loads(sys.argv[1]))
     # Mooncake may have printed, too.
     print(f"\n{_ANSWER.decode()}{code}", flush=True)
     # A client whose master etcd names takes 30 s to close. The master forgets one that is gone.

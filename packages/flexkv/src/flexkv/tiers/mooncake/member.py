@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -123,17 +122,6 @@ class Member:
             self._unregistered = [
                 each for each in self._unregistered if self._joined.register_buffer(*each) != 0
             ]
-
-
-def prepare_import(master: str) -> None:
-    """Called before the first import of `mooncake.store`, which reads a variable of the environment
-    once. Without it, nodes that find each other without a metadata server know no IPv6.
-
-    Args:
-        master: the setting `mooncake_master`. A name that leads to an IPv6 address is not noticed.
-    """
-    if "[" in master:
-        os.environ.setdefault("MC_USE_IPV6", "1")
 
 
 def error_of(what: str, code: int) -> MooncakeError:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the tier of a Mooncake Store."""
+"""Opens the blocks and the records of a Mooncake Store."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -12,16 +11,15 @@ from functools import partial
 
 from mooncake.store import ReplicateConfig
 
-from flexkv.tiers.base import States
+from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.epochs import EpochRecord, Epochs
 from flexkv.tiers.link import most_jobs
-from flexkv.tiers.mooncake.join import MooncakeSettings, join
+from flexkv.tiers.mooncake.join import join
 from flexkv.tiers.mooncake.member import Client, Member
 from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
 from flexkv.tiers.mooncake.mooncake_store import MooncakeBlocks
 from flexkv.tiers.mooncake.store_record import COPIES, StoreRecord
-from flexkv.tiers.remote import RemoteLimits, RemoteTier
-from flexkv.types.changes import Medium
+from flexkv.tiers.remote import RemoteLimits
 
 TRANSFERS = {"tcp": 1, "rdma": 4}
 """Calls that move bytes at the same time, by protocol. Over TCP, calls slow each other down: on two
@@ -37,74 +35,47 @@ _LEAST_LIMIT_SECONDS = 5.0
 """A client joins the store by the same requests, and its master may be busy then. Not tuned."""
 
 
-def open_mooncake_tier(
-    settings: MooncakeSettings,
-    fingerprint: str,
-    slot_bytes: int,
-    limits: RemoteLimits,
-    states: States | None = None,
-) -> RemoteTier:
-    """Open the tier of a Mooncake Store and lend the store a segment of this process's memory.
-
-    If a server of the store does not answer, the tier reads and writes nothing until it does; see
-    `RemoteTier`. The error is logged.
-
-    Args:
-        settings: of the store.
-        fingerprint: digest of all that the blocks' bytes depend on apart from their keys.
-        slot_bytes: bytes of a block.
-        limits: of the tier.
-        states: reports the tier's circuits to other processes; the tier owns it. None if
-            nothing is reported.
-
-    Returns:
-        The tier, which owns its client.
-    """
+def open_blocks(
+    config: CacheConfig, fingerprint: str, slot_bytes: int, limits: RemoteLimits
+) -> MooncakeBlocks:
+    """The blocks of a fingerprint, which own their client. Once open, it lends the store a segment
+    of this process's memory."""
     _limit_calls(limits.timeout_seconds)
-    config = ReplicateConfig()
-    config.replica_num = settings.replicas
-    member = Member(partial(join, settings))
+    replicated = ReplicateConfig()
+    replicated.replica_num = config.mooncake_replicas
+    segment_bytes = int(config.mooncake_segment_gb * GIB)
+    member = Member(partial(join, config, segment_bytes))
+    metadata = str(config.mooncake_metadata)
     record: EpochRecord
-    if settings.metadata.startswith(HTTP):
-        record = MetadataRecord(settings.metadata, fingerprint, limits.timeout_seconds)
+    if metadata.startswith(HTTP):
+        record = MetadataRecord(metadata, fingerprint, limits.timeout_seconds)
     else:
-        record = _store_record(lambda: member.client, fingerprint, lends=settings.segment_bytes > 0)
-    together = most_jobs(limits.threads) * max(1, limits.batch_bytes // slot_bytes)
-    blocks = MooncakeBlocks(
+        record = _store_record(lambda: member.client, fingerprint, lends=segment_bytes > 0)
+    return MooncakeBlocks(
         member,
-        config,
+        replicated,
         Epochs(record),
         fingerprint,
         slot_bytes=slot_bytes,
-        blocks=together,
-        transfers=TRANSFERS[settings.protocol],
+        blocks=most_jobs(limits.threads) * max(1, limits.batch_bytes // slot_bytes),
+        transfers=TRANSFERS[config.mooncake_protocol],
         timeout_seconds=limits.timeout_seconds,
     )
-    name = (
-        f"mooncake_master {settings.master} or mooncake_metadata {settings.metadata}, by protocol "
-        f"{settings.protocol!r} with device {settings.device!r},"
-    )
-    return RemoteTier(Medium.MOONCAKE, blocks, slot_bytes, limits, store_name=name, states=states)
 
 
-def open_store_record(settings: MooncakeSettings, fingerprint: str, seconds: float) -> StoreRecord:
+def open_record(config: CacheConfig, fingerprint: str) -> StoreRecord:
     """The record of the epoch in the store itself, for a process that reads and writes no blocks.
-
-    Args:
-        settings: of the store. No memory is lent, whatever `segment_bytes` is.
-        fingerprint: of the blocks.
-        seconds: longest wait for each call but the first, which joins the store; see `join`.
-    """
-    _limit_calls(seconds)
-    client = functools.cache(partial(join, dataclasses.replace(settings, segment_bytes=0)))
+    Its first call joins the store, and lends it no memory."""
+    _limit_calls(config.mooncake_timeout_seconds)
+    client = functools.cache(partial(join, config, 0))
     return _store_record(client, fingerprint, lends=False)
 
 
 def _store_record(client: Callable[[], Client], fingerprint: str, *, lends: bool) -> StoreRecord:
-    config = ReplicateConfig()
-    config.replica_num = COPIES
-    config.with_hard_pin = True
-    return StoreRecord(client, config, fingerprint, lends=lends)
+    kept = ReplicateConfig()
+    kept.replica_num = COPIES
+    kept.with_hard_pin = True
+    return StoreRecord(client, kept, fingerprint, lends=lends)
 
 
 def _limit_calls(seconds: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the tier of a bucket, or of a folder in its place."""
+"""Opens a bucket, or a folder in its place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import os
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
-from flexkv.tiers.base import States
-from flexkv.tiers.objects.object_store import ObjectBlocks
 from flexkv.tiers.objects.shared_folder import SCHEME, open_shared_folder
-from flexkv.tiers.remote import RemoteLimits, RemoteTier
-from flexkv.types.changes import Medium
 from flexkv.types.errors import StoreSettingError
 
 logger = logging.getLogger(__name__)
@@ -36,35 +32,10 @@ _RETRIES = 2
 tuned."""
 
 
-def open_object_tier(
-    url: str,
-    fingerprint: str,
-    slot_bytes: int,
-    limits: RemoteLimits,
-    states: States | None = None,
-) -> RemoteTier:
-    """Open the tier of a bucket.
-
-    If the bucket does not answer, the tier reads and writes nothing until it does; see
-    `RemoteTier`. The error is logged.
-
-    Args:
-        url: the setting `objects_url`. Credentials come from environment variables. Those that
-            only the store's own tools read are logged.
-        fingerprint: digest of all that the blocks' bytes depend on apart from their keys.
-        slot_bytes: bytes of a block.
-        limits: of the tier.
-        states: reports the tier's circuits to other processes; the tier owns it. None if
-            nothing is reported.
-
-    Raises:
-        StoreSettingError: the URL or an environment variable of its store cannot be used.
-    """
+def report_unread(url: str) -> None:
+    """Log the sentences of `unread_variables`."""
     for each in unread_variables(url):
         logger.warning("%s; %s", *each)
-    blocks = ObjectBlocks(connect(url, limits.timeout_seconds), fingerprint, limits.timeout_seconds)
-    name = f"objects_url {url}"
-    return RemoteTier(Medium.OBJECTS, blocks, slot_bytes, limits, store_name=name, states=states)
 
 
 def unread_variables(url: str) -> list[tuple[str, str]]:
