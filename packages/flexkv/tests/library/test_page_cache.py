@@ -411,6 +411,7 @@ class Steered:
         offsets: Sequence[int],
         after: int,
         flag: int,
+        **_: Any,
     ) -> int:
         if self.refuses:
             raise RuntimeError("the device has failed")

@@ -54,6 +54,9 @@ class HostPageMover:
         offsets: Sequence[int],
         after: int = 0,
         flag_address: int = 0,
+        *,
+        planes: range | None = None,
+        mark: int = 0,
     ) -> int:
         """See `Mover.submit`. `blocks` are the indices of the pages' first tokens."""
         first = torch.tensor(list(blocks), dtype=torch.int64)

@@ -22,8 +22,8 @@ from vllm.v1.kv_offload.base import (
 
 from flexkv.engine.boundary import LASTING, ErrorBoundary, always, answers
 from flexkv.engine.side_figures import CopyFigures
-from flexkv.engine.worker.offsets import SlotOffsets
 from flexkv.engine.worker.pages import Device
+from flexkv.engine.worker.rank_copies import RankSlots
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, PlacedPlane
 from flexkv.session import Session
@@ -285,8 +285,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 raise ValueError(f"{size} engine blocks from {index} on do not fill whole blocks")
             blocks = array("Q", job.engine_blocks[block_at : block_at + size])
             count = -(-(skip + size) // self._chunk)
-            place = SlotOffsets(self._arena, self._rank, group.block_bytes)
-            offsets = place.of(slots[slot_at : slot_at + count], skip, size)
+            place = RankSlots(self._arena, self._rank, group.block_bytes)
+            offsets = place.offsets(slots[slot_at : slot_at + count], skip, size)
             plan.append((group, blocks, offsets))
             block_at += size
             slot_at += count

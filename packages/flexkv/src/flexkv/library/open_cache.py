@@ -84,7 +84,7 @@ def open_cache(
     (pool,) = pages.place()
 
     def start(arena: Arena, threads: int) -> Mover:
-        return where.make_mover(pool.planes, pool.stored, pool.num_blocks, arena, threads)
+        return where.make_mover(pool.planes, pool.stored, layout.num_blocks, arena, threads)
 
     shard = pages.shard(["engine: none", *parts], where.numa_node)
     model = next(filter(None, parts), "")

@@ -7,15 +7,14 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from flexkv.client import CacheClient, FetchId, Transfer
+from flexkv.engine.worker.rank_copies import RankSlots
 from flexkv.host.arena import Arena
 from flexkv.types.changes import Medium
 from flexkv.types.errors import FlexKVError
-from flexkv.types.mover import Direction, Status
+from flexkv.types.mover import BlockMover, Status
 
 _PAUSE_SECONDS = 0.0005
 """Pause between two polls of a lower tier that reads: less than an NVMe drive needs for a block.
@@ -31,29 +30,6 @@ milliseconds if it has any. Not tuned."""
 
 _WAIT_SECONDS = 0.1
 """Seconds of one wait for a copy. The mover ends the wait earlier if the copy ends. Not tuned."""
-
-
-class PageMover(Protocol):
-    """What copies pages; a `Mover` does."""
-
-    def submit(
-        self,
-        direction: Direction,
-        blocks: Sequence[int],
-        offsets: Sequence[int],
-        after: int = 0,
-        flag_address: int = 0,
-    ) -> int:
-        """See `Mover.submit`."""
-        ...
-
-    def wait(self, ticket: int, timeout: float) -> Status:
-        """See `Mover.wait`."""
-        ...
-
-    def close(self) -> None:
-        """See `Mover.close`."""
-        ...
 
 
 class Copier:
@@ -74,7 +50,7 @@ class Copier:
     """
 
     def __init__(
-        self, cache: CacheClient, arena: Arena, mover: PageMover, work_so_far: Callable[[], int]
+        self, cache: CacheClient, arena: Arena, mover: BlockMover, work_so_far: Callable[[], int]
     ) -> None:
         self.cache = cache
         self.mover = mover
@@ -82,7 +58,7 @@ class Copier:
         self.gone = ""
         self._lock = threading.RLock()
         self._copying: dict[int, PageCopy] = {}
-        self._arena = arena
+        self._slots = RankSlots(arena, 0)
         self._work_so_far = work_so_far
 
     @contextlib.contextmanager
@@ -116,18 +92,14 @@ class Copier:
         Raises:
             RuntimeError, MemoryError: the mover refuses. The transfer fails.
         """
-        board = self._arena.board
         self._copying[transfer.id] = copy
         try:
-            return self.mover.submit(
-                transfer.direction,
-                array("Q", pages),
-                array("Q", [self._arena.shard_offset(slot, 0) for slot in transfer.slots]),
-                self._work_so_far(),
-                board.flag_address(transfer.cell, 0),
+            offsets, after = self._slots.offsets(transfer.slots), self._work_so_far()
+            return self._slots.submit(
+                self.mover, transfer.direction, transfer.cell, pages, offsets, after
             )
         except BaseException:
-            board.report(transfer.cell, 0, Status.FAILED)
+            self._slots.report(transfer.cell, Status.FAILED)
             raise
 
     def advance(self) -> None:

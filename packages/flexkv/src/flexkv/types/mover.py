@@ -41,15 +41,9 @@ the first part without computing, so an eighth of the load is not hidden. Each p
 transfer, about 10 us on CPUs and GPUs alike."""
 
 
-class Mover(Protocol):
-    """Copies engine blocks of one rank to and from the arena. One per worker process.
-
-    Nothing here blocks but `wait`, `hold` and `close`. A transfer that the mover accepted completes
-    exactly once, as DONE or FAILED.
-
-    Loads start in the order of their submission, each with all threads of the mover, and so do
-    stores; loads overtake stores. If a later transfer is DONE, an earlier one may still run.
-    """
+class BlockMover(Protocol):
+    """Copies blocks between pages and the arena. Nothing here blocks but `wait` and `close`. A
+    transfer that the mover accepted completes exactly once, as DONE or FAILED."""
 
     def submit(
         self,
@@ -84,6 +78,24 @@ class Mover(Protocol):
         """
         ...
 
+    def wait(self, ticket: int, timeout: float) -> Status:
+        """As `poll`, but waits up to `timeout` seconds for the transfer to finish."""
+        ...
+
+    def close(self) -> None:
+        """Let running copies end, drop queued ones as FAILED, end the threads. Idempotent."""
+        ...
+
+
+class Mover(BlockMover, Protocol):
+    """Copies engine blocks of one rank to and from the arena. One per worker process.
+
+    Nothing here blocks but `wait`, `hold` and `close`.
+
+    Loads start in the order of their submission, each with all threads of the mover, and so do
+    stores; loads overtake stores. If a later transfer is DONE, an earlier one may still run.
+    """
+
     def mark(self, stream: int) -> int:
         """Mark the work that a stream has now, for `submit`.
 
@@ -115,10 +127,6 @@ class Mover(Protocol):
         only."""
         ...
 
-    def wait(self, ticket: int, timeout: float) -> Status:
-        """As `poll`, but waits up to `timeout` seconds for the transfer to finish."""
-        ...
-
     def hold(self, ticket: int, stream: int) -> Status:
         """Make a stream follow a transfer: work put into it from now on runs when all bytes are in
         place, or when the transfer has failed.
@@ -139,8 +147,4 @@ class Mover(Protocol):
             ValueError: this is not a stream of the mover's device; it does not follow.
             RuntimeError: the device has failed; the stream does not follow.
         """
-        ...
-
-    def close(self) -> None:
-        """Let running copies end, drop queued ones as FAILED, end the threads. Idempotent."""
         ...

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexkv import KVLayout, TensorView
-from flexkv.engine.worker.layers import LayerParts, SplitLayout, merge_layers, split_layers
+from flexkv.engine.worker.layers import layers_of, split_layers
+from flexkv.engine.worker.pages import PlacedPages
 from flexkv.layout import share_of
 
 BLOCKS = 4
@@ -88,13 +89,24 @@ def test_a_layer_of_two_tensors_has_all_when_the_second_is_there() -> None:
 
 
 def test_parts_of_several_layouts_come_in_the_order_of_the_layers() -> None:
-    full = LayerParts((range(2), range(2, 4)), {"1": 0, "3": 1})
-    first, second = LayerParts((range(3),), {"0": 0}), LayerParts((range(5),), {"2": 0})
-    merged = merge_layers(
+    def pages(names: str, begin: float, share: float, numbers: range) -> PlacedPages:
+        """Layers whose pages take so many planes together."""
+        views = [
+            TensorView(f"{name}", 4096 * (1 + i), (BLOCKS, 64), (64, 1), 1)
+            for name in names
+            for i in range(len(numbers))
+            if i * len(names) // len(numbers) == names.index(name)
+        ]
+        layout = KVLayout.from_tensors(views, BLOCKS)
+        planes = layout.place(1)
+        assert len(planes) == len(numbers)
+        return PlacedPages(layout, planes, numbers, 0, numbers, begin, share)
+
+    merged = layers_of(
         [
-            SplitLayout(0, 0.0, 1.0, full),
-            SplitLayout(4, 0.0, 0.5, first),
-            SplitLayout(7, 0.5, 0.5, second),
+            pages("13", 0.0, 1.0, range(4)),
+            pages("0", 0.0, 0.5, range(4, 7)),
+            pages("2", 0.5, 0.5, range(7, 12)),
         ]
     )
     assert merged.planes == (range(2), range(4, 7), range(2, 4), range(7, 12))

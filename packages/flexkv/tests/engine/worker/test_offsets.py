@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flexkv.engine.worker.offsets import SlotOffsets
+from flexkv.engine.worker.rank_copies import RankSlots
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 
@@ -26,19 +26,19 @@ def test_each_engine_block_lies_in_its_slot_behind_those_before_it(arena: Arena,
     step = BLOCK * (rank + 1)
     count = arena.spec.format.engine_blocks
     places = [arena.shard_offset(slot, rank) + i * step for slot in SLOTS for i in range(count)]
-    offsets = SlotOffsets(arena, rank, step)
-    assert offsets.of(SLOTS).tolist() == places
-    assert offsets.of(range(3)).tolist() == [
+    offsets = RankSlots(arena, rank, step)
+    assert offsets.offsets(SLOTS).tolist() == places
+    assert offsets.offsets(range(3)).tolist() == [
         arena.shard_offset(slot, rank) + i * step for slot in range(3) for i in range(count)
     ]
 
 
 def test_a_load_may_begin_and_end_inside_a_slot(arena: Arena) -> None:
     count = arena.spec.format.engine_blocks
-    whole = SlotOffsets(arena, 0, BLOCK).of(SLOTS).tolist()
+    whole = RankSlots(arena, 0, BLOCK).offsets(SLOTS).tolist()
     skip, stop = count - 1, len(whole) - count // 2
-    assert SlotOffsets(arena, 0, BLOCK).of(SLOTS, skip, stop - skip).tolist() == whole[skip:stop]
+    assert RankSlots(arena, 0, BLOCK).offsets(SLOTS, skip, stop - skip).tolist() == whole[skip:stop]
 
 
 def test_nothing_has_no_places(arena: Arena) -> None:
-    assert SlotOffsets(arena, 0, BLOCK).of([]).tolist() == []
+    assert RankSlots(arena, 0, BLOCK).offsets([]).tolist() == []

@@ -28,7 +28,7 @@ def pages_of(ranks: int, number: int) -> RankPages:
 def test_pages_apart_have_the_blocks_behind_the_others() -> None:
     pages = pages_of(1, 0)
     assert pages.num_blocks == 9 + 5 + 5
-    assert [placed.num_blocks for placed in pages.place()] == [9, 5, 5]
+    assert [placed.first for placed in pages.place()] == [0, 9, 14]
 
 
 def test_a_slot_has_room_for_the_largest_page() -> None:

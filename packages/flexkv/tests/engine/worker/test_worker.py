@@ -11,14 +11,18 @@ import pytest
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import EVERYTHING, CopyOrder, StepOrders
-from flexkv.engine.worker.block_sizes import BlockSizes
 from flexkv.engine.worker.layers import LayerParts
+from flexkv.engine.worker.pages import PlacedPages
+from flexkv.engine.worker.rank_copies import BlockSizes
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.host.arena import Arena, ArenaSpec
-from flexkv.layout import BlockFormat
+from flexkv.layout import BlockFormat, KVLayout, TensorView
 from flexkv.types.mover import MARKS, Direction, Status
 
 PLANES = 4
+VIEWS = [TensorView(f"l{i}", 4096 * (1 + i), (4, 1024), (1024, 1), 1) for i in range(PLANES)]
+LAYOUT = KVLayout.from_tensors(VIEWS, 4)
+PAGES = PlacedPages(LAYOUT, LAYOUT.place(1), range(PLANES), 0, range(PLANES))
 PARTS = LayerParts((range(2), range(2, PLANES)), {"first": 0, "last": 1})
 
 
@@ -102,7 +106,7 @@ def make_side(
         mover,
         0,
         block_step=1024,
-        sizes=BlockSizes([1024] * PLANES, range(PLANES)),
+        sizes=BlockSizes([PAGES]),
         parts=PARTS,
         work_so_far=work_so_far,
         boundary=ErrorBoundary(),

@@ -36,18 +36,10 @@ class Device(Protocol):
         arena: Arena,
         threads: int,
     ) -> Mover:
-        """Make the mover between pages on this device and an arena. The caller closes it.
-
-        Args:
-            planes: planes of the pages. Their memory must stay mapped until the mover is closed.
-            stored: numbers of the planes that stores copy.
-            num_blocks: engine blocks in each plane.
-            arena: attached; must stay so until the mover is closed.
-            threads: number of copying threads, if processors copy.
-
-        Raises:
-            ValueError: the mover refuses the planes.
-        """
+        """Make the mover between pages on this device and an attached arena. The caller closes it;
+        the memory of both must stay mapped until then. Stores copy the planes numbered `stored`.
+        Each plane has `num_blocks` engine blocks. If processors copy, so many `threads` do. Raises
+        ValueError if the mover refuses the planes."""
         ...
 
     def work_so_far(self) -> int:
@@ -59,15 +51,20 @@ class PlacedPages(NamedTuple):
     """The pages of a layout, and their places in slots.
 
     Attributes:
-        num_blocks: how many pages each plane has.
-        planes: all planes.
-        stored: numbers of the planes that this rank stores. Of ranks with the same bytes, each
-            stores a share.
+        stored: places in `planes` of those that this rank stores. Of ranks with the same bytes,
+            each stores a share.
+        first: number of the first page among the blocks of all layouts.
+        numbers: numbers of the planes among those of all layouts.
+        begin, share: see `ApartPages`.
     """
 
-    num_blocks: int
+    layout: KVLayout
     planes: list[PlacedPlane]
     stored: range
+    first: int
+    numbers: range
+    begin: float = 0.0
+    share: float = 1.0
 
 
 class ApartPages(NamedTuple):
@@ -75,7 +72,6 @@ class ApartPages(NamedTuple):
     window. A page takes a slot.
 
     Attributes:
-        layout: where they are.
         begin: which share of the model's layers comes before their first one, about.
         share: which share of the model's layers they span, about.
         is_own: whether they differ between ranks that hold the same bytes of a block.
@@ -92,12 +88,9 @@ class RankPages:
     """The pages of one rank, and which part of the engine's blocks they hold.
 
     Attributes:
-        layout: the layout of the pages.
         engine_blocks: engine blocks of a FlexKV block.
         sharding: how the ranks of a stage divide a block.
-        number: number of this rank within its stage.
-        stage: number of its pipeline stage.
-        stages: number of stages of the engine.
+        number: number of this rank within its pipeline stage.
         apart: the pages with numbers of their own.
     """
 
@@ -126,12 +119,8 @@ class RankPages:
         return self.stages * self.sharding.ranks
 
     def shard(self, identity: Sequence[str], numa_node: int | None) -> Shard:
-        """The rank's message to the others.
-
-        Args:
-            identity: what determines the bytes of a block; `model` of `block_identity`.
-            numa_node: node of the pages' device.
-        """
+        """The rank's message to the others. `identity` is all that determines the bytes of a block,
+        `model` of `block_identity`; `numa_node` is that of the pages' device."""
         blocks, sharding = self.engine_blocks, self.sharding
         apart = [each.layout for each in self.apart]
         parts = block_identity(identity, self.layout, blocks, sharding, apart)
@@ -152,7 +141,8 @@ class RankPages:
         slots."""
         stride = max(part.layout.head_stride(self.engine_blocks) for part in self._parts)
         replica, replicas = self.number % self.sharding.replicas, self.sharding.replicas
-        placed = []
+        placed: list[PlacedPages] = []
+        first = plane = 0
         for part in self._parts:
             planes = part.layout.place(self.engine_blocks, 0 if part.is_own else stride)
             if part.is_own:
@@ -161,7 +151,10 @@ class RankPages:
                 stored = range(len(planes))
             else:
                 planes, stored = share_of(planes, replica, replicas)
-            placed.append(PlacedPages(part.layout.num_blocks, planes, stored))
+            numbers = range(plane, plane + len(planes))
+            layout, begin, share, _ = part
+            placed.append(PlacedPages(layout, planes, stored, first, numbers, begin, share))
+            first, plane = first + layout.num_blocks, numbers.stop
         return placed
 
     @property

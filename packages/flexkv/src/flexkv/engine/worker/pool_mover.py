@@ -31,7 +31,6 @@ class NumberedPages(NamedTuple):
     """Pages that one mover copies.
 
     Attributes:
-        mover: of these pages.
         first: number of the first of them among the blocks of all pools.
         planes: the numbers of its planes among those of all pools.
     """
@@ -62,13 +61,10 @@ class _Copy:
 
 
 class PoolMover:
-    """A `Mover` over movers of several pools. Single-threaded.
+    """A `Mover` over movers of several pools, in the order of their blocks; owned. Single-threaded.
 
     Whoever gets the flag of a transfer whose blocks are of several pools gets it once this mover
     has been polled.
-
-    Args:
-        pools: in the order of their blocks. Their movers are owned.
     """
 
     def __init__(self, pools: Sequence[NumberedPages]) -> None:
@@ -194,7 +190,7 @@ class PoolMover:
         pool_of = np.searchsorted(self._firsts, numbers, side="right") - 1
         for number in np.unique(pool_of).tolist():
             pool = self._pools[number]
-            own = pool.planes if planes is None else _both(pool.planes, planes)
+            own = pool.planes if planes is None else common(pool.planes, planes)
             if own:
                 chosen = pool_of == number
                 its = array("Q", (numbers[chosen] - np.uint64(pool.first)).tobytes())
@@ -222,7 +218,7 @@ class PoolMover:
             del self._copies[oldest]
 
 
-def _both(one: range, other: range) -> range:
+def common(one: range, other: range) -> range:
     """The common part of two ranges with a step of 1."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))

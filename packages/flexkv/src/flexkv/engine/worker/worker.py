@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders, StepReport
-from flexkv.engine.worker.block_sizes import BlockSizes
-from flexkv.engine.worker.layers import LayerParts
-from flexkv.engine.worker.layerwise import LayerwiseLoads
-from flexkv.engine.worker.rank_copies import RankCopies
-from flexkv.engine.worker.step_marks import StepMarks
+from flexkv.engine.worker.layers import LayerParts, LayerwiseLoads
+from flexkv.engine.worker.rank_copies import BlockSizes, RankCopies, StepMarks
 from flexkv.session import Session
 from flexkv.types.mover import Direction, Mover, Status
 
@@ -45,11 +42,7 @@ class WorkerSide:
 
     Args:
         session: with the arena; owned, closed after the mover.
-        mover: of this rank's pages.
-        rank: this rank.
         block_step: bytes from one engine block to the next in a slot.
-        sizes: bytes of the engine's blocks.
-        parts: the parts of a block, in the order in which layers need them.
         work_so_far: returns the work that a copy submitted now must follow, as `after` of
             `Mover.submit`.
         boundary: catches errors of single transfers.
@@ -57,9 +50,6 @@ class WorkerSide:
             part is of no use; otherwise its failed blocks are reported.
         alone: whether nothing but the engine and this worker side reads or writes the blocks. If
             not, every load follows everything.
-
-    Attributes:
-        figures: of the copies.
     """
 
     def __init__(
