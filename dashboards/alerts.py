@@ -14,6 +14,7 @@ import yaml
 
 from dashboards.names import Names
 from dashboards.panels import hit_rate
+from flexkv.types.changes import BELOW
 
 ENGINES = ("vllm", "sglang")
 _HEAD = """\
@@ -205,7 +206,7 @@ def _pace(names: Names) -> Sequence[Alert]:
 def _room(names: Names) -> Sequence[Alert]:
     stored = _sum(names.rate("stored_blocks", "1h", tier="host"))
     evicted = _sum(names.rate("evicted_blocks", "1h", tier="host"))
-    dropped = names.rate("dropped_blocks", "30m", tier="disk|mooncake|objects")
+    dropped = names.rate("dropped_blocks", "30m", tier="|".join(each.value for each in BELOW))
     arrived = _sum(names.rate("stored_blocks", "30m", tier="host"))
     return (
         Alert(

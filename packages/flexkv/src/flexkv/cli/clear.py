@@ -34,6 +34,7 @@ from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.lock_owner import describe_owner
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
+from flexkv.tiers.shared_store import all_stores, shared_stores
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable, size
@@ -225,20 +226,13 @@ def _chosen(
             raise _needless(fingerprint, "DIR is cleared, and no shared store")
         return [], find_folders(directories, leftovers=True)
     config = read_settings()
-    has_store = config.objects_url is not None or config.mooncake_metadata is not None
+    has_store = any(shared_stores(config))
     if fingerprint is not None and not has_store:
         raise _needless(fingerprint, "the settings name no shared store")
     found = Found([], [])
     if config.ssd_cache_dir or not has_store:
         found = find_folders([], leftovers=True)
-    try:
-        shared = shared_blocks(config, fingerprint, found.folders)
-    except OSError as error:
-        raise ConfigError(
-            f"objects_url is {config.objects_url!r}, which cannot be listed ({error}); allowed: a "
-            "bucket that answers and that this user may list, or --fingerprint"
-        ) from None
-    return shared, found
+    return shared_blocks(config, fingerprint, found.folders), found
 
 
 def _check_fingerprint(text: str | None) -> None:
@@ -255,7 +249,7 @@ def _needless(fingerprint: str, why: str) -> ConfigError:
     that it chooses folders, all of which would be removed."""
     return ConfigError(
         f"--fingerprint is {fingerprint!r} on the command line, but {why}; allowed: without DIR, "
-        "and with objects_url or mooncake_metadata set"
+        f"and with {' or '.join(each.setting for each in all_stores())} set"
     )
 
 

@@ -82,15 +82,21 @@ def shared_blocks(
         folders: paths of the folders in the cache directories.
 
     Raises:
-        ConfigError: no fingerprint is known, or a store's client is not installed.
+        ConfigError: no fingerprint is known, a store cannot be listed, or its client is not
+            installed.
         StoreSettingError: a store cannot be used as the settings name it.
-        OSError: the bucket cannot be reached.
     """
     given = [] if fingerprint is None else [fingerprint]
     stores = list(shared_stores(config))
     listed: dict[SharedStore, list[str] | None] = {}
     for store in stores:
-        found = None if given else store.fingerprints(config)
+        try:
+            found = None if given else store.fingerprints(config)
+        except OSError as error:
+            raise ConfigError(
+                f"{store.setting} is {store.address(config)!r}, which cannot be listed ({error}); "
+                "allowed: a store that answers and that this user may list, or --fingerprint"
+            ) from None
         # Whoever can write to a bucket chooses the names there, which a terminal may obey.
         listed[store] = None if found is None else list(filter(is_fingerprint, found))
     known = given or sorted(

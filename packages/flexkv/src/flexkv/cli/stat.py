@@ -32,6 +32,7 @@ from flexkv.cli.stat_service import ask_services, print_service
 from flexkv.session.state_reports import read_states
 from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
+from flexkv.tiers.shared_store import shared_stores
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError, DiskError
 from flexkv.types.texts import blocks, size
@@ -206,7 +207,7 @@ def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:
     except (ArenaError, HungError) as error:
         raise ConfigError(str(error)) from None
     stores = sorted((StoreState.of(each) for each in found), key=astuple)
-    has_store = stores or config.objects_url or config.mooncake_master
+    has_store = stores or any(shared_stores(config))
     if has_store and not config.ssd_cache_dir:
         return Found([], []), stores
     try:

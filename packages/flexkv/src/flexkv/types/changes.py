@@ -25,7 +25,7 @@ class Medium(enum.Enum):
     @property
     def is_shared(self) -> bool:
         """Whether nodes share the tier. Such a tier must be asked which blocks it has."""
-        return self in (Medium.MOONCAKE, Medium.OBJECTS)
+        return self not in (Medium.HOST, Medium.DISK)
 
 
 BELOW = tuple(medium for medium in Medium if medium is not Medium.HOST)
