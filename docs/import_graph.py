@@ -85,7 +85,6 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
                 "engine.start",
                 "engine.open_rank",
                 "engine.side_figures",
-                "engine.engine_door",
             ),
         ),
     ),
@@ -97,7 +96,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("client", "CacheClient, the door below engines", _of(CORE, "client")),),
     (
         Room("figures", "metrics, the meter", _of(CORE, "figures")),
-        Room("control", "how operators ask a cache", _of(CORE, "control")),
+        Room("operators", "what people may ask of a cache", _of(CORE, "operators")),
     ),
     (
         Room("tiers/disk", "blocks on NVMe", _of(CORE, "tiers.disk")),

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from flexkv.control.prompts import PromptQuestion
+from flexkv.operators.verbs import PromptQuestion
 from flexkv_sglang import page_keys as page_keys_module
 from flexkv_sglang.page_hashes import PageHashes
 from flexkv_sglang.page_keys import PageKeys

@@ -23,9 +23,9 @@ from sglang_world import (
 )
 
 from flexkv.client import Reset
-from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
 from flexkv.figures.definitions import HINTS, sample
+from flexkv.operators.ask_door import AskError
 from flexkv_sglang import following
 from packages.inside import cache_of, fail_resets
 

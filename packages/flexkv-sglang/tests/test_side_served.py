@@ -20,7 +20,7 @@ from sglang_world import (
     same,
 )
 
-from flexkv.control.ask_door import AskError
+from flexkv.operators.ask_door import AskError
 from flexkv.service import line
 from flexkv.types.presence import Presence
 from flexkv_sglang import start

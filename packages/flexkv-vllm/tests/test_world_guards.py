@@ -19,10 +19,10 @@ from kv_pages import BLOCK_TOKENS
 from late_device import STREAM, DeviceWorld
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from flexkv.control.ask_door import AskError
 from flexkv.engine.boundary import LASTING
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep
+from flexkv.operators.ask_door import AskError
 from flexkv_kernels.host_memory import HostMemory
 from flexkv_vllm.compat.core import binds_pool, fails_by_request
 from flexkv_vllm.compat.steps import read_step

@@ -14,8 +14,8 @@ from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
 from subscriber import DISK, HOST, Subscriber, drain
 
-from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
+from flexkv.operators.ask_door import AskError
 from flexkv.types.mover import Direction
 from packages.inside import copies_of, index_of
 from packages.tier_blocks import ready_blocks

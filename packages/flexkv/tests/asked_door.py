@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flexkv.control.ask_door import ask
+from flexkv.operators.ask_door import ask
 from flexkv.session.state_reports import Subject, read_states
 
 

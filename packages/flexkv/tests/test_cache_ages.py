@@ -181,7 +181,7 @@ def test_blocks_of_an_unknown_time_leave_at_a_start(make_world: MakeWorld) -> No
 def test_blocks_leave_an_idle_engine(
     make_world: MakeWorld, clock: AgesClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexkv.engine.idle_polls._SECONDS", 0.01)
+    monkeypatch.setattr("flexkv.operators.engine_door._POLL_SECONDS", 0.01)
     world = make_world()
     world.generate(PROMPT)
     world.settle()

@@ -10,7 +10,6 @@ from typing import Any
 from toy_blocks import BLOCK, GROUPS, ToyPages, ToyPool, ToyRequest
 
 from flexkv import CacheConfig
-from flexkv.control.prompts import PromptQuestion
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.orders import StepOrders
@@ -22,6 +21,7 @@ from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.start import attach_session, make_chooser, make_own_cache, operator_access
 from flexkv.engine.worker.pages import Device
 from flexkv.engine.worker.start_worker import start_worker
+from flexkv.operators.verbs import PromptQuestion
 
 
 class ToyKeys:

@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from flexkv.control.prompts import PromptQuestion
-from flexkv.engine.engine_door import PART_BLOCKS
 from flexkv.engine.key_epoch import KeyEpoch
+from flexkv.operators.engine_door import PART_BLOCKS
+from flexkv.operators.verbs import PromptQuestion
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
 from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages, TrailingPool
@@ -95,7 +95,7 @@ class PageKeys:
 
 
 class SglangPromptKeys:
-    """See `flexkv.engine.engine_door.PromptKeys`. Any thread may call it.
+    """See `flexkv.operators.engine_door.PromptKeys`. Any thread may call it.
 
     Args:
         page_keys: those of the engine; only its epoch is read.

@@ -170,7 +170,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     others=side.trailing.keys_behind,
                 )
                 figures = side.requests.figures
-                figures.answer(*where, operator_access(config, keys).changing(calls))
+                figures.answer(calls.open(operator_access(config, keys), *where))
                 figures.report_health(*where)
         undo.pop_all()
         return side

@@ -11,9 +11,9 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
-from flexkv.control.prompts import PromptQuestion
-from flexkv.engine.engine_door import PART_BLOCKS
 from flexkv.engine.scheduler.groups import Group, Groups
+from flexkv.operators.engine_door import PART_BLOCKS
+from flexkv.operators.verbs import PromptQuestion
 
 
 class KeysOfHashes(Protocol):
@@ -31,7 +31,7 @@ class KeysOfHashes(Protocol):
 
 
 class VllmPromptKeys:
-    """See `flexkv.engine.engine_door.PromptKeys`. The blocks of a prompt are those of the group
+    """See `flexkv.operators.engine_door.PromptKeys`. The blocks of a prompt are those of the group
     that reaches furthest back; of others, a hit needs the last blocks only.
 
     Args:

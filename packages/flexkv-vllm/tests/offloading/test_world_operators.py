@@ -14,8 +14,8 @@ from disk_world import PROMPT_BLOCKS, fill, hits, prompts
 from engine_world import World, random_prompt
 from offloading_world import HYBRID, SEVERAL_GROUPS, WINDOW, MakeOffloadingWorld
 
-from flexkv.control.ask_door import AskError
 from flexkv.engine.scheduler import operator_calls
+from flexkv.operators.ask_door import AskError
 from flexkv.types.mover import Direction
 from packages.inside import copies_of, index_of
 from packages.tier_blocks import ready_blocks

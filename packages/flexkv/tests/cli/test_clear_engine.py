@@ -14,7 +14,7 @@ from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv.client import Reset
-from flexkv.control.ask_door import AskError
+from flexkv.operators.ask_door import AskError
 from flexkv.session.state_reports import Subject, read_states
 from packages.flexkv.tests.cli.stores import Flexkv
 from packages.inside import fail_resets

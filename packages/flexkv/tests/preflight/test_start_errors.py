@@ -25,7 +25,7 @@ import pytest
 
 from flexkv import FlexKVError, KVLayout, TensorView, open_cache
 from flexkv.cli import main
-from flexkv.control.local_http import local_http
+from flexkv.operators.engine_door import local_http
 from flexkv.preflight.checks import check_start
 from flexkv.service.attach import join_pool
 from flexkv.session.runtime_directory import RuntimeDirectory
@@ -38,7 +38,10 @@ ERRORS = {
     *("FlexKVError", "ConfigError", "ArenaError", "DiskError", "UnavailableError", "HungError"),
     *("StoreSettingError", "EngineVersionError", "disk_error"),
 }
-NO_START = ("flexkv.cli.", "flexkv.plan.", "flexkv.preflight.", "flexkv.common.")
+NO_START = (
+    *("flexkv.cli.", "flexkv.plan.", "flexkv.preflight.", "flexkv.common."),
+    "flexkv.operators.ask_door",
+)
 NOBODY = 65534
 LAYOUT = KVLayout.from_tensors([TensorView.of("a", np.zeros((2, 4096), np.int8))], 2)
 
@@ -250,7 +253,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.service.private_service:_alone": [Unknown.PEERS],
     "flexkv.service.private_service:_start": [Unknown.SYSTEM],
     "flexkv.service.private_service:start_private": [Unknown.PEERS],
-    "flexkv.control.local_http:_refused": [Case("control", open_token, answer_operators)],
+    "flexkv.operators.engine_door:_refused": [Case("control", open_token, answer_operators)],
     "flexkv.session.meet:_connect": [Unknown.PEERS],
     "flexkv.session.meet:_enter": [Unknown.PEERS] * 3,
     "flexkv.session.runtime_directory:RuntimeDirectory.listen": [Unknown.PEERS],

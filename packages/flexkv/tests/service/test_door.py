@@ -20,15 +20,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from refused_writes import refuse_writes
 
 from flexkv import cli
-from flexkv.control import http_door
-from flexkv.control.ask_door import AskError
-from flexkv.control.ask_door import ask as question
-from flexkv.control.http_door import listen_at
-from flexkv.control.prompts import PromptQuestion
 from flexkv.eviction import RequestContext
 from flexkv.figures.health_samples import problems_of
-from flexkv.service import door
+from flexkv.operators import door as doors
+from flexkv.operators.ask_door import AskError
+from flexkv.operators.ask_door import ask as question
+from flexkv.operators.door import listen_at
+from flexkv.operators.verbs import PromptQuestion
 from flexkv.service import messages as wire
+from flexkv.service import operators
 from flexkv.service.ask import (
     ServiceError,
     clear_pools,
@@ -167,14 +167,14 @@ def test_a_clear_that_names_nothing_clears_nothing(
 
 def test_a_port_that_nobody_asks_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (86400.0,))
-    idle = http_door.Door(listen_at("127.0.0.1", 0), {}, is_open=True)
+    idle = doors.Door(listen_at("127.0.0.1", 0), {}, is_open=True)
     idle.close()
 
 
 def test_a_loop_that_does_not_answer_is_no_health(
     port: int, make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_LOOP_SECONDS", 0.05)
+    monkeypatch.setattr(operators, "_LOOP_SECONDS", 0.05)
     service = make_service()
     service.stop()
     status, text = ask(port, "GET", "/health")
@@ -249,7 +249,7 @@ def test_health_says_that_no_engine_finds_the_service(
 def test_silent_peers_keep_nobody_out(
     port: int, make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_door, "_MOST_PEERS", 3)
+    monkeypatch.setattr(doors, "_MOST_PEERS", 3)
     service = make_service()
     with contextlib.ExitStack() as stack:
         for _ in range(10):
@@ -391,7 +391,7 @@ def test_a_service_finds_a_prompt_by_its_hashes(
 def test_a_body_that_is_too_long_is_not_read(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_door, "_MOST_BYTES", 20)
+    monkeypatch.setattr(doors, "_MOST_BYTES", 20)
     with pytest.raises(ServiceError, match=r"has \d+ bytes; allowed: at most 20"):
         find_prompt(service.root, PromptQuestion(hashes=("00ff00ff",) * 10), None)
 

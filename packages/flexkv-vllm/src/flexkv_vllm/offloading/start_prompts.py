@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from flexkv import CacheConfig
 from flexkv.client import CacheClient
-from flexkv.control.local_http import local_http
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.chooser import LoadChooser
-from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.scheduler.reports import HitReports
 from flexkv.engine.side_figures import CacheFigures
+from flexkv.operators.engine_door import OperatorAccess, PromptKeys, local_http
 from flexkv_vllm.offloading.prompts import OffloadedPrompts
 from flexkv_vllm.offloading.requests import RequestMaker
 
@@ -56,8 +55,8 @@ def make_prompts(
             reports.sessions,
             empty=prompts.empty,
         )
-        access = OperatorAccess(keys, calls, http)
-        figures.answer(settings.session_root, "vllm", fingerprint, access)
+        access = OperatorAccess(keys, http)
+        figures.answer(calls.open(access, settings.session_root, "vllm", fingerprint))
 
     prompts.open_door = open_door
     return prompts

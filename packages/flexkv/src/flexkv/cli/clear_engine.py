@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from flexkv.cli.engines_asked import ask_engines, directory_of, engines_in, print_failed
-from flexkv.control.prompts import ClearEffect
+from flexkv.cli.engines_asked import directory_of, print_failed
+from flexkv.operators.ask_door import ask_engines, engines_in
+from flexkv.operators.verbs import CLEAR, ClearEffect, ClearQuestion
 from flexkv.types.texts import blocks, printable
 
 
@@ -35,9 +36,7 @@ def clear_engine(args: argparse.Namespace, agrees: Callable[[str, Sequence[str]]
     if engines and not args.yes and not agrees(question, engines):
         print("nothing removed")
         return 1
-    cleared, failed = ask_engines(
-        root, args.fingerprint, "/clear", b'{"blocks": "all"}', ClearEffect
-    )
+    cleared, failed = ask_engines(root, args.fingerprint, CLEAR, ClearQuestion("all"))
     print_failed(failed)
     for effect in cleared:
         print(_line(effect))

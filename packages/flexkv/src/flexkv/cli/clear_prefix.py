@@ -6,16 +6,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import msgspec
-
-from flexkv.cli.engines_asked import (
-    ask_engines,
-    directory_of,
-    print_effects,
-    print_failed,
-    prompt_of,
-)
-from flexkv.control.prompts import PromptEffect
+from flexkv.cli.engines_asked import directory_of, print_effects, print_failed, prompt_of
+from flexkv.operators.ask_door import ask_engines
+from flexkv.operators.verbs import REMOVE
 
 
 def add_prefix(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +46,7 @@ def clear_prefix(args: argparse.Namespace, agrees: Callable[[str], bool]) -> int
     if not args.yes and not agrees(f"Remove the blocks of this prompt in the engines of {root}?"):
         print("nothing removed")
         return 1
-    body = msgspec.json.encode(prompt)
-    answers, failed = ask_engines(root, args.fingerprint, "/remove", body, PromptEffect)
+    answers, failed = ask_engines(root, args.fingerprint, REMOVE, prompt)
     print_failed(failed)
     print_effects(answers, "removed")
     stays = any(each.places.found or each.reason for each in answers)

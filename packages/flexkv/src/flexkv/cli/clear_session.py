@@ -7,11 +7,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import msgspec
-
-from flexkv.cli.engines_asked import ask_engines, directory_of, print_failed
-from flexkv.control.http_door import RefusedError
-from flexkv.control.prompts import SessionEffect, SessionQuestion, check_session
+from flexkv.cli.engines_asked import directory_of, print_failed
+from flexkv.operators.ask_door import ask_engines
+from flexkv.operators.verbs import (
+    REMOVE_SESSION,
+    RefusedError,
+    SessionEffect,
+    SessionQuestion,
+    Verb,
+)
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable
 
@@ -37,16 +41,18 @@ def clear_session(args: argparse.Namespace, agrees: Callable[[str], bool]) -> in
     if not args.yes and not agrees(f"Remove the blocks of {shown!r} in the engines of {root}?"):
         print("nothing removed")
         return 1
-    return ask_about_session(args, root, "/remove_session", "removed")
+    return ask_about_session(args, root, REMOVE_SESSION, "removed")
 
 
-def ask_about_session(args: argparse.Namespace, root: str, path: str, done: str) -> int:
+def ask_about_session(
+    args: argparse.Namespace, root: str, verb: Verb[SessionQuestion, SessionEffect], done: str
+) -> int:
     """Ask the engines to do something about a conversation, and print what they did.
 
     Args:
         args: of the command line.
         root: the engines' runtime directory.
-        path: what to ask.
+        verb: what to ask.
         done: what they did, such as `removed`.
 
     Returns:
@@ -57,11 +63,10 @@ def ask_about_session(args: argparse.Namespace, root: str, path: str, done: str)
     """
     question = SessionQuestion(args.session, args.salt or "")
     try:
-        check_session(question)
+        question.check()
     except RefusedError as error:
         raise ConfigError(f"{OPTION} on the command line: {error}") from None
-    body = msgspec.json.encode(question)
-    answers, failed = ask_engines(root, args.fingerprint, path, body, SessionEffect)
+    answers, failed = ask_engines(root, args.fingerprint, verb, question)
     print_failed(failed)
     for each in answers:
         reason = f"; {printable(each.reason)}" if each.reason else ""

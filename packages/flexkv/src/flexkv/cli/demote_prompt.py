@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from flexkv.cli.engines_asked import add_prompt, change_prompt
+from flexkv.operators.verbs import DEMOTE
 
 NAME = "demote"
 HELP = "move a prompt from host memory to lower tiers"
@@ -20,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    answers, failed = change_prompt(args, "/demote", "demoted")
+    answers, failed = change_prompt(args, DEMOTE, "demoted")
     some = any(each.done for each in answers)
     return 1 if failed or not some or any(each.reason for each in answers) else 0

@@ -4,32 +4,21 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import sys
-from collections.abc import Iterator
-from typing import TypeVar
 
 import msgspec
 
 from flexkv.cli.common import read_settings
 from flexkv.cli.input_text import read_input
-from flexkv.control.ask_door import AskError, ask
-from flexkv.control.http_door import RefusedError
-from flexkv.control.prompts import PromptEffect, PromptPlaces, PromptQuestion, check_question
-from flexkv.session.state_reports import Subject, process_of, read_states
-from flexkv.types.deadline import HungError, call_beside
-from flexkv.types.errors import ArenaError, ConfigError
+from flexkv.operators.ask_door import ask_engines
+from flexkv.operators.verbs import PromptEffect, PromptPlaces, PromptQuestion, RefusedError, Verb
+from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable
 
 _MOST_BYTES = 64 << 20
 """The longest FILE. Not tuned."""
-_SECONDS = 120.0
-"""Time limit for the answer of an engine, which hashes long prompts beside its work, and waits for
-lower tiers for a minute at most. Not tuned."""
 _WORD = re.compile(r"[^\s,\[\]\"']+")
-
-_Answer = TypeVar("_Answer")
 
 
 class _Tokenized(msgspec.Struct):
@@ -85,7 +74,7 @@ def prompt_of(args: argparse.Namespace) -> PromptQuestion:
             question = PromptQuestion(hashes=tuple(map(str.lower, words)), cache_salt=args.salt)
         else:
             question = PromptQuestion(tokens=tuple(map(int, words)), cache_salt=args.salt)
-        check_question(question)
+        question.check()
     except ValueError as error:
         raise ConfigError(
             f"FILE is {args.file!r} on the command line and has no token ids ({error}); allowed: "
@@ -115,81 +104,6 @@ def _read(path: str) -> str:
             f"FILE is {path!r} on the command line, which cannot be read: {reason}; allowed: a "
             "text file, or - for standard input"
         ) from None
-
-
-def ask_engines(
-    root: str, fingerprint: str | None, path: str, body: bytes, kind: type[_Answer]
-) -> tuple[list[_Answer], list[str]]:
-    """Ask the engines in a runtime directory.
-
-    Args:
-        root: path of the directory.
-        fingerprint: of the engines; None for all.
-        path: what to ask.
-        body: the question.
-        kind: of an answer.
-
-    Returns:
-        The answers, and why other engines give none.
-
-    Raises:
-        ConfigError: the directory cannot be read.
-    """
-    try:
-        return call_beside(
-            root, functools.partial(_ask_engines, root, fingerprint, path, body, kind)
-        )
-    except (ArenaError, HungError) as error:
-        raise ConfigError(str(error)) from None
-
-
-def _ask_engines(
-    root: str, fingerprint: str | None, path: str, body: bytes, kind: type[_Answer]
-) -> tuple[list[_Answer], list[str]]:
-    answers: list[_Answer] = []
-    failed: list[str] = []
-    for name, door in list(_doors(root, fingerprint)):
-        try:
-            if not door:
-                raise AskError(f"the {name} has no door; see its log")
-            content = ask(root, door, name, ("POST", path), body, seconds=_SECONDS)
-            answers.append(msgspec.json.decode(content, type=kind))
-        except AskError as error:
-            failed.append(printable(str(error)))
-        except msgspec.DecodeError as error:
-            failed.append(f"{name} answers as another version of FlexKV does: {error}")
-    if not answers and not failed:
-        known = sorted({str(each.get("fingerprint")) for each in read_states(root, Subject.HEALTH)})
-        failed.append(
-            printable(f"no engine has the fingerprint {fingerprint!r}; allowed: {', '.join(known)}")
-            if known
-            else f"no engine with FlexKV runs in {root!r}"
-        )
-    return answers, failed
-
-
-def engines_in(root: str, fingerprint: str | None) -> list[str]:
-    """The names of the engines that `ask_engines` asks, for people.
-
-    Args:
-        root, fingerprint: as given to `ask_engines`.
-
-    Raises:
-        ConfigError: the directory cannot be read.
-    """
-    try:
-        doors = call_beside(root, lambda: list(_doors(root, fingerprint)))
-    except (ArenaError, HungError) as error:
-        raise ConfigError(str(error)) from None
-    return [name.rstrip(",") for name, _ in doors]
-
-
-def _doors(root: str, fingerprint: str | None) -> Iterator[tuple[str, str]]:
-    """Name and socket of each engine's door."""
-    for report in read_states(root, Subject.HEALTH):
-        if fingerprint in (None, report.get("fingerprint")):
-            name = f"engine {report.get('engine')}, process {process_of(report)},"
-            yield printable(name), str(report.get("door") or "")
 
 
 def print_failed(failed: list[str]) -> None:
@@ -223,14 +137,14 @@ def print_effects(effects: list[PromptEffect], done: str) -> None:
 
 
 def change_prompt(
-    args: argparse.Namespace, path: str, done: str
+    args: argparse.Namespace, verb: Verb[PromptQuestion, PromptEffect], done: str
 ) -> tuple[list[PromptEffect], list[str]]:
     """Ask the engines to do something about the prompt on the command line, and print what they
     did.
 
     Args:
         args: of the command line.
-        path: what to ask.
+        verb: what to ask.
         done: as for `print_effects`.
 
     Returns:
@@ -239,9 +153,9 @@ def change_prompt(
     Raises:
         ConfigError: there is no prompt, or the directory cannot be read.
     """
-    body = msgspec.json.encode(prompt_of(args))
+    question = prompt_of(args)
     root = directory_of(args, of_engines=True)
-    effects, failed = ask_engines(root, args.fingerprint, path, body, PromptEffect)
+    effects, failed = ask_engines(root, args.fingerprint, verb, question)
     print_failed(failed)
     print_effects(effects, done)
     return effects, failed

@@ -17,14 +17,14 @@ import msgspec
 from flexkv.cli.common import add_json, print_json
 from flexkv.cli.engines_asked import (
     add_prompt,
-    ask_engines,
     count_of,
     directory_of,
     name_of,
     print_failed,
     prompt_of,
 )
-from flexkv.control.prompts import AllPlaces, PromptPlaces, PromptQuestion
+from flexkv.operators.ask_door import ask_engines
+from flexkv.operators.verbs import LOOKUP, PromptPlaces, PromptQuestion
 from flexkv.service.ask import ServiceError, find_prompt, is_service
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if _has_service(root):
         found, failed = _ask_service(root, question, args.fingerprint)
     else:
-        body = msgspec.json.encode(question)
-        answers, failed = ask_engines(root, args.fingerprint, "/lookup", body, AllPlaces)
+        answers, failed = ask_engines(root, args.fingerprint, LOOKUP, question)
         found = list(itertools.chain.from_iterable(answers))
     print_failed(failed)
     if args.json:

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import argparse
 
-import msgspec
-
 from flexkv.cli.engines_asked import (
     add_prompt,
-    ask_engines,
     directory_of,
     print_effects,
     print_failed,
     prompt_of,
 )
-from flexkv.control.http_door import RefusedError
-from flexkv.control.prompts import PinQuestion, PromptEffect, check_pin
+from flexkv.operators.ask_door import ask_engines
+from flexkv.operators.verbs import PIN, PinQuestion, RefusedError
 from flexkv.types.errors import ConfigError
 
 NAME = "pin"
@@ -45,12 +42,11 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     pin = PinQuestion(prompt.tokens, prompt.hashes, prompt.cache_salt, args.name, seconds)
     try:
-        check_pin(pin)
+        pin.check()
     except RefusedError as error:
         raise ConfigError(f"on the command line, {error}") from None
     root = directory_of(args, of_engines=True)
-    body = msgspec.json.encode(pin)
-    answers, failed = ask_engines(root, args.fingerprint, "/pin", body, PromptEffect)
+    answers, failed = ask_engines(root, args.fingerprint, PIN, pin)
     print_failed(failed)
     print_effects(answers, "pinned")
     return 0 if any(each.done for each in answers) else 1

@@ -9,6 +9,7 @@ import argparse
 
 from flexkv.cli.clear_session import OPTION, ask_about_session
 from flexkv.cli.engines_asked import add_engines, directory_of
+from flexkv.operators.verbs import RELEASE
 
 NAME = "release"
 HELP = "say that a conversation has ended"
@@ -27,4 +28,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    return ask_about_session(args, directory_of(args, of_engines=True), "/release", "released")
+    return ask_about_session(args, directory_of(args, of_engines=True), RELEASE, "released")

@@ -18,7 +18,7 @@ import socket
 from dataclasses import replace
 
 from flexkv.cli.common import read_settings
-from flexkv.control.http_door import listen_at
+from flexkv.operators.door import listen_at
 from flexkv.preflight.checks import check_start
 from flexkv.preflight.host import refuse_memory
 from flexkv.service.pool_sizes import read_pools

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import argparse
 
-import msgspec
-
-from flexkv.cli.engines_asked import add_engines, ask_engines, directory_of, print_failed
-from flexkv.control.prompts import Unpinned, UnpinQuestion
+from flexkv.cli.engines_asked import add_engines, directory_of, print_failed
+from flexkv.operators.ask_door import ask_engines
+from flexkv.operators.verbs import UNPIN, UnpinQuestion
 
 NAME = "unpin"
 HELP = "end the pins of a name"
@@ -23,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    body = msgspec.json.encode(UnpinQuestion(args.name))
+    question = UnpinQuestion(args.name)
     root = directory_of(args, of_engines=True)
-    answers, failed = ask_engines(root, args.fingerprint, "/unpin", body, Unpinned)
+    answers, failed = ask_engines(root, args.fingerprint, UNPIN, question)
     print_failed(failed)
     for each in answers:
         what = "the pins of name {!r} have ended" if each.was_pinned else "no pin has the name {!r}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from flexkv.cli.engines_asked import add_prompt, change_prompt
+from flexkv.operators.verbs import WARM
 
 NAME = "warm"
 HELP = "bring a prompt from lower tiers into host memory"
@@ -20,5 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `Command.run`."""
-    answers, _ = change_prompt(args, "/warm", "host memory has")
+    answers, _ = change_prompt(args, WARM, "host memory has")
     return 0 if any(each.done for each in answers) else 1

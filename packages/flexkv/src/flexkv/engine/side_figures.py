@@ -12,7 +12,6 @@ from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.chooser import Left
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.engine_door import EngineDoor, OperatorAccess
 from flexkv.figures.definitions import (
     COPIED_BYTES,
     COPY_SECONDS,
@@ -29,6 +28,7 @@ from flexkv.figures.definitions import (
 )
 from flexkv.figures.health_samples import ok_sample, problems_of, trouble_samples
 from flexkv.figures.meter import Meter, Reader
+from flexkv.operators.engine_door import EngineDoor
 from flexkv.session.state_reports import StateReport, Subject
 from flexkv.types.changes import Medium
 from flexkv.types.mover import FALLBACK, Direction, Status
@@ -207,10 +207,9 @@ class CacheFigures:
         self._report = StateReport(root, about, Subject.HEALTH)
         self._report.begin(self._state)
 
-    def answer(self, root: str, engine: str, fingerprint: str, access: OperatorAccess) -> None:
-        """Answer operators until `close`. The report names the door. The arguments are those of
-        `EngineDoor`."""
-        self._door = EngineDoor(root, engine, fingerprint, cache=self._cache, access=access)
+    def answer(self, door: EngineDoor) -> None:
+        """Have the report name the door for operators, which is open until `close`; owned."""
+        self._door = door
         if self._report is not None:
             self._report.update()
 

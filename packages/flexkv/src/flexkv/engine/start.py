@@ -8,10 +8,10 @@ import logging
 from flexkv.cache import KVCache
 from flexkv.client import CacheClient, FetchState
 from flexkv.engine.choice.chooser import LoadChooser, LoadMode
-from flexkv.engine.engine_door import OperatorAccess, PromptKeys
 from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.host.arena import ArenaSpec
 from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
+from flexkv.operators.engine_door import OperatorAccess, PromptKeys, local_http
 from flexkv.service.served_cache import attach_cache
 from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
@@ -115,7 +115,7 @@ def make_cache(
 
 
 def operator_access(config: CacheConfig, keys: PromptKeys) -> OperatorAccess:
-    """Let operators look prompts up, by `control_port` also if it is set.
+    """How operators reach an engine's cache, by `control_port` also if it is set.
 
     Args:
         config: FlexKV's settings.
@@ -124,7 +124,7 @@ def operator_access(config: CacheConfig, keys: PromptKeys) -> OperatorAccess:
     Raises:
         ConfigError: the settings of `control_port` are wrong.
     """
-    return OperatorAccess.of(config, keys)
+    return OperatorAccess(keys, local_http(config))
 
 
 def make_chooser(

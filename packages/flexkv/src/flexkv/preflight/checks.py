@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 
-from flexkv.control.local_http import local_http
+from flexkv.operators.engine_door import local_http
 from flexkv.preflight.disk import check_directory, compare_directories, disk_name
 from flexkv.preflight.engines import check_engines, check_packages
 from flexkv.preflight.findings import Check, refuse_start

@@ -13,9 +13,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexkv.control.local_http import local_http
 from flexkv.engine.recorder import check_trace
 from flexkv.layout import USUAL_BLOCK
+from flexkv.operators.engine_door import local_http
 from flexkv.preflight.findings import Finding, Level
 from flexkv.service.messages import SOCKET
 from flexkv.session.runtime_directory import RuntimeDirectory, check_runtime_directory

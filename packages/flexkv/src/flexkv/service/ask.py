@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a service that runs, as an operator; see `flexkv.service.door`."""
+"""Asks a service that runs, as an operator; see `flexkv.service.operators`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from flexkv.control.ask_door import CALL_SECONDS, AskError, ask
-from flexkv.control.prompts import AllPlaces, PromptQuestion
-from flexkv.control.removals import CLEAR_SECONDS
+from flexkv.operators.answers import CLEAR_SECONDS
+from flexkv.operators.ask_door import CALL_SECONDS, AskError, ask
+from flexkv.operators.verbs import AllPlaces, PromptQuestion
 from flexkv.service.state import SOCKET, Cleared, ServiceState
 from flexkv.session.runtime_directory import RuntimeDirectory
 

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators ask of the service, between two turns of its loop."""
+"""What the service answers to operators, on a socket in its directory, and on a port if one is
+wanted. The port shows figures only.
+
+    GET /metrics    the metrics, in Prometheus's text format
+    GET /health     200 with what is wrong, or 503 if the service's loop does not answer
+    GET /state      `ServiceState`; on the socket only
+    POST /clear     clear pools, `?fingerprint=` names one or all; `Cleared`; on the socket only
+    POST /lookup    `PromptQuestion`, to pools as above; `AllPlaces`; on the socket only
+
+Threads of the doors answer. The loop gives them what they say of the service, between two of its
+turns and within `_LOOP_SECONDS`. So nobody who asks can delay an engine by more than one such look.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +24,17 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from flexkv.client import Reset
-from flexkv.control.find_blocks import find_blocks
-from flexkv.control.http_door import RefusedError
-from flexkv.control.prompts import AllPlaces, PromptPlaces, PromptQuestion
-from flexkv.control.removals import await_removals
 from flexkv.figures.health_samples import ok_sample
+from flexkv.operators.answers import await_removals, find_blocks
+from flexkv.operators.door import JSON, TEXT, Door, DoorRequest
+from flexkv.operators.verbs import LOOKUP, PromptPlaces, PromptQuestion, RefusedError, SilentError
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
-from flexkv.service.door import SilentLoopError, operator_door
 from flexkv.service.pool import SharedPool
+from flexkv.service.pool_metrics import exposition
 from flexkv.service.state import SOCKET, Cleared, PoolState, ServiceState, own_figures
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
@@ -42,11 +53,20 @@ _REMOVED = (
 
 _KEYS = 4096
 """Blocks that one turn of the loop looks up: about a millisecond. Not tuned."""
+_LOOP_SECONDS = 2.0
+"""Seconds within which the service's loop must answer. It mostly takes milliseconds. Not tuned."""
+
+
+class SilentLoopError(SilentError):
+    """The service's loop has not come to a request in time."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the loop of the service has not answered for {_LOOP_SECONDS:g} s")
 
 
 class Operators:
-    """Owns the doors. Their threads call `state` and `clear`, which wait for the loop; all other
-    methods are the loop's.
+    """Owns the doors. Their threads wait for the loop in `_ask`, which makes the calls given there.
+    The public methods are the loop's, too.
 
     Args:
         directory: the service's; borrowed.
@@ -71,7 +91,7 @@ class Operators:
         refused: Mapping[str, str],
         wake: Callable[[], None],
     ) -> None:
-        self.config = config
+        self._config = config
         self._directory = directory
         self._has_said = False
         self._pools, self._engines, self._refused = pools, engines, refused
@@ -79,62 +99,15 @@ class Operators:
         self._began = time.monotonic()
         self._guard = threading.Lock()
         self._asked: deque[Callable[[], None]] | None = deque()
-        self._doors = [operator_door(directory.listen(SOCKET), self, figures_only=False)]
+        shown = {("GET", "/metrics"): self._answer_metrics, ("GET", "/health"): self._answer_health}
+        asked = shown | {
+            ("GET", "/state"): self._answer_state,
+            ("POST", "/clear"): self._answer_clear,
+            ("POST", LOOKUP.path): self._answer_lookup,
+        }
+        self._doors = [Door(directory.listen(SOCKET), asked, is_open=False)]
         if figures is not None:
-            self._doors.append(operator_door(figures, self, figures_only=True))
-
-    def state(self, seconds: float) -> ServiceState:
-        """The state of the service, within `seconds`.
-
-        Raises:
-            SilentLoopError: the loop has not come to it.
-        """
-        state = self._ask(self._state, seconds)
-        # In the asking thread: a file system that hangs stops no engine.
-        is_shown = all(self._directory.shows(each) for each in (wire.SOCKET, SOCKET))
-        if is_shown or self._asked is None:  # closed meanwhile
-            return state
-        if not self._has_said:
-            self._has_said = True
-            logger.error("%s", _REMOVED)
-        return msgspec.structs.replace(state, troubles=(_REMOVED, *state.troubles))
-
-    def clear(self, fingerprint: str | None, seconds: float) -> Cleared:
-        """Drop the blocks of pools, in memory and on disk. Shared stores keep theirs. Returns once
-        the drives keep that over a power failure; the loop goes on meanwhile.
-
-        Args:
-            fingerprint: of the pool; None for all.
-            seconds: to wait for the loop.
-
-        Raises:
-            SilentLoopError: the loop has not come to it, and nothing is cleared.
-            RefusedError: there is no such pool.
-        """
-        count, asked = self._ask(lambda: self._clear(fingerprint), seconds)
-        return Cleared(count, await_removals(asked))
-
-    def lookup(
-        self, question: PromptQuestion, fingerprint: str | None, seconds: float
-    ) -> AllPlaces:
-        """Where pools have the blocks of a prompt. The loop looks up some at a time.
-
-        Args:
-            question: the prompt, by its hashes.
-            fingerprint: of the pool; None for all.
-            seconds: to wait for the loop each time.
-
-        Raises:
-            SilentLoopError: the loop has not come to it.
-            RefusedError: there is no such pool, or the prompt has no hashes.
-        """
-        if not question.hashes:
-            raise RefusedError(
-                "the prompt has tokens, and a service knows no tokens; allowed: the engine's "
-                "hashes of its blocks, or to ask an engine of the service"
-            )
-        chosen = self._ask(lambda: self._chosen(fingerprint), seconds)
-        return tuple(self._places(blocks, question, seconds) for blocks in chosen)
+            self._doors.append(Door(figures, shown, is_open=True))
 
     def serve(self) -> None:
         """Answer what was asked since the last turn."""
@@ -151,7 +124,55 @@ class Operators:
         self._doors.clear()
         self._directory.remove(SOCKET)
 
-    def _ask(self, call: Callable[[], Told], seconds: float) -> Told:
+    def _answer_metrics(self, _: DoorRequest) -> tuple[bytes, str]:
+        return exposition(self._watched_state(), self._config), CONTENT_TYPE_LATEST
+
+    def _answer_health(self, _: DoorRequest) -> tuple[bytes, str]:
+        text = "\n".join(self._watched_state().problems) or "ok"
+        return f"{text}\n".encode(), TEXT
+
+    def _answer_state(self, _: DoorRequest) -> tuple[bytes, str]:
+        return msgspec.json.encode(self._watched_state()), JSON
+
+    def _answer_clear(self, asked: DoorRequest) -> tuple[bytes, str]:
+        """Drop the blocks of pools, in memory and on disk. Shared stores keep theirs. Answers once
+        the drives keep that over a power failure; the loop goes on meanwhile."""
+        chosen = asked.query.get("fingerprint")
+        if not chosen:
+            raise RefusedError("fingerprint is missing; allowed: a fingerprint, or all")
+        count, removals = self._ask(lambda: self._clear(None if chosen == "all" else chosen))
+        return msgspec.json.encode(Cleared(count, await_removals(removals))), JSON
+
+    def _answer_lookup(self, asked: DoorRequest) -> tuple[bytes, str]:
+        """Where pools have the blocks of a prompt. The loop looks up some at a time."""
+        question = LOOKUP.read(asked.body)
+        if not question.hashes:
+            raise RefusedError(
+                "the prompt has tokens, and a service knows no tokens; allowed: the engine's "
+                "hashes of its blocks, or to ask an engine of the service"
+            )
+        chosen = self._ask(lambda: self._chosen(asked.query.get("fingerprint")))
+        found = tuple(self._places(blocks, question) for blocks in chosen)
+        return msgspec.json.encode(found), JSON
+
+    def _watched_state(self) -> ServiceState:
+        """The state of the service, and whether engines can still find it."""
+        state = self._ask(self._state)
+        # In the asking thread: a file system that hangs stops no engine.
+        is_shown = all(self._directory.shows(each) for each in (wire.SOCKET, SOCKET))
+        if is_shown or self._asked is None:  # closed meanwhile
+            return state
+        if not self._has_said:
+            self._has_said = True
+            logger.error("%s", _REMOVED)
+        return msgspec.structs.replace(state, troubles=(_REMOVED, *state.troubles))
+
+    def _ask(self, call: Callable[[], Told]) -> Told:
+        """Have the loop make a call.
+
+        Raises:
+            SilentLoopError: it has not come to it, and will not.
+        """
         told: Future[Told] = Future()
 
         def answer() -> None:
@@ -168,7 +189,7 @@ class Operators:
             self._asked.append(answer)
             self._wake()
         try:
-            return told.result(seconds)
+            return told.result(_LOOP_SECONDS)
         except TimeoutError:
             if told.cancel():
                 raise SilentLoopError from None
@@ -225,13 +246,11 @@ class Operators:
             raise RefusedError(f"no pool has the fingerprint {fingerprint!r}; allowed: {known}")
         return chosen
 
-    def _places(
-        self, blocks: wire.PoolBlocks, question: PromptQuestion, seconds: float
-    ) -> PromptPlaces:
+    def _places(self, blocks: wire.PoolBlocks, question: PromptQuestion) -> PromptPlaces:
         step = blocks.engine_blocks
         keys = [bytes.fromhex(each) for each in question.hashes[step - 1 :: step]]
         found = find_blocks(
-            lambda part: self._ask(lambda: self._where(blocks, part), seconds),
+            lambda part: self._ask(lambda: self._where(blocks, part)),
             (keys[start : start + _KEYS] for start in range(0, len(keys), _KEYS)),
         )
         return PromptPlaces("", blocks.fingerprint, len(keys), found.blocks, None, found.tiers)

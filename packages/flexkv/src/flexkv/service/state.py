@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import msgspec
 
-from flexkv.control.prompts import OfProcess
 from flexkv.figures.definitions import Kind, Metric, Samples
 from flexkv.figures.health_samples import problems_of
+from flexkv.operators.verbs import OfProcess
 
 SOCKET = "flexkv operators"
 """The name of the operators' door in the service's runtime directory."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.engine_door import OperatorAccess
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.engine import Describe, RequestSpans
@@ -17,6 +16,7 @@ from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.scheduler.options import OptionsReader
 from flexkv.engine.scheduler.reports import Sessions
+from flexkv.operators.engine_door import EngineDoor, OperatorAccess
 from flexkv.session import Session
 
 
@@ -33,7 +33,7 @@ class EngineCache:
         describe: describes blocks for events; None if the engine emits no events.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
         options: reads the parameters of requests.
-        access: how operators look prompts up; None if they cannot.
+        access: how operators reach the cache; None if they cannot.
         spans: takes what was done for requests; None if the engine does not trace them.
         ended: the loads and stores that have ended.
     """
@@ -53,18 +53,22 @@ class EngineCache:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ended", EndedTransfers(self.cache))
 
-    def operator_access(
+    def open_door(
         self,
+        root: str,
+        engine: str,
+        *,
         may_begin: Callable[[], bool],
         poll: Callable[[], None],
         sessions: Sessions,
         empty: Callable[[], bool],
-    ) -> OperatorAccess | None:
-        """How operators look prompts up and change the cache; see `OperatorCalls`."""
+    ) -> EngineDoor | None:
+        """Answer operators, if they can reach the cache; see `OperatorCalls`. The caller closes the
+        door."""
         if self.access is None:
             return None
         calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, sessions, empty=empty)
-        return self.access.changing(calls)
+        return calls.open(self.access, root, engine, self.session.info.fingerprint)
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.

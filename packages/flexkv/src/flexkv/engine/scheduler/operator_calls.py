@@ -2,6 +2,8 @@
 """What operators have an engine's cache do, between two calls of its scheduler, which may be idle.
 
 The scheduler never waits for longer than a turn: one call of the cache about a few hundred blocks.
+A lookup only reads the cache, without a turn, a part of a prompt at a time, and lets the engine's
+thread run between two parts.
 """
 
 from __future__ import annotations
@@ -10,19 +12,35 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 from flexkv.client import CacheClient, FetchId, Hold
-from flexkv.control.http_door import RefusedError, SilentError
-from flexkv.control.removals import await_removals
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.hints import name_of
 from flexkv.engine.scheduler.options import retaining, tenant_session
 from flexkv.engine.scheduler.reports import Sessions, own_keys
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
+from flexkv.operators import verbs
+from flexkv.operators.answers import await_removals, find_blocks
+from flexkv.operators.engine_door import EngineDoor, OperatorAccess, PromptKeys
+from flexkv.operators.verbs import (
+    Answers,
+    ClearEffect,
+    ClearQuestion,
+    PinQuestion,
+    PromptEffect,
+    PromptPlaces,
+    PromptQuestion,
+    RefusedError,
+    SessionEffect,
+    SessionQuestion,
+    SilentError,
+    Unpinned,
+    UnpinQuestion,
+)
 from flexkv.types.changes import Medium
 
 logger = logging.getLogger(__name__)
@@ -33,6 +51,11 @@ _END_SECONDS = 60.0
 """Seconds to wait for the turn that ends a fetch, whose blocks would else stay. Not tuned."""
 _PAUSE_SECONDS = 0.002
 """Pause between two turns, and between two attempts to get one. Not tuned."""
+_PART_PAUSE_SECONDS = 0.0005
+"""Pause between two parts of a prompt, in which the engine's thread gets the GIL at once. Not
+tuned."""
+_WARM_SECONDS = 60.0
+"""The longest that a warm waits for lower tiers. Not tuned."""
 _REMOVE_SECONDS = 10.0
 """The longest that a removal waits for blocks that are being stored or written. Not tuned."""
 _DEMOTE_SECONDS = 30.0
@@ -84,6 +107,19 @@ class OperatorCalls:
         self._may_begin = may_begin
         self._poll = poll
         self._warming = threading.Lock()
+
+    def open(self, access: OperatorAccess, root: str, engine: str, fingerprint: str) -> EngineDoor:
+        """Answer operators; the caller closes the door.
+
+        Args:
+            access: how operators reach the cache.
+            root: path of the runtime directory.
+            engine: name of the engine.
+            fingerprint: of its blocks.
+        """
+        answers = _OperatorVerbs(self, self._cache, access.keys, engine, fingerprint).answers()
+        poll = self.poll if self._cache.info.drops_old else None
+        return EngineDoor(root, access.http, answers, poll)
 
     def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
         """Bring the blocks of a prefix from lower tiers into host memory, and wait until they are
@@ -331,3 +367,97 @@ def _joined(*reasons: str) -> str:
 
 def _owner(name: str) -> tuple[str, str]:
     return "operator", name
+
+
+class _OperatorVerbs:
+    """Answers questions by `OperatorCalls`."""
+
+    def __init__(
+        self,
+        calls: OperatorCalls,
+        cache: CacheClient,
+        keys: PromptKeys,
+        engine: str,
+        fingerprint: str,
+    ) -> None:
+        self._calls, self._cache, self._keys = calls, cache, keys
+        self._engine, self._fingerprint = engine, fingerprint
+
+    def answers(self) -> Answers:
+        return {
+            verbs.LOOKUP: lambda question: (self._find(question),),
+            verbs.WARM: self._warm,
+            verbs.DEMOTE: self._demote,
+            verbs.PIN: self._pin,
+            verbs.UNPIN: self._unpin,
+            verbs.REMOVE: self._remove,
+            verbs.RELEASE: self._release,
+            verbs.REMOVE_SESSION: self._remove_session,
+            verbs.CLEAR: self._clear,
+        }
+
+    def _warm(self, question: PromptQuestion) -> PromptEffect:
+        reason = self._calls.warm(self._needed(question), _WARM_SECONDS)
+        places = self._find(question)
+        return PromptEffect(places, places.in_host, reason)
+
+    def _demote(self, question: PromptQuestion) -> PromptEffect:
+        before = self._find(question)
+        reason = self._calls.demote(self._needed(question))
+        places = self._find(question)
+        return PromptEffect(places, max(0, before.in_host - places.in_host), reason)
+
+    def _pin(self, question: PinQuestion) -> PromptEffect:
+        refused = self._calls.pin(self._needed(question), question.name, question.seconds)
+        places = self._find(question)
+        reason = f"the limit of pinned blocks left out {refused}" if refused else ""
+        return PromptEffect(places, max(0, places.in_host - refused), reason)
+
+    def _unpin(self, question: UnpinQuestion) -> Unpinned:
+        return Unpinned(question.name, self._calls.unpin(question.name))
+
+    def _remove(self, question: PromptQuestion) -> PromptEffect:
+        before = self._find(question)
+        reason = self._calls.remove(
+            itertools.chain(self._parts(question), self._keys.others(question))
+        )
+        places = self._find(question)
+        return PromptEffect(places, max(0, before.found - places.found), reason)
+
+    def _release(self, question: SessionQuestion) -> SessionEffect:
+        blocks = self._calls.release_session(question.session, question.cache_salt)
+        return SessionEffect(question.session, blocks)
+
+    def _remove_session(self, question: SessionQuestion) -> SessionEffect:
+        done = self._calls.remove_session(question.session, question.cache_salt)
+        return SessionEffect(question.session, *done)
+
+    def _clear(self, question: ClearQuestion) -> ClearEffect:
+        return ClearEffect(self._engine, self._fingerprint, *self._calls.clear())
+
+    def _find(self, question: PromptQuestion) -> PromptPlaces:
+        found = find_blocks(self._cache.where, self._parts(question))
+        return PromptPlaces(
+            self._engine,
+            self._fingerprint,
+            self._keys.count(question),
+            found.blocks,
+            self._keys.block_tokens,
+            found.tiers,
+        )
+
+    def _parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        for part in self._keys.parts(question):
+            yield part
+            time.sleep(_PART_PAUSE_SECONDS)
+
+    def _needed(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        """The keys of all blocks that a hit of the prompt needs, as far as tiers have it. A part of
+        the blocks of other groups has no gap where a block is nowhere, as some are never stored."""
+        yield from self._parts(question)
+        places = self._find(question)
+        is_sure = all(each.is_sure for each in places.tiers)
+        for keys in self._keys.others(question, places.found if is_sure else places.blocks):
+            has = zip(*self._cache.where(keys).values(), strict=True)
+            there = [any(each is not False for each in tiers) for tiers in has]
+            yield list(itertools.compress(keys, there))

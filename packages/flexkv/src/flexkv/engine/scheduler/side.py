@@ -109,11 +109,16 @@ class RequestSide(Generic[Orders]):
             engine: name of the engine.
         """
         fingerprint = self._engine.session.info.fingerprint
-        access = self._engine.operator_access(
-            self._may_begin, self._poll, self._loads.sessions, self.empty
+        door = self._engine.open_door(
+            root,
+            engine,
+            may_begin=self._may_begin,
+            poll=self._poll,
+            sessions=self._loads.sessions,
+            empty=self.empty,
         )
-        if access is not None:
-            self.figures.answer(root, engine, fingerprint, access)
+        if door is not None:
+            self.figures.answer(door)
         self.figures.report_health(root, engine, fingerprint)
 
     @property

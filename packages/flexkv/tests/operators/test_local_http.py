@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flexkv import CacheConfig, ConfigError
-from flexkv.control.local_http import LocalHttp, local_http
+from flexkv.operators.engine_door import LocalHttp, local_http
 
 TOKEN = "0123456789abcdef" * 2
 

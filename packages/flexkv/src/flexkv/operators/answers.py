@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what the tiers of a cache have of a prompt."""
+"""What engines and services do alike for an answer: count what tiers have of a prompt, and wait for
+the drives that blocks were removed from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import NamedTuple, TypeAlias
 
-from flexkv.control.prompts import TierPlaces
+from flexkv.operators.verbs import TierPlaces
 from flexkv.types.changes import Medium
+
+CLEAR_SECONDS = 120.0
+"""Time limit for the answer to a removal: a busy drive may take a minute. Not tuned."""
+
+_SYNC_SECONDS = 100.0
+"""The longest wait for drives, so that the answer names those that hang within `CLEAR_SECONDS`."""
 
 Where: TypeAlias = Callable[[Sequence[bytes]], Mapping[Medium, Sequence[bool | None]]]
 """See `CacheClient.where`."""
@@ -51,3 +59,22 @@ def _first_missing(answers: Iterable[Sequence[bool | None]], count: int) -> int:
     """Position of the first block that no tier has for certain."""
     found = zip(*answers, strict=True)
     return next((i for i, each in enumerate(found) if True not in each), count)
+
+
+def await_removals(asked: Sequence[Future[str]]) -> str:
+    """Wait until the drives keep removals over a power failure.
+
+    Args:
+        asked: what the cache's `sync` has returned.
+
+    Returns:
+        Why a later process may find removed blocks; empty if there is no reason.
+    """
+    done, hanging = wait(asked, _SYNC_SECONDS)
+    reasons = [each.result() for each in asked if each in done]
+    if hanging:
+        reasons.append(
+            f"{len(hanging)} cache directories have not confirmed it for {_SYNC_SECONDS:g} s; run "
+            "the command again"
+        )
+    return "; ".join(filter(None, reasons))

@@ -2,19 +2,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from flexkv.control import prompts
-from flexkv.control.http_door import RefusedError
-from flexkv.control.prompts import PromptQuestion, read_question
+from flexkv.operators import verbs
+from flexkv.operators.verbs import CLEAR, LOOKUP, PIN, RELEASE, PromptQuestion, RefusedError
 
 
 def test_a_prompt_is_tokens_or_hashes() -> None:
-    assert read_question(b'{"tokens": [1, 2], "cache_salt": "a"}') == PromptQuestion(
-        (1, 2), (), "a"
-    )
-    assert read_question(b'{"hashes": ["00ff00ff"]}') == PromptQuestion(hashes=("00ff00ff",))
+    assert LOOKUP.read(b'{"tokens": [1, 2], "cache_salt": "a"}') == PromptQuestion((1, 2), (), "a")
+    assert LOOKUP.read(b'{"hashes": ["00ff00ff"]}') == PromptQuestion(hashes=("00ff00ff",))
 
 
 @pytest.mark.parametrize(
@@ -38,12 +36,28 @@ def test_a_prompt_is_tokens_or_hashes() -> None:
 def test_what_is_no_prompt_is_refused(
     content: object, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "MOST_TOKENS", 4)
+    monkeypatch.setattr(verbs, "MOST_TOKENS", 4)
     with pytest.raises(RefusedError, match=error):
-        read_question(json.dumps(content).encode())
+        LOOKUP.read(json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        (PIN, 'is no JSON of a prompt .*seconds.*; allowed: {"tokens": '),
+        (RELEASE, 'is no JSON of a conversation .*; allowed: {"session": "NAME"'),
+        (CLEAR, 'is not about all blocks .*; allowed: {"blocks": "all"}'),
+    ],
+)
+def test_a_question_of_another_verb_is_refused_with_an_example(
+    verb: verbs.Verb[Any, Any], said: str
+) -> None:
+    body = b'{"tokens": [1], "seconds": "a"}'
+    with pytest.raises(RefusedError, match=said):
+        verb.read(body)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"[" * 100_000])
 def test_what_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(RefusedError, match="is no JSON of a prompt"):
-        read_question(body)
+        LOOKUP.read(body)

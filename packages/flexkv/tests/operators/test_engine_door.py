@@ -19,7 +19,7 @@ from asked_door import call_door
 from toy_blocks import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
-from flexkv.control.ask_door import AskError
+from flexkv.operators.ask_door import AskError
 from flexkv.session.state_reports import Subject, read_states
 from flexkv.system.processes import pid_namespace
 from integration.harness.ports import hold_port

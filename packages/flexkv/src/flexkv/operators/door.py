@@ -17,6 +17,9 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
+
+from flexkv.operators.verbs import Answers, RefusedError, SilentError, Verb
 from flexkv.session.wire import peer_of
 
 logger = logging.getLogger(__name__)
@@ -31,14 +34,6 @@ _ACCEPT_SECONDS = 0.1
 """Pause after a peer could not be accepted, for lack of descriptors. Not tuned."""
 
 TEXT, JSON = "text/plain; charset=utf-8", "application/json"
-
-
-class SilentError(Exception):
-    """Whoever knows the answer has not come to the question in time. The message says so."""
-
-
-class RefusedError(Exception):
-    """The question cannot be answered. The message names the value, and what is allowed."""
 
 
 class DoorRequest(NamedTuple):
@@ -57,6 +52,15 @@ Answer = Callable[[DoorRequest], tuple[bytes, str]]
 Routes = Mapping[tuple[str, str], Answer]
 """By method and path what answers: returns the content and its type. Called by threads of the door,
 several at once. Raises SilentError, RefusedError."""
+
+
+def routes_of(answers: Answers) -> Routes:
+    """The routes of verbs."""
+
+    def route(verb: Verb[Any, Any], answer: Callable[[Any], object]) -> Answer:
+        return lambda asked: (msgspec.json.encode(answer(verb.read(asked.body))), JSON)
+
+    return {("POST", verb.path): route(verb, answer) for verb, answer in answers.items()}
 
 
 class Door:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from flexkv.control.find_blocks import find_blocks
+from flexkv.operators.answers import find_blocks
 from flexkv.types.changes import Medium
 
 KEYS = [bytes([number]) for number in range(8)]
