@@ -21,8 +21,7 @@ from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.open_rank import closed_on_error, open_rank
 from flexkv.engine.start import make_cache
 from flexkv.host.arena import Arena
-from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore
-from flexkv.library.page_lookup import find_pages, leading
+from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore, find_pages, leading
 from flexkv.session import Session, Shard
 from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status

@@ -59,8 +59,6 @@ class ArenaSpec:
     """The description of an arena that every process needs to use it.
 
     Attributes:
-        format: the places of a block's parts in a slot.
-        num_slots: the number of slots.
         boards: the number of completion boards, one for each engine that uses the arena.
         board: the number of this engine's board.
         grows: for the process that creates the arena: whether the memory may become available while
@@ -146,14 +144,12 @@ def plan_arena(
     """Size the arena.
 
     Args:
-        block_format: the places of a block's parts in a slot.
         cpu_cache_gb: the setting, in GiB; None for the default.
         promised: memory that other processes are about to take.
         pool_blocks: engine blocks of the engine's own KV cache on each rank; 0 if it has none. If
             host memory is no larger, a warning is logged.
         engines: engines of a server, of which each is about to take an arena of the default size.
         pages: engine blocks of a program without an engine, which decide the default; else 0.
-        grows: the setting `memory_grows`.
 
     Raises:
         ArenaError: the memory is not available, or too small for a single block.
@@ -208,11 +204,6 @@ class Arena:
 
     Owns its mapping and its file descriptor until `close`. Addresses are valid until then. The
     memory itself lives as long as any process has it mapped.
-
-    Attributes:
-        spec: sizes, the same in all processes.
-        address: where the mapping starts in this process.
-        board: the completion board of this engine.
     """
 
     def __init__(self, fd: int, spec: ArenaSpec) -> None:
@@ -263,15 +254,11 @@ class Arena:
 
         Args:
             plan: sizes the arena beside what other processes are about to take; may raise.
-            threads: the number of threads that allocate pages.
             numa_nodes: NUMA nodes of the GPUs of all ranks. The memory is spread over them evenly,
                 in pieces of 16 MiB: a slot holds bytes of all ranks, all GPUs together read faster
                 than one node's memory delivers, and an arena may be larger than a node's memory.
                 If empty, any node gives memory.
             reservation: shows other processes what this one takes; borrowed.
-
-        Returns:
-            The arena, which the caller closes.
 
         Raises:
             ArenaError: the machine has too little memory.
@@ -349,16 +336,10 @@ class Arena:
         numa_nodes: frozenset[int] = frozenset(),
         filled: Callable[[int], None] | None = None,
     ) -> None:
-        """Fill this process's page table, so that copies cause no page faults.
-
-        Args:
-            threads: the number of threads to use.
-            numa_nodes: see `create_planned`. Memory that is already allocated is not moved.
-            filled: called with numbers of bytes that have been filled since; None for nobody.
-
-        Raises:
-            ArenaError: the machine has too little memory.
-        """
+        """Fill this process's page table, so that copies cause no page faults. For `numa_nodes` see
+        `create_planned`; memory that is already allocated is not moved. `filled` is called with
+        numbers of bytes that have been filled since. Raises ArenaError if the machine has too
+        little memory."""
         size, wait = self.spec.total_bytes, _await_memory if self.spec.grows else None
         try:
             populate(self.fd, self.address, size, threads, numa_nodes, filled, wait)
@@ -438,11 +419,8 @@ class Arena:
 
 
 def _await_memory(size: int) -> None:
-    """Wait until this machine has `size` bytes beside those for other programs.
-
-    Raises:
-        OSError: it has not, and has got none for a while.
-    """
+    """Wait until this machine has `size` bytes beside those for other programs. Raises OSError if
+    it has not, and has got none for a while."""
     most, deadline = 0, time.monotonic() + _GROWTH_SECONDS
     while (available := available_memory()) < size + _LEFT_FREE:
         if available > most:

@@ -34,32 +34,20 @@ def board_bytes(ranks: int) -> int:
 
 
 class CompletionBoard:
-    """A view of the board in this process's mapping of the arena. Does not own the memory."""
+    """A view of the board at `address` in this process's mapping of the arena, whose memory of
+    `board_bytes(ranks)` bytes it borrows until `release`."""
 
     __slots__ = ("_address", "_free", "_ranks", "_words")
 
     def __init__(self, memory: memoryview, ranks: int, address: int) -> None:
-        """View the board.
-
-        Args:
-            memory: the board, `board_bytes(ranks)` bytes; borrowed until `release`.
-            ranks: the number of ranks.
-            address: address of `memory` in this process.
-        """
         self._words = memory.cast("I")
         self._ranks = ranks
         self._address = address
         self._free = list(range(CELLS - 1, -1, -1))
 
     def acquire(self, reserve: int = 0) -> int | None:
-        """Take a free cell and set all its words to PENDING. Only the scheduler may call this.
-
-        Args:
-            reserve: how many cells stay free.
-
-        Returns:
-            The cell, in use until `give_back`; None if at most `reserve` cells are free.
-        """
+        """Take a free cell, in use until `give_back`, and set all its words to PENDING. None if at
+        most `reserve` cells are free. Only the scheduler may call this."""
         if len(self._free) <= reserve:
             return None
         cell = self._free.pop()

@@ -54,19 +54,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_file(size: int, pages: Pages) -> int:
-    """Create an anonymous memory file. It is sealed: if a process could shrink it, accesses to
-    the mappings of other processes would end them with SIGBUS.
-
-    Args:
-        size: bytes of the file, a multiple of `HUGE_PAGE`.
-        pages: source of its memory. The kernel reserves pages of the pool when the file is mapped.
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        OSError: a system call failed.
-    """
+    """Create an anonymous memory file of a multiple of `HUGE_PAGE` bytes. It is sealed: if a
+    process could shrink it, accesses to the mappings of others would end them with SIGBUS. The
+    kernel reserves pages of the pool when the file is mapped. The caller closes the descriptor.
+    Raises OSError."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | pages.value
     fd = os.memfd_create("flexkv-arena", flags)
     try:
@@ -81,9 +72,6 @@ def create_file(size: int, pages: Pages) -> int:
 def check_seals(fd: int) -> None:
     """Refuse a file that another process could shrink. An access behind its new end would end this
     process with SIGBUS.
-
-    Args:
-        fd: descriptor of the file; borrowed.
 
     Raises:
         ArenaError: the file is not a memory file, or lacks a seal of `create_file`.
@@ -111,14 +99,10 @@ def populate(  # noqa: PLR0917 - one mapping and how to fill it
     filled: Callable[[int], None] | None = None,
     wait: Callable[[int], None] | None = None,
 ) -> None:
-    """Allocate the memory of a mapping and fill this process's page table, so that copies cause no
-    page faults.
+    """Allocate the memory of a file that is mapped whole at `address`, and fill this process's page
+    table, so that copies cause no page faults.
 
     Args:
-        fd: descriptor of the memory file; borrowed.
-        address: where the whole file is mapped in this process.
-        size: bytes of the file.
-        threads: the number of threads to use.
         nodes: NUMA nodes that give memory in equal parts. Memory that is already allocated stays
             where it is. If empty, memory comes from the nodes on which the threads run.
         filled: called in this thread with numbers of bytes that have been filled since.

@@ -20,13 +20,9 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class MemoryLock:
-    """A lock on one byte, held until `close` or the end of the process.
-
-    Args:
-        fd: descriptor of the memory file; borrowed.
-        byte: which byte; it may lie behind the file's end.
-        alone: whether no other may hold a lock on the byte; if not, all may that do not want it
-            alone.
+    """A lock on one byte of the memory file, or behind its end, held until `close` or the end of
+    the process. `alone`: no other may hold a lock on the byte; else all may that do not want it
+    alone.
 
     Raises:
         BlockingIOError: another holds the lock.

@@ -15,8 +15,14 @@ from typing import SupportsIndex
 from flexkv.client import CacheClient, Reset
 from flexkv.engine.worker.pages import Device
 from flexkv.layout import KVLayout
-from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore
-from flexkv.library.page_lookup import find_pages, leading
+from flexkv.library.page_copies import (
+    Copier,
+    PageCopy,
+    PageLoad,
+    PageStore,
+    find_pages,
+    leading,
+)
 from flexkv.session import Session
 from flexkv.system.forks import close_in_children
 from flexkv.tiers.base import MAX_KEY_BYTES
@@ -41,13 +47,8 @@ class PageCache:
     Used as a context manager, it is closed at the end of the block. A process that forks keeps the
     cache to itself: every method raises in the child, except `close`.
 
-    Args:
-        session: holds the arena; owned.
-        cache: the cache over that arena; owned.
-        mover: copies between the pages and the arena; owned.
-        layout: where the pages are. It keeps the arrays alive that it was made from.
-        device: the device of the pages.
-        flush_seconds: see `close`.
+    It owns the session, the cache over its arena, and the mover between that and the pages. The
+    layout keeps the arrays alive that it was made from.
     """
 
     def __init__(  # noqa: PLR0917 - made in one place

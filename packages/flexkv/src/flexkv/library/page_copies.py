@@ -15,10 +15,11 @@ from flexkv.host.arena import Arena
 from flexkv.types.changes import Medium
 from flexkv.types.errors import FlexKVError
 from flexkv.types.mover import BlockMover, Status
+from flexkv.types.presence import Presence
 
 _PAUSE_SECONDS = 0.0005
-"""Pause between two polls of a lower tier that reads: less than an NVMe drive needs for a block.
-Not tuned."""
+"""Pause between two polls of a lower tier that reads or a shared store that is asked: less than an
+NVMe drive needs for a block."""
 
 _BLOCKS_A_POLL = 16
 """The least number of waiting blocks that a poll begins to write to a lower tier; see
@@ -35,16 +36,8 @@ _WAIT_SECONDS = 0.1
 class Copier:
     """Copies blocks between pages and slots by the transfers of a cache. Any thread may call it.
 
-    Args:
-        cache: makes the transfers; the caller's.
-        arena: holds the slots; the caller's.
-        mover: copies between the pages and the slots; the caller's.
-        work_so_far: returns the work on the device that a copy submitted now waits for, as
-            `Mover.submit` takes it.
-
     Attributes:
-        cache: the cache, as given; used within `use` only.
-        mover: the mover, as given.
+        cache: used within `use` only.
         under_way: the copies that have not ended.
         gone: why nothing can be copied any more; empty while copies are possible.
     """
@@ -79,19 +72,9 @@ class Copier:
             raise FlexKVError(f"the cache is {self.gone}; allowed: a cache that is open")
 
     def submit(self, copy: PageCopy, transfer: Transfer, pages: Sequence[int]) -> int:
-        """Begin to copy between pages and the blocks of a transfer.
-
-        Args:
-            copy: the copy of which it is a part; `transfer_ended` of it is called.
-            transfer: of the cache, not submitted before.
-            pages: number of the page of each block.
-
-        Returns:
-            The mover's ticket.
-
-        Raises:
-            RuntimeError, MemoryError: the mover refuses. The transfer fails.
-        """
+        """Begin to copy between pages and the blocks of a transfer, a part of `copy`, whose
+        `transfer_ended` is called. Returns the mover's ticket. If the mover refuses, this raises,
+        and the transfer fails."""
         self._copying[transfer.id] = copy
         try:
             offsets, after = self._slots.offsets(transfer.slots), self._work_so_far()
@@ -165,9 +148,6 @@ class PageCopy(ABC):
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the copy has ended, and return how many blocks were copied.
 
-        Args:
-            timeout: seconds to wait at most; None for as long as it takes.
-
         Raises:
             TimeoutError: the copy has not ended by then. It goes on; `cancel` ends it.
             FlexKVError, RuntimeError, MemoryError: see `done`.
@@ -223,11 +203,7 @@ class PageCopy(ABC):
             time.sleep(min(seconds, _PAUSE_SECONDS))
 
     def transfer_ended(self, *, done: bool) -> None:
-        """The transfer under way has ended. If it failed, the copy ends.
-
-        Args:
-            done: whether its blocks were copied.
-        """
+        """The transfer under way has ended. If it failed, the copy ends."""
         count, self._copying_blocks, self._copies = self._copying_blocks, 0, False
         if not done:
             self.ended = True
@@ -246,9 +222,7 @@ class PageStore(PageCopy):
     published do not count.
 
     Args:
-        copier: the copier of the cache.
         chain: keys of the blocks, behind that of the block that they build on, if there is one.
-        pages: number of each block's page, by key.
         is_scattered: whether each block is found without the one before it.
         slot_seconds: seconds to wait for slots of the node's service, if it grants none.
     """
@@ -308,13 +282,7 @@ class PageStore(PageCopy):
 
 class PageLoad(PageCopy):
     """A load of a prefix: first the blocks in the arena, then, round by round, the blocks that
-    lower tiers give.
-
-    Args:
-        copier: the copier of the cache.
-        keys: keys of the prefix from some block on, first block first.
-        pages: number of the page that each block is loaded into.
-    """
+    lower tiers give. So a prefix may be larger than the arena."""
 
     def __init__(self, copier: Copier, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         super().__init__(copier)
@@ -357,3 +325,46 @@ class PageLoad(PageCopy):
         if self._fetch is not None:
             self._copier.cache.end_fetch(self._fetch)
             self._fetch = None
+
+
+def find_pages(copier: Copier, keys: Sequence[bytes]) -> list[bool]:
+    """For each block of a prefix whether the cache has it. Waits for each shared store up to its
+    deadline. Behind the first block that no tier has, stores are not asked."""
+    while True:
+        with copier.use() as cache:
+            copier.advance()
+            is_shared = cache.info.is_shared
+            asks = cache.info.must_query and not is_shared and cache.query(keys)
+            places = cache.presence(keys)
+            found = [place in {Presence.HOST, Presence.BELOW} for place in places]
+            count = leading(found)
+            is_known = count == len(keys) or places[count] is Presence.ABSENT
+            fetch = None
+            if not is_known and is_shared:
+                fetch = cache.fetch(keys[count:], queued=True)  # the service asks its stores
+        if fetch is not None:
+            more = _count_coming(copier, fetch)
+            found[count : count + more] = [True] * more
+        if fetch is not None or is_known or not asks:
+            return found
+        time.sleep(_PAUSE_SECONDS)
+
+
+def leading(found: Sequence[bool]) -> int:
+    """The number of blocks before the first that is missing."""
+    return found.index(False) if False in found else len(found)
+
+
+def _count_coming(copier: Copier, fetch: FetchId) -> int:
+    """How many blocks a fetch can bring. Ends it."""
+    try:
+        while True:
+            with copier.use() as cache:
+                copier.advance()
+                state = cache.fetch_state(fetch)
+            if state.queried is None or state.done:
+                return state.stop
+            time.sleep(_PAUSE_SECONDS)
+    finally:
+        with copier.use() as cache:
+            cache.end_fetch(fetch)
