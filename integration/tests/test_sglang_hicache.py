@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from flexkv.tiers.disk import cache_directory, slabs, table
+from flexkv.tiers.disk import slabs, table
 from flexkv.tiers.disk.files import OsFiles, open_folder
+from flexkv.tiers.disk.folder import TABLE, fingerprint_of
 from flexkv.tiers.disk.reader import Record, TableCopy
 from flexkv.tiers.envelope import checksum_of
 from integration.harness.checkpoint import TINY
@@ -47,7 +48,7 @@ class Folder:
 
     def table(self) -> TableCopy:
         folder = open_folder(str(self.path))
-        copy = TableCopy(OsFiles(), folder, cache_directory.fingerprint_of(str(self.path)))
+        copy = TableCopy(OsFiles(), folder, fingerprint_of(str(self.path)))
         try:
             copy.update()
         finally:
@@ -72,7 +73,7 @@ class Folder:
         entry = table.encode_record(
             record.slot, header.seal, record.key, checksum, record.generation
         )
-        with (self.path / cache_directory.TABLE).open("r+b") as file:
+        with (self.path / TABLE).open("r+b") as file:
             file.seek(table.record_offset(record.slot))
             file.write(entry)
 

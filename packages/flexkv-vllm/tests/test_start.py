@@ -21,7 +21,7 @@ from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, Lay
 from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
-from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.folder import claim
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.connector import FlexKVConnectorV1

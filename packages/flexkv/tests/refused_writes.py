@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from flexkv.tiers.disk import OsFiles, table
-from flexkv.tiers.disk.cache_directory import RESET
+from flexkv.tiers.disk.folder import RESET
 
 
 def refuse_writes(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_shared_tiers
 from flexkv.session.state_reports import StateReport
 from flexkv.settings import load_config
-from flexkv.tiers.disk.cache_directory import folders, lock_folder
+from flexkv.tiers.disk.folder import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
 from flexkv.tiers.disk.table import VERSION, table_bytes
 from flexkv.tiers.remote import RemoteTier

@@ -16,7 +16,7 @@ from faults.faulty_files import HangingFiles
 
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import upkeep
-from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.folder import claim
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.errors import DiskError
 from packages.conftest import PATIENCE_SECONDS

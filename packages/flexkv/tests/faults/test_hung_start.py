@@ -22,8 +22,8 @@ from flexkv import KVLayout, TensorView, open_cache
 from flexkv.tiers import disk
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import OsFiles, open_disk_tier, opening, reader, table, tier
-from flexkv.tiers.disk.cache_directory import Folder, claim
-from flexkv.tiers.disk.places import check_apart, places_of
+from flexkv.tiers.disk.folder import Folder, claim
+from flexkv.tiers.disk.opening import check_apart, places_of
 from flexkv.tiers.job import Outcome
 from flexkv.types.deadline import HANGS
 from flexkv.types.errors import DiskError

@@ -277,11 +277,11 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.settings.settings_file:read_file": SETTINGS_FILE,
     "flexkv.settings.tencents_names:_refused": [bad("FLEXKV_ENABLE_GDS", 1)],
     "flexkv.system.native:kernels": [Case("packages", no_kernels, early=False)],
-    "flexkv.tiers.disk.cache_directory:folders": [Unknown.SYSTEM],
-    "flexkv.tiers.disk.cache_directory:claim": [Unknown.GOES_ON],
-    "flexkv.tiers.disk.cache_directory:_unusable": [Case("disk", in_place_of_a_disk)],
-    "flexkv.tiers.disk.cache_directory:check_owner": [Case("disk", foreign_folder, early=False)],
-    "flexkv.tiers.disk.cache_directory:_refuse_others": [Case("disk", open_cache_directory)],
+    "flexkv.tiers.disk.folder:folders": [Unknown.SYSTEM],
+    "flexkv.tiers.disk.folder:claim": [Unknown.GOES_ON],
+    "flexkv.tiers.disk.folder:_unusable": [Case("disk", in_place_of_a_disk)],
+    "flexkv.tiers.disk.folder:check_owner": [Case("disk", foreign_folder, early=False)],
+    "flexkv.tiers.disk.folder:_refuse_others": [Case("disk", open_cache_directory)],
     "flexkv.tiers.disk.disk_store:check_table": [
         Case(each.check, each.make, early=False) for each in TABLES
     ],
@@ -289,11 +289,11 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
         Case("disk", lambda world: world.disk(1e-5), early=False),
         Unknown.SYSTEM,
     ],
-    "flexkv.tiers.disk.exposure:close_to_others": [Unknown.SYSTEM],
+    "flexkv.tiers.disk.folder:close_to_others": [Unknown.SYSTEM],
     "flexkv.tiers.disk.files:disk_error": [Unknown.SYSTEM] * 2,
     "flexkv.tiers.disk.inspect:unreadable": [Unknown.SYSTEM],
     "flexkv.tiers.disk.opening:Opening._open_drive": [Unknown.PEERS, Unknown.SYSTEM],
-    "flexkv.tiers.disk.places:check_apart": [Case("disks", one_directory_twice)],
+    "flexkv.tiers.disk.opening:check_apart": [Case("disks", one_directory_twice)],
     "flexkv.tiers.disk.removal:check_room": [
         Case("disk", lambda world: world.disk(1 << 20), early=False)
     ],

@@ -30,9 +30,8 @@ from flexkv.cli.common import (
 from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared_blocks
 from flexkv.cli.stat_service import ask_services
 from flexkv.service.ask import ServiceError, clear_pools
-from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import reason_of
-from flexkv.tiers.disk.lock_owner import describe_owner
+from flexkv.tiers.disk.folder import describe_owner, disk_bytes
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
 from flexkv.tiers.shared_store import all_stores, shared_stores
 from flexkv.types.deadline import HungError, call_beside
@@ -302,7 +301,7 @@ def _outcome(path: str, act: Callable[[str], Removal], done: str, skipped: str) 
 
 def _try(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> tuple[bool, str]:
     """Whether `act` removes a whole folder, and the line that says so."""
-    count = cache_directory.disk_bytes(path)
+    count = disk_bytes(path)
     removal = act(path)
     if removal is Removal.IN_USE:
         return False, f"{skipped} {path}: {removal.value} by process {describe_owner(path)}"

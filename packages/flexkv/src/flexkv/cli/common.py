@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from flexkv.service.ask import is_service
 from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
-from flexkv.tiers.disk import cache_directory
+from flexkv.tiers.disk.folder import folders as folders_below
 from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.types.errors import ConfigError, DiskError
 
@@ -150,7 +150,7 @@ def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
     if not stat.S_ISDIR(mode):
         return DiskError(_refusal(root, source, "is not a directory"))
     try:
-        return cache_directory.folders(path, leftovers)
+        return folders_below(path, leftovers)
     except DiskError as error:
         return error
 

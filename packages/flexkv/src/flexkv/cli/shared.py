@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
-from flexkv.tiers.disk import cache_directory
+from flexkv.tiers.disk.folder import fingerprint_of
 from flexkv.tiers.shared_store import SharedStore, shared_stores
 from flexkv.types.errors import ConfigError
 
@@ -101,7 +101,7 @@ def shared_blocks(
         listed[store] = None if found is None else list(filter(is_fingerprint, found))
     known = given or sorted(
         {each for found in listed.values() for each in found or ()}
-        | {name for path in folders if (name := cache_directory.fingerprint_of(path))}
+        | {name for path in folders if (name := fingerprint_of(path))}
     )
     blocks = []
     for store in stores:

@@ -23,8 +23,8 @@ from flexkv.preflight.host import (
 from flexkv.preflight.stores import check_store
 from flexkv.session.runtime_directory import check_runtime_directory
 from flexkv.settings import GIB, CacheConfig
-from flexkv.tiers.disk.cache_directory import check_root
-from flexkv.tiers.disk.places import check_apart, places_of
+from flexkv.tiers.disk.folder import check_root
+from flexkv.tiers.disk.opening import check_apart, places_of
 from flexkv.tiers.shared_store import shared_stores
 
 _START_SECONDS = 1.0

@@ -19,11 +19,17 @@ from flexkv.preflight.findings import Finding, Level
 from flexkv.settings import GIB
 from flexkv.system.directories import nearest_directory
 from flexkv.system.mounts import read_mounts
-from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.disk_store import check_table, slots_within
 from flexkv.tiers.disk.files import open_folder, reason_of
+from flexkv.tiers.disk.folder import (
+    REMOVED,
+    Folder,
+    check_owner,
+    fingerprint_of,
+    folders,
+)
 from flexkv.tiers.disk.inspect import folder_state
-from flexkv.tiers.disk.places import places_of
+from flexkv.tiers.disk.opening import places_of
 from flexkv.types.errors import DiskError
 from flexkv.types.texts import size
 
@@ -57,7 +63,7 @@ class Speed:
 
 
 def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]:
-    """Check a directory of `ssd_cache_dir`, which `cache_directory.check_root` has accepted. A
+    """Check a directory of `ssd_cache_dir`, which `check_root` has accepted. A
     missing directory is not created.
 
     Args:
@@ -117,15 +123,15 @@ def _folders(name: str, path: str) -> Iterator[Finding]:
     owner = os.stat(path).st_uid
     for entry in sorted(os.listdir(path)):
         each = os.path.join(path, entry)
-        if not cache_directory.fingerprint_of(each) or cache_directory.REMOVED in entry:
+        if not fingerprint_of(each) or REMOVED in entry:
             continue
         try:
-            folder = cache_directory.Folder(each, open_folder(each))
+            folder = Folder(each, open_folder(each))
         except OSError as error:
             yield _refused_folder(name, reason_of(error))
             continue
         try:
-            cache_directory.check_owner(folder, path, owner)
+            check_owner(folder, path, owner)
             check_table(folder)
         except DiskError as error:
             yield _refused_folder(name, str(error).partition("; allowed: ")[0])
@@ -220,7 +226,7 @@ def _own_bytes(path: str) -> int:
     """Bytes that FlexKV's folders in the directory take on disk. Unreadable folders count as 0."""
     total = 0
     with contextlib.suppress(DiskError):
-        for folder in cache_directory.folders(path, True):
+        for folder in folders(path, True):
             with contextlib.suppress(DiskError):
                 total += folder_state(folder).disk_bytes
     return total

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from disk_blocks import names, opened
 
-from flexkv.tiers.disk.cache_directory import IDENTITY
+from flexkv.tiers.disk.folder import IDENTITY
 from flexkv.tiers.disk.removal import Removal, remove
 
 ONE, OTHER, THIRD = "1" * 32, "2" * 32, "3" * 32

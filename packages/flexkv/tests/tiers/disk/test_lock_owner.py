@@ -14,13 +14,12 @@ import pytest
 from disk_folders import OURS
 from pid_namespaces import ELSEWHERE, in_a_namespace
 
-from flexkv.tiers.disk.cache_directory import claim
-from flexkv.tiers.disk.lock_owner import describe_owner
+from flexkv.tiers.disk.folder import claim, describe_owner
 from flexkv.types.errors import DiskError
 
 CLAIM = """
 import os, sys
-from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.folder import claim
 try:
     claim(sys.argv[1], sys.argv[2], 1)
 except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.tiers.disk import open_disk_tier
-from flexkv.tiers.disk.places import RealPath, check_apart, places_of
+from flexkv.tiers.disk.opening import RealPath, check_apart, places_of
 from flexkv.types.errors import DiskError
 
 

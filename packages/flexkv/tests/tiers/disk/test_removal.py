@@ -11,7 +11,7 @@ from disk_blocks import FINGERPRINT, opened
 from disk_folders import OTHER, OURS, TABLE, made
 
 from flexkv.tiers.disk import removal
-from flexkv.tiers.disk.cache_directory import MAX_OWNERS, Folder, claim, folders
+from flexkv.tiers.disk.folder import MAX_OWNERS, Folder, claim, folders
 from flexkv.tiers.disk.removal import Removal, check_room, make_room, remove, remove_others
 from flexkv.tiers.disk.table import VERSION
 from flexkv.types.errors import DiskError

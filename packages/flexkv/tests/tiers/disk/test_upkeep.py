@@ -16,7 +16,7 @@ import pytest
 from disk_blocks import DEADLINE, FINGERPRINT, SLOT, names, opened, unopened
 
 from flexkv.tiers.disk import OsFiles, ledger, table, upkeep
-from flexkv.tiers.disk.cache_directory import RESET
+from flexkv.tiers.disk.folder import RESET
 from flexkv.tiers.job import Outcome
 from packages.conftest import Clock
 from packages.inside_tiers import store_of

@@ -15,12 +15,11 @@ from typing import TypeAlias
 
 from flexkv.eviction import OTHERWISE, POLICIES, OnePolicy
 from flexkv.tiers.base import States
-from flexkv.tiers.disk.cache_directory import MAX_OWNERS
 from flexkv.tiers.disk.disk_store import DiskStore, slots_within
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
 from flexkv.tiers.disk.files import Files, OsFiles
-from flexkv.tiers.disk.opening import DriveSpec, Opening
-from flexkv.tiers.disk.places import check_apart, places_of
+from flexkv.tiers.disk.folder import MAX_OWNERS
+from flexkv.tiers.disk.opening import DriveSpec, Opening, check_apart, places_of
 from flexkv.tiers.disk.tier import DiskTier
 from flexkv.types.ages import BlockAges
 

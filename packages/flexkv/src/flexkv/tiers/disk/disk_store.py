@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from flexkv.tiers.disk import cache_directory, table
+from flexkv.tiers.disk import table
 from flexkv.tiers.disk.descriptions import Descriptions
 from flexkv.tiers.disk.files import (
     Files,
@@ -23,8 +23,8 @@ from flexkv.tiers.disk.files import (
     reason_of,
     write_fully,
 )
+from flexkv.tiers.disk.folder import LOCK, RESET, TABLE, Folder, first_pages, has_blocks, is_at
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
-from flexkv.tiers.disk.lock_owner import LOCK
 from flexkv.tiers.disk.reader import header_in, read_pages, read_records
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
 from flexkv.tiers.disk.slot_index import SlotIndex
@@ -64,15 +64,15 @@ def bytes_of(capacity: int, slot_bytes: int) -> int:
     return slots * slot_bytes + table.table_bytes(slots)
 
 
-def check_table(folder: cache_directory.Folder) -> None:
+def check_table(folder: Folder) -> None:
     """Check that the table in a folder, if there is one, is ours to write over.
 
     Raises:
         DiskError: it is not, or cannot be read.
     """
-    path = os.path.join(folder.path, cache_directory.TABLE)
+    path = os.path.join(folder.path, TABLE)
     try:
-        pages = cache_directory.first_pages(folder.fd)
+        pages = first_pages(folder.fd)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -114,13 +114,13 @@ class DiskStore:
     def __init__(
         self,
         files: Files,
-        folder: cache_directory.Folder,
+        folder: Folder,
         fingerprint: str,
         slot_bytes: int,
         capacity: int,
         *,
         ages: BlockAges | None = None,
-        claim: Callable[[], cache_directory.Folder] | None = None,
+        claim: Callable[[], Folder] | None = None,
         progress: Callable[[int, int], None] = lambda read, slots: None,
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
@@ -181,10 +181,10 @@ class DiskStore:
             OSError: a system call failed.
         """
         files, folder = self._files, self._folder.fd
-        self._table = files.open(folder, cache_directory.TABLE, os.O_RDWR | os.O_CREAT)
+        self._table = files.open(folder, TABLE, os.O_RDWR | os.O_CREAT)
         pages = read_pages(files, self._table)
         header = header_in(pages, self._fingerprint)
-        reset = anew or is_regular(folder, cache_directory.RESET)
+        reset = anew or is_regular(folder, RESET)
         if not reset:
             self._report_losses(header, pages)
         if header is None or header.slot_bytes != self.slot_bytes or reset:
@@ -249,13 +249,13 @@ class DiskStore:
             OSError: a system call failed.
         """
         folder = self._folder
-        if not cache_directory.is_at(folder.path, folder.fd):
+        if not is_at(folder.path, folder.fd):
             return "it was removed or replaced"
         if os.fstat(folder.fd).st_uid != self._owner:
             return "it belongs to another user now"
         assert self._slabs is not None
         lock = LOCK, folder.lock, 0
-        first = cache_directory.TABLE, self._table, table.table_bytes(self._num_slots)
+        first = TABLE, self._table, table.table_bytes(self._num_slots)
         for name, fd, size in (lock, first, *self._slabs.files()):
             try:
                 there = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
@@ -442,7 +442,7 @@ class DiskStore:
     def _mark(self) -> bool:
         """Create the file that makes the table invalid. False if a system call fails."""
         try:
-            fd = self._files.open(self._folder.fd, cache_directory.RESET, os.O_WRONLY | os.O_CREAT)
+            fd = self._files.open(self._folder.fd, RESET, os.O_WRONLY | os.O_CREAT)
             self._files.close(fd)
             self._files.sync(self._folder.fd)
         except OSError:
@@ -452,7 +452,7 @@ class DiskStore:
     def _unmark(self) -> None:
         """Remove the file of `_mark`. If a system call fails, the table stays invalid."""
         with contextlib.suppress(OSError):
-            os.unlink(cache_directory.RESET, dir_fd=self._folder.fd)
+            os.unlink(RESET, dir_fd=self._folder.fd)
 
     def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[OSError | None]:
         """Write the slots' bytes. Returns for each slot the error; None if there was none."""
@@ -494,7 +494,7 @@ class DiskStore:
         Raises:
             OSError: a system call failed.
         """
-        path = os.path.join(self.path, cache_directory.TABLE)
+        path = os.path.join(self.path, TABLE)
         if header is not None:
             cut = header.num_slots - table.slots_in(os.fstat(self._table).st_size)
             if cut > 0:
@@ -510,7 +510,7 @@ class DiskStore:
                 "are discarded, and the cache begins empty",
                 path,
             )
-        elif cache_directory.has_blocks(self._folder.fd):
+        elif has_blocks(self._folder.fd):
             logger.error(
                 "%s is missing, empty or zeros, and files of blocks are beside it; its blocks are "
                 "lost, and the cache begins empty; check the drive",

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from flexkv.tiers.disk import cache_directory
 from flexkv.tiers.disk.files import OsFiles, exists, open_folder, reason_of
+from flexkv.tiers.disk.folder import disk_bytes, fingerprint_of, newer_version, owner_of
 from flexkv.tiers.disk.ledger import load_ledger
-from flexkv.tiers.disk.lock_owner import owner_of
 from flexkv.tiers.disk.reader import TableCopy
 from flexkv.tiers.disk.slabs import slab_name, slots_per_slab
 from flexkv.types.errors import DiskError
@@ -76,10 +75,10 @@ def folder_state(path: str) -> FolderState:
         folder = open_folder(path)
         try:
             owner = owner_of(folder)
-            copy = TableCopy(OsFiles(), folder, cache_directory.fingerprint_of(path))
+            copy = TableCopy(OsFiles(), folder, fingerprint_of(path))
             copy.update()
             ledger = load_ledger(folder)
-            on_disk = cache_directory.disk_bytes(path)
+            on_disk = disk_bytes(path)
             problems = table_problem(folder, copy) or _lost_slabs(folder, copy), ledger.problem
         finally:
             os.close(folder)
@@ -90,7 +89,7 @@ def folder_state(path: str) -> FolderState:
     block_bytes = header.slot_bytes if header else 0
     return FolderState(
         path=path,
-        fingerprint=cache_directory.fingerprint_of(path),
+        fingerprint=fingerprint_of(path),
         owner=owner,
         block_bytes=block_bytes,
         slots=header.num_slots if header else 0,
@@ -118,7 +117,7 @@ def table_problem(folder: int, copy: TableCopy) -> str:
     Raises:
         OSError: the table cannot be read.
     """
-    version = cache_directory.newer_version(folder) if copy.header is None else None
+    version = newer_version(folder) if copy.header is None else None
     if version is not None:
         return f"the table is of format {version}, written by a newer FlexKV: use that FlexKV"
     if copy.damaged:

@@ -4,31 +4,45 @@
 At a start, the mount or the drive of a directory may hang or fail, or the engine before may still
 have its folder. The engine then starts without it, and uses it from the moment on at which it is
 open. A try that fails keeps no folder: other engines may have it meanwhile.
+
+Beside its blocks, a folder has the parts of its fingerprint as text, one `NAME: VALUE` a line. No
+block depends on that file. It lets an engine that begins empty name the parts that differ from
+those of a folder with blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+from flexkv.system.regular_files import open_regular
 from flexkv.system.retries import Retried
 from flexkv.tiers.base import States
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk.cache_directory import Folder, claim
 from flexkv.tiers.disk.disk_store import DiskStore, bytes_of, check_table
 from flexkv.tiers.disk.drive import THREADS, WRITE_BYTES, Drive
-from flexkv.tiers.disk.exposure import close_to_others
-from flexkv.tiers.disk.files import Files, disk_error, reason_of
-from flexkv.tiers.disk.identity import report_differences, save_identity
+from flexkv.tiers.disk.files import Files, disk_error, open_folder, reason_of
+from flexkv.tiers.disk.folder import (
+    IDENTITY,
+    Folder,
+    claim,
+    close_to_others,
+    fingerprint_of,
+    folders,
+)
+from flexkv.tiers.disk.ledger import load_ledger
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
 from flexkv.tiers.link import Link
 from flexkv.types.ages import BlockAges
-from flexkv.types.deadline import HANGS
+from flexkv.types.deadline import HANGS, call_within
 from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -40,21 +54,34 @@ CLOSE_SECONDS = 1.0
 """Seconds that `Opening.close` waits for a try under way. Not tuned."""
 
 _REPORTS = 4
-"""Lines that report how many slots are read, at equal distances. Not tuned."""
+"""Lines that report how many slots are read, at equal distances."""
+
+_COMPARE_SECONDS = 1.0
+"""Time limit for the directories' answers. Directories that do not answer are not compared with the
+others. Not tuned."""
+
+_IDENTITY_BYTES = 8192
+"""The most bytes of the file, two pages of the folder's bound."""
+
+_MODEL_PARTS = ("weights", "configuration")
+"""Names of the parts by which two folders are of one model; see `flexkv.engine.weights`."""
+
+_VALUE_CHARACTERS = 60
+"""The most characters of a value in the log."""
+
+
+class RealPath(NamedTuple):
+    """The path of a directory without symbolic links, and the number of the file system that it is
+    on, or will be on once it is created."""
+
+    path: str
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
 class DriveSpec:
-    """What a drive is opened with; see `open_disk_tier`.
-
-    Attributes:
-        root: the cache directory.
-        name: prefix of the names of its threads.
-        capacity: the most bytes on disk, of this directory.
-        owners: see `claim`.
-        day_bytes: bytes that may be written in 24 hours, to this directory; None for no limit.
-        queue_bytes: bytes that may wait for this directory.
-    """
+    """What a drive is opened with; see `open_disk_tier`. Bytes are those of its directory alone;
+    `name` is the prefix of the names of its threads."""
 
     root: str
     name: str
@@ -73,15 +100,10 @@ class DriveSpec:
 
 class Opening:
     """The drive of one directory until it is open. Its thread opens the drive; all methods are for
-    one other thread. Only those that say so wait.
-
-    Args:
-        spec: of the drive.
-        states: reports to other processes that the drive is not open yet; owned. None if nothing
-            is reported.
+    one other thread. Only those that say so wait. Owns `states`, which report to other processes
+    that the drive is not open yet.
 
     Attributes:
-        root: the cache directory.
         cleared, emptied: whether there was a reset, so that the drive must be cleared or emptied
             before it is used.
     """
@@ -128,10 +150,8 @@ class Opening:
 
     def accept(self, waited: float) -> None:
         """Report from now on that the drive is not open, unless it is; and log a try that has not
-        ended. A large directory takes long and does not hang. Before, a refusal is the caller's.
-
-        Args:
-            waited: seconds since the first try began, for the log.
+        ended `waited` seconds after it began. A large directory takes long and does not hang.
+        Before, a refusal is the caller's.
 
         Raises:
             DiskError: the directory is refused.
@@ -337,3 +357,124 @@ def _drive_of(store: DiskStore, spec: DriveSpec) -> Drive:
     except BaseException:
         link.begin_close(0.0)
         raise
+
+
+def places_of(roots: Sequence[str]) -> dict[str, RealPath]:
+    """The places of those directories that answer within a second."""
+    # A mount that hangs lets realpath(3) hang, and a start goes on without it.
+    return call_within({root: partial(_place, root) for root in roots}, _COMPARE_SECONDS)
+
+
+def check_apart(places: Mapping[str, RealPath]) -> None:
+    """Refuse two directories that are one, or of which one lies in the other on the same file
+    system.
+
+    Raises:
+        DiskError: see above.
+    """
+    for (root, upper), (other, lower) in itertools.permutations(places.items(), 2):
+        same = upper.path == lower.path
+        within = os.path.commonpath([upper.path, lower.path]) == upper.path
+        if same or (within and upper.device == lower.device):
+            how = "is the same directory as" if same else "lies in"
+            raise DiskError(
+                f"{other} from ssd_cache_dir {how} {root}; allowed: directories apart from each "
+                f"other, each on a drive of its own"
+            )
+
+
+def _place(root: str) -> RealPath:
+    path = os.path.realpath(root)
+    there = path
+    while True:
+        try:
+            return RealPath(path, os.stat(there).st_dev)
+        except OSError:
+            if there == "/":
+                return RealPath(path, -1)
+            there = os.path.dirname(there)
+
+
+def save_identity(folder: int, identity: Iterable[str]) -> None:
+    """Write the parts, each `NAME: VALUE`, into the open directory `folder`, which this process
+    owns. If the system refuses, there is no file."""
+    lines = "".join(" ".join(part.split()) + "\n" for part in identity)
+    if not lines:
+        return
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(IDENTITY, dir_fd=folder)
+        fd = open_regular(folder, IDENTITY, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            os.write(fd, lines.encode(errors="replace")[:_IDENTITY_BYTES])
+        finally:
+            os.close(fd)
+
+
+def report_differences(root: str, identity: Sequence[str], fingerprint: str) -> None:
+    """Log which parts of the fingerprint keep an engine from the blocks of its model below `root`:
+    those of the folder that differs in the fewest parts. `identity`: the parts of the engine's
+    `fingerprint`.
+
+    Raises:
+        DiskError: `root` cannot be read.
+    """
+    ours = _parts(identity)
+    nearest: tuple[str, dict[str, str]] | None = None
+    for path in folders(root):
+        if fingerprint_of(path) == fingerprint:
+            continue
+        # A folder that cannot be read is another user's.
+        with contextlib.suppress(OSError):
+            theirs = _read_identity(path)
+            if not any(ours.get(name, "") == theirs.get(name) for name in _MODEL_PARTS):
+                continue
+            if nearest is None or len(_differing(ours, theirs)) < len(_differing(ours, nearest[1])):
+                nearest = path, theirs
+    if nearest is not None:
+        path, theirs = nearest
+        same = theirs.get("weights") == ours.get("weights")
+        logger.warning(
+            "%s begins empty, but %s has blocks of %s under another fingerprint; what differs: %s",
+            os.path.join(root, fingerprint),
+            path,
+            "this model" if same else "a model of this configuration",
+            "; ".join(
+                f"{name} ({_shown(theirs, name)} there, {_shown(ours, name)} here)"
+                for name in _differing(ours, theirs)
+            ),
+        )
+
+
+def _read_identity(path: str) -> dict[str, str]:
+    """The parts of a folder that has been written to; empty for any other.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    folder = open_folder(path)
+    try:
+        if not load_ledger(folder).written_blocks:
+            return {}
+        fd = open_regular(folder, IDENTITY, os.O_RDONLY)
+        try:
+            text = os.pread(fd, _IDENTITY_BYTES, 0).decode(errors="replace")
+        finally:
+            os.close(fd)
+    finally:
+        os.close(folder)
+    return _parts(text.splitlines())
+
+
+def _parts(identity: Iterable[str]) -> dict[str, str]:
+    named = (part.partition(": ") for part in identity)
+    return {name: " ".join(value.split()) for name, colon, value in named if colon}
+
+
+def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+
+
+def _shown(parts: Mapping[str, str], name: str) -> str:
+    value = parts.get(name)
+    return "not set" if value is None else repr(value[:_VALUE_CHARACTERS])

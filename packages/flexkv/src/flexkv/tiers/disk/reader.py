@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from flexkv.tiers.disk import slabs, table
-from flexkv.tiers.disk.cache_directory import RESET, TABLE, has_blocks
 from flexkv.tiers.disk.files import Files, is_regular, open_data, read_fully
+from flexkv.tiers.disk.folder import RESET, TABLE, has_blocks
 from flexkv.tiers.envelope import checksum_of
 
 _PART_BYTES = 1 << 16

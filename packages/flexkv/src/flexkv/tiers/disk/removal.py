@@ -12,7 +12,9 @@ import os
 import secrets
 
 from flexkv.system.regular_files import open_regular
-from flexkv.tiers.disk.cache_directory import (
+from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
+from flexkv.tiers.disk.folder import (
+    LOCK,
     REMOVED,
     TABLE,
     disk_bytes,
@@ -24,8 +26,6 @@ from flexkv.tiers.disk.cache_directory import (
     newer_version,
     path_of,
 )
-from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
-from flexkv.tiers.disk.lock_owner import LOCK
 from flexkv.types.errors import DiskError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,8 @@ class Removal(enum.Enum):
 
 
 def check_room(root: str, mine: str, size: int, owners: int, asked: int) -> None:
-    """Check that `make_room` can find enough room. Changes nothing.
-
-    Args:
-        root: see `make_room`.
-        mine: see `make_room`.
-        size: see `make_room`.
-        owners: see `make_room`.
-        asked: bytes that `ssd_cache_gb` gives the folder, for the error.
+    """Check that `make_room` can find enough room. Changes nothing. `asked`: bytes that
+    `ssd_cache_gb` gives the folder, for the error.
 
     Raises:
         UnavailableError: there is too little room now, or a system call failed.
@@ -73,18 +67,12 @@ def check_room(root: str, mine: str, size: int, owners: int, asked: int) -> None
 
 
 def make_room(root: str, mine: str, size: int, owners: int) -> None:
-    """Make room for the folder `mine` to grow to `size` bytes.
+    """Make room for the folder `mine` to grow to `size` bytes, those present included.
 
     If the file system has too little room, other folders of FlexKV below `root` are removed until
     it has enough. The folder that was owned longest ago is removed first. Leftovers of interrupted
-    removals are always removed.
-
-    Args:
-        root: the cache directory.
-        mine: path of the folder that is kept.
-        size: bytes that its files will take on disk, those present included.
-        owners: see `claim`. Folders that so many engines with the same blocks use stay, for those
-            that are about to start.
+    removals are always removed. Folders that `owners` engines with the same blocks use stay, for
+    those that are about to start.
 
     Raises:
         DiskError: `root` cannot be read.
@@ -97,11 +85,6 @@ def make_room(root: str, mine: str, size: int, owners: int) -> None:
 
 def remove_others(root: str, mine: str, owners: int) -> None:
     """Remove all folders that `make_room` may remove.
-
-    Args:
-        root: see `make_room`.
-        mine: see `make_room`.
-        owners: see `make_room`.
 
     Raises:
         DiskError: `root` cannot be read.

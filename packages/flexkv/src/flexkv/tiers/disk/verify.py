@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from flexkv.tiers.disk.cache_directory import fingerprint_of
 from flexkv.tiers.disk.files import Files, open_folder
+from flexkv.tiers.disk.folder import fingerprint_of
 from flexkv.tiers.disk.inspect import table_problem, unreadable
 from flexkv.tiers.disk.reader import Record, SlotReader, TableCopy
 

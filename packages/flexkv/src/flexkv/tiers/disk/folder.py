@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds, locks and creates the folders below a cache directory.
+"""Finds, creates, locks and guards the folders below a cache directory.
 
 DIR/<fingerprint>/            the cache of the first engine with blocks of this fingerprint
 DIR/<fingerprint>-1/          the cache of a second engine at the same time, if this is allowed
@@ -9,12 +9,16 @@ DIR/<name>.removed-<random>/  a folder whose removal is under way or was interru
 A folder is FlexKV's if it holds a table, which begins with FlexKV's magic bytes; or if the table is
 lost, and the folder holds files of blocks and nothing but files with the names above. The name of a
 folder proves nothing. In FlexKV's folders, FlexKV touches only files with these names.
+
+An owner writes the ids of its process and its parent's, in its PID namespace, into the lock. Who
+wants to know the owner also reads the kernel's list of locks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import stat
@@ -22,6 +26,7 @@ import time
 from dataclasses import dataclass
 
 from flexkv.system.directories import (
+    OTHERS,
     WRITABLE,
     check_creatable,
     nearest_directory,
@@ -29,19 +34,17 @@ from flexkv.system.directories import (
     root_ids,
 )
 from flexkv.system.forks import close_in_children
+from flexkv.system.mounts import read_mounts
+from flexkv.system.processes import parent_of, pid_namespace, process_text
 from flexkv.system.regular_files import open_regular
 from flexkv.tiers.disk import descriptions, ledger, table
 from flexkv.tiers.disk.files import disk_error, is_regular, open_folder, reason_of, try_lock
-from flexkv.tiers.disk.lock_owner import (
-    LOCK,
-    LOCK_BYTES,
-    LOCK_CONTENT,
-    describe_owner,
-    lock_content,
-)
 from flexkv.tiers.disk.slabs import is_slab, slab_name
 from flexkv.types.errors import DiskError, UnavailableError
 
+logger = logging.getLogger(__name__)
+
+LOCK = "lock"
 TABLE = "table"
 RESET = "reset"
 IDENTITY = "identity"
@@ -49,6 +52,11 @@ MAX_OWNERS = 64
 """The most engines with blocks of one fingerprint that share a directory. More than a node has
 data-parallel ranks."""
 
+_OWN_NAMES = frozenset(
+    {LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH, descriptions.FILE}
+)
+_LOCK_CONTENT = re.compile(rb"[0-9 \n\0]*")  # a power failure may leave zeros in the file
+_LOCK_BYTES = 32
 _FOLDER = re.compile(r"(?P<fingerprint>[0-9a-f]{16,64})(-[0-9]+)?(?P<removed>\.removed-[0-9a-f]+)?")
 REMOVED = ".removed-"
 """Part of the name of a folder that is being removed; random digits follow it."""
@@ -60,13 +68,8 @@ a folder holds its lock for a few system calls, until it has renamed the folder.
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Folder:
-    """A folder that this process owns until `release`.
-
-    Attributes:
-        path: path of the folder.
-        fd: descriptor of the open directory; -1 after `release`.
-        lock: descriptor of the open file that holds the lock; -1 after `release`.
-    """
+    """A folder that this process owns until `release`, with descriptors of the directory and of the
+    file that holds the lock."""
 
     path: str
     fd: int
@@ -86,15 +89,9 @@ class Folder:
 
 
 def folders(root: str, leftovers: bool = False) -> list[str]:
-    """Find the folders below `root` that are FlexKV's. Folders that have a name of FlexKV and that
-    this user cannot read are among them.
-
-    Args:
-        root: the cache directory.
-        leftovers: whether to include folders whose removal was interrupted.
-
-    Returns:
-        Paths, sorted by name.
+    """Paths of the folders below the cache directory `root` that are FlexKV's, sorted by name;
+    with `leftovers`, those whose removal was interrupted are among them. Folders that have a name
+    of FlexKV and that this user cannot read are, too.
 
     Raises:
         DiskError: `root` cannot be read.
@@ -113,14 +110,8 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
 
 
 def lock_folder(path: str, above: int | None = None) -> Folder | None:
-    """Lock an existing folder.
-
-    Args:
-        path: path of the folder.
-        above: descriptor of the cache directory; None to resolve the whole path.
-
-    Returns:
-        The folder, which the caller releases; None if another process owns it.
+    """Lock an existing folder, which the caller releases; None if another process owns it. `above`:
+    descriptor of the cache directory; None to resolve the whole path.
 
     Raises:
         OSError: a system call failed, or the lock file is another program's. FileNotFoundError if
@@ -137,11 +128,11 @@ def lock_folder(path: str, above: int | None = None) -> Folder | None:
             folder.release()
             return None
         # A folder with a table is FlexKV's, and a damaged lock there is worth nothing.
-        known = LOCK_CONTENT.fullmatch(os.pread(folder.lock, LOCK_BYTES, 0))
+        known = _LOCK_CONTENT.fullmatch(os.pread(folder.lock, _LOCK_BYTES, 0))
         if not known and not has_table(folder.fd):
             raise OSError(errno.EEXIST, "is a file of another program", os.path.join(path, LOCK))
         os.ftruncate(folder.lock, 0)
-        os.pwrite(folder.lock, lock_content(), 0)
+        os.pwrite(folder.lock, _lock_content(), 0)
     except OSError:
         folder.release()
         raise
@@ -162,16 +153,9 @@ def path_of(root: str, fingerprint: str, number: int) -> str:
 
 
 def claim(root: str, fingerprint: str, owners: int) -> Folder:
-    """Lock the folder of `fingerprint` below `root`. Creates it if it is missing.
-
-    Args:
-        root: the cache directory; created if it is missing.
-        fingerprint: fingerprint of the blocks, hexadecimal.
-        owners: how many engines may have folders there, at most `MAX_OWNERS`. If another process
-            owns the first folder, the next one is used.
-
-    Returns:
-        The folder, which the caller releases.
+    """Lock the folder of `fingerprint` below the cache directory `root`, for the caller to release.
+    Creates both if they are missing. If another process owns the first folder, the next one of
+    `owners`, at most `MAX_OWNERS`, is used.
 
     Raises:
         UnavailableError: another process owns the folder, or a system call failed.
@@ -205,10 +189,7 @@ def claim(root: str, fingerprint: str, owners: int) -> Folder:
 
 def check_root(root: str) -> bool:
     """Check that `claim` can use or create a cache directory, without a folder in it. Changes
-    nothing.
-
-    Returns:
-        Whether the directory exists.
+    nothing. Returns whether the directory exists.
 
     Raises:
         DiskError: see `claim`.
@@ -240,20 +221,12 @@ def _unusable(root: str, error: OSError) -> DiskError:
 
 
 def has_table(folder: int) -> bool:
-    """Whether an open directory holds a table of FlexKV of any version, damaged or not.
-
-    Raises:
-        OSError: the table cannot be read.
-    """
+    """Whether an open directory holds a table of FlexKV of any version, damaged or not."""
     return table.has_magic(_first_pages_if_any(folder))
 
 
 def has_blocks(folder: int) -> bool:
-    """Whether an open directory holds files of blocks, as every cache does that has a table.
-
-    Raises:
-        OSError: stat(2) failed.
-    """
+    """Whether an open directory holds files of blocks, as every cache does that has a table."""
     return is_regular(folder, slab_name(0))
 
 
@@ -262,17 +235,8 @@ def is_own(name: str) -> bool:
     return name in _OWN_NAMES or is_slab(name)
 
 
-_OWN_NAMES = frozenset(
-    {LOCK, TABLE, RESET, IDENTITY, ledger.FILE, ledger.SCRATCH, descriptions.FILE}
-)
-
-
 def newer_version(folder: int) -> int | None:
-    """The format version of the table in an open directory, if a newer FlexKV wrote it; else None.
-
-    Raises:
-        OSError: the table cannot be read.
-    """
+    """The format version of the table in an open directory, if a newer FlexKV wrote it."""
     return table.newer_version(_first_pages_if_any(folder))
 
 
@@ -282,7 +246,11 @@ def first_pages(folder: int) -> bytes:
     Raises:
         OSError: the table cannot be read, is missing, or is no regular file.
     """
-    return _first_bytes(folder, TABLE, table.HEADER_BYTES)
+    fd = open_regular(folder, TABLE, os.O_RDONLY)
+    try:
+        return os.pread(fd, table.HEADER_BYTES, 0)
+    finally:
+        os.close(fd)
 
 
 def _first_pages_if_any(folder: int) -> bytes:
@@ -295,14 +263,6 @@ def _first_pages_if_any(folder: int) -> bytes:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             return b""
         raise
-
-
-def _first_bytes(folder: int, name: str, size: int) -> bytes:
-    fd = open_regular(folder, name, os.O_RDONLY)
-    try:
-        return os.pread(fd, size, 0)
-    finally:
-        os.close(fd)
 
 
 def disk_bytes(path: str) -> int:
@@ -335,12 +295,8 @@ def _make(path: str, above: int, tries: int) -> Folder | None:
 
 
 def check_owner(folder: Folder, root: str, chosen: int) -> None:
-    """Refuse a folder of a user whom nobody has chosen.
-
-    Args:
-        folder: the folder.
-        root: the cache directory, for the message.
-        chosen: the owner of the cache directory.
+    """Refuse a folder of a user whom nobody has chosen, as somebody has `chosen` the owner of the
+    cache directory `root`.
 
     Raises:
         DiskError: the folder is refused.
@@ -358,12 +314,7 @@ def check_owner(folder: Folder, root: str, chosen: int) -> None:
 def may_be_ours(path: str, above: int | None = None) -> bool:
     """Whether a folder is FlexKV's, or this user cannot read it. The remains of a removal, whose
     table is gone, are FlexKV's by their name and because they hold nothing but the lock. A folder
-    whose table is lost is FlexKV's by its files.
-
-    Args:
-        path: path of the folder.
-        above: descriptor of the cache directory; None to resolve the whole path.
-    """
+    whose table is lost is FlexKV's by its files. `above` as in `lock_folder`."""
     remains = REMOVED in os.path.basename(path)
     try:
         folder = open_folder(path, above)
@@ -399,12 +350,8 @@ def fingerprint_of(path: str) -> str:
 
 
 def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
-    """Refuse a directory of another user, except root, to which further users can write.
-
-    Args:
-        path: the directory, for the message.
-        status: its owner and mode.
-        writable: bits of the mode, of which none may be set.
+    """Refuse a directory of another user, except root, to which further users can write by a bit of
+    the mode in `writable`.
 
     Raises:
         DiskError: the directory is refused.
@@ -435,3 +382,139 @@ def _taken(root: str, fingerprint: str, owners: int) -> str:
         f"engine per directory, or ssd_in_use=own, with which each engine has a cache of its own "
         f"there"
     )
+
+
+def close_to_others(folder: Folder) -> None:
+    """Set a locked folder to mode 0700 and its files to 0600.
+
+    If others could write there, they may have changed any block, and may still have files open. All
+    files but the lock are then removed, so that the cache begins empty.
+
+    Raises:
+        DiskError: others can still write to the folder.
+        OSError: a system call failed.
+    """
+    fd = folder.fd
+    names = [name for name in os.listdir(fd) if is_own(name) and is_regular(fd, name)]
+    before = os.fstat(fd).st_mode
+    for name in names:
+        before |= os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+    if not before & OTHERS:
+        return
+    writable = before & WRITABLE
+    _set_mode(fd, stat.S_IRWXU)
+    now = os.fstat(fd).st_mode
+    if now & WRITABLE:
+        raise DiskError(
+            f"{folder.path} from ssd_cache_dir keeps mode {stat.S_IMODE(now):04o}, which lets "
+            f"others write there and change blocks: this user may not change the mode, or the file "
+            f"system has none; allowed: a folder that only its owner can write (chmod go-w, or the "
+            f"mount options umask=077 or dir_mode=0700,file_mode=0600)"
+        )
+    for name in names:
+        if writable and name != LOCK:
+            os.unlink(name, dir_fd=fd)
+        else:
+            file = open_regular(fd, name, os.O_RDONLY)
+            try:
+                _set_mode(file, stat.S_IRUSR | stat.S_IWUSR)
+            finally:
+                os.close(file)
+    logger.warning(
+        "other users could %s %s or its files (mode %04o); FlexKV %ssets the modes 0700 and 0600; "
+        "keep them (no chmod; in Kubernetes, fsGroupChangePolicy: OnRootMismatch)",
+        "write to" if writable else "read",
+        folder.path,
+        stat.S_IMODE(before) & (stat.S_IRWXU | OTHERS),
+        "discards its blocks, which they may have changed, and " if writable else "",
+    )
+
+
+def _set_mode(fd: int, mode: int) -> None:
+    # It fails for a folder of root's, for instance, or on a file system without modes.
+    with contextlib.suppress(OSError):
+        os.fchmod(fd, mode)
+
+
+def _lock_content() -> bytes:
+    """What an owner writes into the lock."""
+    return f"{os.getpid()} {os.getppid()} {pid_namespace()}\n".encode()
+
+
+def describe_owner(path: str) -> str:
+    """The process id of the folder's owner as text, or "unknown"; with what a user must know to
+    find and to judge it."""
+    seen: int | None = None
+    try:
+        folder = open_folder(path)
+        try:
+            with contextlib.suppress(Exception):  # without a list of locks, the content must do
+                seen = owner_of(folder)
+            pid, parent, namespace = _recorded(folder)
+        finally:
+            os.close(folder)
+    except (OSError, ValueError):
+        return str(seen or "unknown")
+    if namespace != pid_namespace():
+        own = process_text(pid, namespace)
+        return f"{seen} ({own})" if seen else own
+    if parent_of(pid) in (parent, None):
+        return str(pid)
+    return f"{pid}, whose parent process {parent} has died (end it if that was its server)"
+
+
+def _recorded(folder: int) -> list[int]:
+    """What `lock_content` has written.
+
+    Raises:
+        OSError: the lock cannot be read.
+        ValueError: it is damaged.
+    """
+    fd = open_regular(folder, LOCK, os.O_RDONLY)
+    try:
+        ids = [int(each) for each in os.pread(fd, _LOCK_BYTES, 0).split()]
+    finally:
+        os.close(fd)
+    if len(ids) != len(_lock_content().split()):
+        raise ValueError("the lock is damaged")
+    return ids
+
+
+def owner_of(folder: int) -> int | None:
+    """The process id of the engine that owns the open directory `folder`; None if no visible one
+    does. Does not touch the lock: the kernel's list of locks has the processes of this PID
+    namespace and of those below it. An engine in another container is missing.
+
+    Raises:
+        OSError: the lock file or the list cannot be read.
+    """
+    try:
+        fd = open_regular(folder, LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        file = f"{_lock_device(fd)}:{os.fstat(fd).st_ino}"
+    finally:
+        os.close(fd)
+    with open("/proc/locks", encoding="ascii") as locks:
+        for line in locks:
+            # 1: FLOCK  ADVISORY  WRITE 19469 fe:00:2148231 0 EOF
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == file:
+                return int(fields[4])
+    return None
+
+
+def _lock_device(fd: int) -> str:
+    """The device of an open file as in /proc/locks: the device of its mount.
+
+    On btrfs stat(2) returns another device, one for each subvolume.
+    """
+    device = os.fstat(fd).st_dev
+    major, minor = os.major(device), os.minor(device)
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
+        mount = next(line.split()[1] for line in info if line.startswith("mnt_id:"))
+    for each in read_mounts():
+        if each.number == mount:
+            major, minor = map(int, each.device.split(":"))
+    return f"{major:02x}:{minor:02x}"

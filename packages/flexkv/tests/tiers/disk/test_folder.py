@@ -7,26 +7,28 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from disk_folders import OURS, made
 
-from flexkv.tiers.disk import cache_directory
-from flexkv.tiers.disk.cache_directory import (
+from flexkv.tiers.disk.files import try_lock
+from flexkv.tiers.disk.folder import (
     MAX_OWNERS,
     check_root,
     claim,
+    describe_owner,
     folders,
+    lock_folder,
 )
-from flexkv.tiers.disk.lock_owner import describe_owner
 from flexkv.types.errors import DiskError
 
 NOBODY = 65534
 
 OWNER = """
 import sys, time
-from flexkv.tiers.disk.cache_directory import claim
+from flexkv.tiers.disk.folder import claim
 claim(sys.argv[1], sys.argv[2], 1)
 print(flush=True)
 time.sleep(600)
@@ -63,7 +65,7 @@ def test_owners_that_share_have_a_folder_each(tmp_path: Path) -> None:
 
 
 def test_there_is_an_end_to_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_directory, "MAX_OWNERS", 2)
+    monkeypatch.setattr("flexkv.tiers.disk.folder.MAX_OWNERS", 2)
     owned = [claim(str(tmp_path), OURS, 2) for _ in range(2)]
     with pytest.raises(DiskError, match="all 2 folders"):
         claim(str(tmp_path), OURS, 2)
@@ -95,14 +97,14 @@ def test_a_folder_removed_while_it_is_claimed_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock of a file that another process has just unlinked protects nothing."""
-    real = cache_directory.try_lock
+    real = try_lock
 
     def late(fd: int) -> bool:
-        monkeypatch.setattr(cache_directory, "try_lock", real)
+        monkeypatch.setattr("flexkv.tiers.disk.folder.try_lock", real)
         shutil.rmtree(tmp_path / OURS)
         return real(fd)
 
-    monkeypatch.setattr(cache_directory, "try_lock", late)
+    monkeypatch.setattr("flexkv.tiers.disk.folder.try_lock", late)
     folder = claim(str(tmp_path), OURS, 1)
     with pytest.raises(DiskError, match="in use by process"):
         claim(str(tmp_path), OURS, 1)
@@ -114,7 +116,7 @@ def test_a_folder_is_claimed_that_is_just_about_to_be_removed(
 ) -> None:
     """It is locked, but not out of the way yet."""
     path = made(tmp_path / OURS)
-    remover = cache_directory.lock_folder(str(path))
+    remover = lock_folder(str(path))
     assert remover is not None
     waits: list[float] = []
 
@@ -122,11 +124,11 @@ def test_a_folder_is_claimed_that_is_just_about_to_be_removed(
         waits.append(seconds)
         shutil.rmtree(path)
 
-    monkeypatch.setattr(cache_directory.time, "sleep", let_go)
+    monkeypatch.setattr(time, "sleep", let_go)
     folder = claim(str(tmp_path), OURS, 1)
     assert len(waits) == 1
     remover.release()
-    monkeypatch.setattr(cache_directory.time, "sleep", waits.append)
+    monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(DiskError, match="in use by process"):
         claim(str(tmp_path), OURS, 1)
     folder.release()
