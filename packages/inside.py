@@ -300,7 +300,7 @@ def stores_of(cache: ServedCache) -> ServedStores:
 
 def awaits_service(cache: ServedCache) -> bool:
     """Whether the service has stores to publish, and lives."""
-    return cache._stores.awaits_answer and not cache.is_silent and not cache._line.is_cut
+    return cache._stores.awaits_answer and not cache.status.is_silent and not cache._line.is_cut
 
 
 def memory_of(cache: ServedCache, arena: Arena) -> list[int]:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from docs.import_graph import ROOT, SOURCES
+from flexkv.client import CacheClient
 
 ABOVE = ("flexkv.engine", "flexkv_sglang", "flexkv_vllm")
 BELOW = ("flexkv.cache", "flexkv.index", "flexkv.tiers", "flexkv.transfer")
+
+MOST_MEMBERS = 30
+"""Members of `CacheClient`. The number may only fall."""
 
 STARTERS = {
     "flexkv.engine.start",
@@ -58,6 +62,11 @@ def test_only_modules_that_start_a_cache_import_what_is_below_the_door() -> None
     new = {module: imported for module, imported in found.items() if module not in STARTERS}
     assert new == {}, "use flexkv.client"
     assert found.keys() == STARTERS, "take it off the list"
+
+
+def test_a_cache_has_at_most_thirty_members() -> None:
+    members = {name for name in vars(CacheClient) if not name.startswith("_")}
+    assert len(members) <= MOST_MEMBERS, "merge some, or let a caller do without"
 
 
 @pytest.mark.parametrize(

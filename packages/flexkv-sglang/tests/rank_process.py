@@ -204,9 +204,9 @@ class Process:
         # After an error, the cache stores nothing until it has recovered.
         while not self._least(int(cache is None or not cache.busy)):
             self._side.ended_offloads()
-        left = 0 if cache is None else len(cache.under_way)
+        left = 0 if cache is None else len(cache.status.under_way)
         failures = self._side.boundary.failures.total() - before
-        disabled = cache is not None and cache.disabled
+        disabled = cache is not None and cache.status.disabled
         return Round(stored, found, loaded, right, self._raised, left, failures, disabled=disabled)
 
     def close(self) -> None:

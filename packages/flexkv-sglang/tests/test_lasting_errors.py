@@ -131,7 +131,7 @@ def test_blocks_whose_pages_sglang_has_back_are_never_found(
         break_polls(rank, patch, "poll")
         while not rank.side.ended_offloads():
             pass
-    while cache.under_way:
+    while cache.status.under_way:
         cache.poll()
     assert cache.ready_blocks == 0
 

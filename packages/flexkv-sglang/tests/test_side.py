@@ -113,7 +113,7 @@ def test_a_cancelled_load_writes_nothing_and_holds_nothing(make_rank: MakeRank) 
     assert same(rank.read([3, 4]), before)
     cache = cache_of(rank.side)
     assert cache is not None
-    assert not cache.under_way
+    assert not cache.status.under_way
 
 
 def test_a_load_that_cannot_begin_fails_and_its_blocks_are_dropped(

@@ -98,7 +98,7 @@ def test_pages_that_a_service_has_not_published_are_offered_again(
         until(one, lambda: stores_of(cache_of(one.side)).free)
         service.stop()
         one.side.offload(HASHES, lambda: [1, 2, 3])
-        until(one, lambda: cache_of(one.side).publishing)
+        until(one, lambda: cache_of(one.side).status.publishing)
         if wakes:
             assert not one.side.ended_offloads(), "its fate is not known yet"
             service.wake()

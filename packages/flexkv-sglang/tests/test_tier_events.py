@@ -218,5 +218,5 @@ def test_what_one_call_leaves_the_calls_of_an_engine_at_rest_report(
     cache = cache_of(subscriber.rank.side)
     assert cache is not None
     assert [len(subscriber.listen()) for _ in range(4)] == [2, 2, 1, 0]
-    assert not cache.has_changes
+    assert not cache.status.has_changes
     assert subscriber.known == {(HOST, number) for number in numbers_of("a", 5)}

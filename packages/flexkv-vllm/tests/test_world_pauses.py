@@ -210,7 +210,7 @@ def test_a_store_whose_pages_may_be_gone_is_not_kept(
     world.settle()
     world.slow_down(random.Random(4), polls=(50, 50))
     world.add(prompt, max_tokens=60)
-    while not world.cache.under_way:
+    while not world.cache.status.under_way:
         world.step()
     copies = [each.transfer for each in copies_of(world.cache)]
     storing = [key for each in copies if each.direction is Direction.STORE for key in each.keys]

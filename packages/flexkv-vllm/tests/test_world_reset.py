@@ -38,7 +38,7 @@ def test_nothing_that_is_under_way_is_kept(make_world: MakeWorld) -> None:
     world.add(random_prompt(rng, 200), max_tokens=60)  # stores
     for _ in range(3):
         world.step()
-    assert len(world.cache.under_way) > 1
+    assert len(world.cache.status.under_way) > 1
     assert world.connector.reset_cache()
     world.run()
     drain(subscriber)
@@ -124,7 +124,7 @@ def test_new_weights_never_meet_old_bytes(
             return
         while world.steps:
             world.finish_step()
-        under_way = len(world.cache.under_way)
+        under_way = len(world.cache.status.under_way)
         if world.restart(reset_connector=True):
             resets += 1
             stores_under_way += under_way
@@ -193,7 +193,7 @@ def test_a_reset_beside_the_last_store_of_an_ended_request(
     ended = world.add(prompt, max_tokens=3)
     world.add(random_prompt(rng, 100), max_tokens=50)
     wait_until(lambda: ended not in world.scheduler.requests, world.step)
-    assert world.cache.under_way
+    assert world.cache.status.under_way
     assert world.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert world.cache.counters.resets == 1
     late.polls = (0, 0)

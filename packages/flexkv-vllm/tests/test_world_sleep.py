@@ -39,7 +39,7 @@ def test_stores_under_way_end_before_the_pages_are_unmapped(
 ) -> None:
     world = make_world(ranks=ranks)
     step_to_answer(world, prompt)
-    assert world.cache.under_way
+    assert world.cache.status.under_way
     if act == "sleep":
         worker.sleep(world, 1)
     else:

@@ -98,4 +98,4 @@ def test_without_shares_no_block_has_a_tenant(make_world: MakeWorld, tmp_path: P
     world.generate(random_prompt(random.Random(5), 81), salt="a")
     world.settle()
     assert {block.tenant for block in index_of(world.cache).blocks} == {NO_TENANT}
-    assert not world.cache.takes_tenants
+    assert not world.cache.info.takes_tenants

@@ -95,12 +95,12 @@ def test_a_held_store_is_published_once_it_is_confirmed(workers: Workers) -> Non
     for transfer in (held, other):
         workers.report(transfer, Status.DONE, Status.DONE)
     assert cache.poll() == [Ended(other.id, Direction.STORE, done=True)]
-    assert cache.under_way == {held.id}
+    assert cache.status.under_way.keys() == {held.id}
     assert (cache.lookup(keys("a")), cache.lookup(keys("b"))) == (0, 1)
     cache.end_transfer(held.id, TransferEnd.CONFIRM)
     assert cache.poll() == [Ended(held.id, Direction.STORE, done=True)]
     assert cache.lookup(keys("a")) == 1
-    assert cache.under_way == set()
+    assert cache.status.under_way == {}
 
 
 def test_discarded_blocks_of_a_store_are_never_found(workers: Workers) -> None:
@@ -123,7 +123,7 @@ def test_calls_for_a_transfer_that_has_ended_do_nothing(workers: Workers) -> Non
     assert load is not None
     for end in TransferEnd:
         cache.end_transfer(transfer.id, end)
-    assert cache.under_way == {load.id}
+    assert cache.status.under_way.keys() == {load.id}
     assert cache.lookup(keys("a")) == 1
     workers.report(load, Status.DONE, Status.DONE)
     assert cache.poll() == [Ended(load.id, Direction.LOAD, done=True)]
@@ -140,12 +140,12 @@ def test_a_transfer_says_which_key_lies_in_which_slot(workers: Workers) -> None:
     load = workers.cache.load(keys("a", "b", "c"))
     assert load is not None
     assert load.slots[1:] == store.slots
-    assert workers.cache.loading_blocks == 3
+    assert workers.cache.status.loading_blocks == 3
     blocks = ready_blocks(index_of(workers.cache))
     assert [blocks[key].slot for key in load.keys] == load.slots
     workers.report(load, Status.DONE, Status.DONE)
     workers.cache.poll()
-    assert workers.cache.loading_blocks == 0
+    assert workers.cache.status.loading_blocks == 0
 
 
 def test_a_failed_rank_means_never_found(workers: Workers) -> None:
@@ -410,7 +410,7 @@ class CacheModel(RuleBasedStateMachine):
         assert sorted(free_cells(self.workers.arena.board)) == list(range(CELLS))
         assert_no_slot_is_lost(index)
         assert all(block.leases == 0 for block in ready_blocks(index).values())
-        assert self.cache.loading_blocks == 0
+        assert self.cache.status.loading_blocks == 0
         self.workers.arena.close()
 
     @rule(length=st.integers(1, 6), chain=st.integers(0, 2))

@@ -161,7 +161,7 @@ class Story:
         self.poll()
         self.begin_fetch(others, queued=True)
         for fetch in self.fetches:
-            self.attempt(lambda each=fetch: cache.raise_priority(each))  # type: ignore[misc]
+            self.attempt(lambda each=fetch: cache.extend_fetch(each, raise_priority=True))  # type: ignore[misc]
         self.begin_fetch(others[:2])
         self.poll()
         self.end_fetches()
@@ -186,7 +186,7 @@ class Story:
     def rest(self) -> None:
         """Nothing is lost, and all goes on."""
         node, cache = self.node, self.node.cache
-        for transfer_id in cache.under_way:  # those that an error kept from their caller
+        for transfer_id in cache.status.under_way:  # those that an error kept from their caller
             cache.end_transfer(transfer_id, TransferEnd.CANCEL)
         cache.unhold(Hold.PIN, "owner")
         node.assert_at_rest()

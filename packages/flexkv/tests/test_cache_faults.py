@@ -170,7 +170,7 @@ class FaultModel(RuleBasedStateMachine):
     def end_fetch(self, data: st.DataObject, raise_priority: bool) -> None:
         chosen = data.draw(st.sampled_from(self.fetches))
         if raise_priority:
-            self.cache.raise_priority(chosen)
+            self.cache.extend_fetch(chosen, raise_priority=True)
             return
         self.cache.end_fetch(chosen)
         self.fetches.remove(chosen)
@@ -254,7 +254,7 @@ class FaultModel(RuleBasedStateMachine):
         assert_no_read(self.cache)
         assert_no_write(self.cache)
         assert not any(demoter.busy for demoter in demoters_of(self.cache))
-        assert not self.cache.under_way
+        assert not self.cache.status.under_way
         assert len(free_cells(self.arena.board)) == CELLS
         assert not writing_blocks(index)
         assert {block.key for block in ready_blocks(index).values() if block.leases} == set()

@@ -44,7 +44,7 @@ def test_blocks_from_disk_count_for_the_tenant_that_fetches(tmp_path: Path, tena
     own = 3 if tenant else 0
     assert engine.cache.slots_of_tenants == {NO_TENANT: 8 - own, A: own, B: 0}
     engine.cache.end_fetch(fetch)
-    assert engine.cache.takes_tenants
+    assert engine.cache.info.takes_tenants
 
 
 def test_a_cache_of_one_tenant_asks_for_none() -> None:
@@ -52,7 +52,7 @@ def test_a_cache_of_one_tenant_asks_for_none() -> None:
         closing(Arena.create(ArenaSpec(FORMAT, 8), threads=1)) as arena,
         closing(KVCache(arena, policies(8), tenant=B)) as cache,
     ):
-        assert not cache.takes_tenants
+        assert not cache.info.takes_tenants
         transfer = cache.store(keys("a", "b"), range(2))
         assert transfer is not None
         arena.board.report(transfer.cell, 0, Status.DONE)

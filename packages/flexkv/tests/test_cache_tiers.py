@@ -396,7 +396,7 @@ def test_a_block_that_two_disks_have_is_one_change(tmp_path: Path) -> None:
         engine.cache.reset(Reset.CLEAR)
         (changes,) = engine.cache.drain_changes()
         assert (changes.removed, changes.added) == ([b"b"], [])
-        assert not engine.cache.has_changes
+        assert not engine.cache.status.has_changes
 
 
 def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
@@ -538,7 +538,7 @@ class TierModel(RuleBasedStateMachine):
     def drain_changes(self, limit: int, to_the_end: bool) -> None:
         cache = self.engine.cache
         with mock.patch("flexkv.cache._CHANGES", limit):
-            while cache.has_changes:
+            while cache.status.has_changes:
                 for changes in cache.drain_changes():
                     self.apply(changes)
                 if not to_the_end:

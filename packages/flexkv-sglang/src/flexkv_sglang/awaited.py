@@ -213,5 +213,5 @@ class AwaitedPrefixes:
         return True
 
     def _fetch(self, rid: str, keys: Sequence[bytes], tenant: int) -> FetchId | None:
-        own = tenant if self._cache.takes_tenants else None
+        own = tenant if self._cache.info.takes_tenants else None
         return self._cache.fetch(keys, tenant=own, priority=self._priority_of(rid))

@@ -107,7 +107,7 @@ class Offload:
             self.stored = True
             return NOTHING
         starts = range(len(keys), len(blocks))
-        tenants = [self.tenant] * (1 + len(blocks)) if cache.takes_tenants else None
+        tenants = [self.tenant] * (1 + len(blocks)) if cache.info.takes_tenants else None
         if before and not cache.missing(before):
             chain = [*before, *blocks] if trailing else before + keys
             places = [1 + i for i in missing]

@@ -56,7 +56,8 @@ class OrderedTransfers:
 
     def _end_published(self) -> None:
         """End the offloads that the cache has published, or of which it may never know."""
-        is_silent, publishing = self._cache.is_silent, self._cache.publishing
+        status = self._cache.status
+        is_silent, publishing = status.is_silent, status.publishing
         for number, offload in list(self._copied.items()):
             if is_silent or number not in publishing:
                 offload.stored &= not is_silent

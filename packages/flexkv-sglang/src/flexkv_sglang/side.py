@@ -534,7 +534,7 @@ class RankSide:
 
         def decision() -> Sequence[int]:
             assert self._cache is not None
-            return [*make(self._cache), int(self._cache.is_full)]
+            return [*make(self._cache), int(self._cache.status.is_full)]
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
         # SGLang evicts windows and states before the pages of their prefix. Stages of a pipeline

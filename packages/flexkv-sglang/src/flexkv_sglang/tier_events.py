@@ -128,7 +128,8 @@ class TierEvents:
                 order, text = self._pages[number]
                 reported[number] = True
                 stored.append((order, Told(medium, Page(number, *_read(text)), True)))
-        if not (self._cache.has_changes or self._cache.awaits_changes):
+        status = self._cache.status
+        if not (status.has_changes or status.awaits_changes):
             self._forget()
         stored.sort(key=lambda each: each[0])
         return removed + [each for _, each in stored]
@@ -181,9 +182,8 @@ class TierEvents:
             self._unsure.add(number)
         added = dict(self._numbered(changes.added))
         on_disk = changes.medium is Medium.DISK
-        texts: Mapping[bytes, bytes] = {}
-        if added and (on_disk or self._cache.info.is_shared):
-            texts = self._cache.take_descriptions([*added.values()])
+        texts = changes.texts
+        if texts:
             self._learn_kept({n: texts[key] for n, key in added.items() if key in texts})
         if on_disk and not self._cache.info.is_shared:
             self._keep({n: key for n, key in added.items() if key not in texts})

@@ -254,7 +254,7 @@ class BlockEvents:
         engine at rest does not repeat it for ever."""
         left = self._again or self._outdated or self._repeated or self._was_reset
         epoch_ended = self._epoch != self._keys.epoch.end
-        return not self._failed and (bool(left) or epoch_ended or self._cache.has_changes)
+        return not self._failed and (bool(left) or epoch_ended or self._cache.status.has_changes)
 
     def take(self) -> list[KVCacheEvent]:
         """The events of changes since the last call, removals first. Many changes take several
@@ -301,7 +301,8 @@ class BlockEvents:
                 self._remove(batch, each.medium, key)
             if each.medium is Medium.HOST:
                 self._unsure.update(self._described.keys() & each.removed)
-        texts = self._kept_of(changes)
+        # What the disk has kept of new blocks, and what other engines say of theirs.
+        texts = {key: text for each in changes for key, text in each.texts.items()}
         fresh: dict[bytes, Description] = {}
         again, self._again = self._again, []
         for key in again:
@@ -315,11 +316,11 @@ class BlockEvents:
             self._keep(fresh)
         if self._unsure:
             self._forget(batch)
-        self._was_cleared = self._was_cleared and self._cache.has_changes
+        self._was_cleared = self._was_cleared and self._cache.status.has_changes
         self._takes += 1
-        cache = self._cache
-        comes = batch.new or batch.gone or cache.has_changes or cache.awaits_changes
-        if self._takes >= _AUDIT_TAKES and not (comes or cache.disabled):
+        status = self._cache.status
+        comes = batch.new or batch.gone or status.has_changes or status.awaits_changes
+        if self._takes >= _AUDIT_TAKES and not (comes or status.disabled):
             self._takes = 0
             self._audit()
 
@@ -383,13 +384,6 @@ class BlockEvents:
                 self._add(batch, each.medium, key, description)
         return fresh
 
-    def _kept_of(self, changes: Iterable[Changes]) -> Mapping[bytes, bytes]:
-        """What the disk has kept of new blocks, and what other engines say of theirs."""
-        is_shared = self._cache.info.is_shared
-        kept = [each for each in changes if is_shared or each.medium is Medium.DISK]
-        added = [key for each in kept for key in each.added]
-        return self._cache.take_descriptions(added) if added else {}
-
     def _decoded(self, key: bytes, texts: Mapping[bytes, bytes]) -> Description | None:
         if key not in texts or (self._has_stamps and key not in self._own):
             return None
@@ -425,7 +419,7 @@ class BlockEvents:
         # The disk has the descriptions of its blocks: they are reported as after a restart, unless
         # they are about to be removed.
         if not self._was_cleared:
-            self._cache.watch_lower_again()
+            self._cache.watch(lower=True)
             self._told |= {medium: {} for medium in BELOW}
             self._bare.clear()
             self._again.clear()

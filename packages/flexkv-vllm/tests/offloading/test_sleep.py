@@ -36,7 +36,7 @@ def test_a_sleep_under_offloading_connector(
     world = make_offloading_world(windows=windows)
     step_to_answer(world, prompt)
     world.step()  # vLLM submits stores of a step with the next one
-    assert world.cache.under_way
+    assert world.cache.status.under_way
     worker.sleep(world, 1)
     directions = begun(world.late_movers, monkeypatch)
     world.run()

@@ -325,7 +325,7 @@ def test_what_is_under_way_at_a_reset_is_not_kept(
     world.add(random_prompt(rng, 200), max_tokens=60)  # stores
     for _ in range(3):
         world.step()
-    assert len(world.cache.under_way) > 1
+    assert len(world.cache.status.under_way) > 1
     assert world.connector.reset_cache()
     world.run()
     world.settle()

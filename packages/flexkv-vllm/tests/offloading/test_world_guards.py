@@ -66,7 +66,7 @@ def test_errors_in_polling_copies_that_last_hold_no_request(
     world.forget()
     assert world.external_tokens[world.generate(prompt)] == 0
     world.check_outputs()
-    assert (world.cache.under_way, world.cache.ready_blocks) == (set(), 0)
+    assert (world.cache.status.under_way, world.cache.ready_blocks) == ({}, 0)
     lines = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
     assert len(lines) == 1
     assert "all loads and stores of this rank fail until the engine is restarted" in lines[0]

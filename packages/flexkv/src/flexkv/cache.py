@@ -19,6 +19,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from flexkv.client import (
     CacheInfo,
+    CacheStatus,
     Ended,
     FetchId,
     FetchState,
@@ -98,9 +99,6 @@ class KVCache:
         ages: of the blocks; None if they have no greatest age. The disk below has the same object.
     """
 
-    publishing: Collection[int] = ()
-    is_silent = awaits_slots = False
-
     def __init__(
         self,
         arena: Arena,
@@ -123,7 +121,7 @@ class KVCache:
         self._pins = HostPins(self._index, pin_seconds)
         self._counters = Counters()
         self._meter = Meter()
-        self._off = self._stopped = self._recovering = self.awaits_changes = False
+        self._off = self._stopped = self._recovering = False
         self._device: DeviceLink[BlockRow] = DeviceLink(arena.board, self._meter)
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
@@ -135,6 +133,7 @@ class KVCache:
             must_query=self._below.must_query,
             policy_name=policy_name,
             drops_old=ages is not None,
+            takes_tenants=self._has_shares and tenant == NO_TENANT,
         )
         self._below.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
@@ -152,21 +151,11 @@ class KVCache:
         return len(self._index)
 
     @property
-    def is_full(self) -> bool:
-        """See `CacheClient.is_full`."""
-        return not self._index.free_slots
-
-    @property
     @_sound
     def pinned_blocks(self) -> int:
         """The number of blocks in the arena that pins keep. Ends pins whose time is over."""
         self._pins.expire(time.monotonic())
         return self._index.pinned_blocks
-
-    @property
-    def loading_blocks(self) -> int:
-        """See `CacheClient.loading_blocks`."""
-        return self._device.loading_blocks
 
     def figures(self) -> Figures:
         """See `CacheClient.figures`."""
@@ -194,30 +183,31 @@ class KVCache:
         return read
 
     @property
-    def takes_tenants(self) -> bool:
-        """See `CacheClient.takes_tenants`."""
-        return self._has_shares and self._tenant == NO_TENANT
-
-    @property
     def slots_of_tenants(self) -> Mapping[int, int]:
         """See `BlockIndex.tenants`."""
         return self._index.tenants
 
     @property
-    def disabled(self) -> bool:
-        """See `CacheClient.disabled`."""
-        return self._off
+    def status(self) -> CacheStatus:
+        """See `CacheClient.status`."""
+        index = self._index
+        return CacheStatus(
+            disabled=self._off,
+            is_full=not index.free_slots,
+            is_silent=False,
+            awaits_slots=False,
+            has_changes=bool(index.changes or (index.stale_blocks and index.changes is not None))
+            or self._below.has_changes,
+            awaits_changes=False,
+            under_way=self._device.under_way,
+            publishing=(),
+        )
 
     @property
     def _trouble(self) -> Trouble | None:
         if self._off:
             return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
         return Trouble.RECOVERING if self._recovering else None
-
-    @property
-    def under_way(self) -> set[int]:
-        """See `CacheClient.under_way`."""
-        return self._device.under_way
 
     @property
     def busy(self) -> bool:
@@ -315,16 +305,15 @@ class KVCache:
         return self._below.fetcher.begin(keys, urgency, own, announced)
 
     @_sound
-    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+    def extend_fetch(
+        self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
+    ) -> bool:
         """See `CacheClient.extend_fetch`."""
+        if raise_priority:
+            self._below.fetcher.raise_priority(fetch)
         if self._off or self._recovering:
             return False
         return self._below.fetcher.extend(fetch, keys)
-
-    @_sound
-    def raise_priority(self, fetch: FetchId) -> None:
-        """See `CacheClient.raise_priority`."""
-        self._below.fetcher.raise_priority(fetch)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""
@@ -449,17 +438,11 @@ class KVCache:
         self._drop(keys)
         return len(keys) - len(self._index.missing(keys)) + self._below.remove(keys)
 
-    def watch(self) -> None:
+    def watch(self, *, lower: bool = False) -> None:
         """See `CacheClient.watch`."""
-        self._index.watch()
+        if not lower:
+            self._index.watch()
         self._below.watch()
-
-    @property
-    def has_changes(self) -> bool:
-        """See `CacheClient.has_changes`."""
-        index = self._index
-        is_left = index.changes is not None and bool(index.changes or index.stale_blocks)
-        return is_left or self._below.has_changes
 
     def drain_changes(self) -> list[Changes]:
         """See `CacheClient.drain_changes`."""
@@ -470,17 +453,9 @@ class KVCache:
         host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
         return host + self._below.drain_changes(_CHANGES)
 
-    def watch_lower_again(self) -> None:
-        """See `CacheClient.watch_lower_again`."""
-        self._below.watch()
-
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `CacheClient.describe`."""
         self._below.describe(described)
-
-    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `CacheClient.take_descriptions`."""
-        return self._below.take_descriptions(keys)
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
         """See `CacheClient.reset`."""

@@ -202,7 +202,7 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What does not change while a cache is open.
+    """What does not change while a cache is open, unless it attaches to another service.
 
     Attributes:
         num_slots: blocks that the arena has room for.
@@ -214,6 +214,8 @@ class CacheInfo:
             the caller has to name its own by other keys.
         drops_old: whether polls remove blocks because of their age, so that somebody has to poll
             while the engine is idle, too.
+        takes_tenants: whether `store` and `fetch` want to know the tenants of requests: tenants
+            have shares, and the engine has none of its own.
     """
 
     num_slots: int
@@ -223,6 +225,7 @@ class CacheInfo:
     policy_name: str
     is_shared: bool = False
     drops_old: bool = False
+    takes_tenants: bool = False
 
     @property
     def has_store(self) -> bool:
@@ -236,12 +239,46 @@ class CacheInfo:
         return self.is_shared or bool(self.media)
 
 
+class CacheStatus(NamedTuple):
+    """What a cache can do now.
+
+    Attributes:
+        disabled: whether lookups find nothing and no load or store begins: after an error of a
+            rank, or while it is suspended.
+        is_full: whether the arena has no free slot, so that a store evicts.
+        is_silent: whether the process of the service is gone, or owes an answer for too long. What
+            it has yet to do may never be done.
+        awaits_slots: whether a store gets no slot now, and the service may grant some soon.
+        has_changes: whether `drain_changes` may return any.
+        awaits_changes: whether blocks that count as changes after `watch` have yet to come from the
+            service.
+        under_way: the transfers that `poll` has not returned, by id.
+        publishing: ids of the stores that `poll` has returned and whose blocks the service has yet
+            to publish. Lookups find them then.
+    """
+
+    disabled: bool
+    is_full: bool
+    is_silent: bool
+    awaits_slots: bool
+    has_changes: bool
+    awaits_changes: bool
+    under_way: Mapping[int, Transfer]
+    publishing: Collection[int]
+
+    @property
+    def loading_blocks(self) -> int:
+        """The number of blocks in the loads under way."""
+        loads = (each for each in self.under_way.values() if each.direction is Direction.LOAD)
+        return sum(len(each.slots) for each in loads)
+
+
 class CacheClient(Protocol):
     """A cache as an engine's adapter calls it. Single-threaded; nothing but `close` waits."""
 
     @property
     def info(self) -> CacheInfo:
-        """What does not change."""
+        """What does not change, but for another service."""
         ...
 
     @property
@@ -250,47 +287,8 @@ class CacheClient(Protocol):
         ...
 
     @property
-    def takes_tenants(self) -> bool:
-        """Whether `store` and `fetch` want to know the tenants of requests: tenants have shares,
-        and the engine has none of its own."""
-        ...
-
-    @property
-    def disabled(self) -> bool:
-        """Whether lookups find nothing and no load or store begins: after an error of a rank, or
-        while it is suspended."""
-        ...
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the arena has no free slot, so that a store evicts."""
-        ...
-
-    @property
-    def under_way(self) -> Collection[int]:
-        """Ids of the transfers that `poll` has not returned."""
-        ...
-
-    @property
-    def loading_blocks(self) -> int:
-        """The number of blocks in the loads among them."""
-        ...
-
-    @property
-    def publishing(self) -> Collection[int]:
-        """Ids of the stores that `poll` has returned and whose blocks another process has yet to
-        publish. Lookups find them then."""
-        ...
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether that process is gone, or owes an answer for too long. What it has yet to do may
-        never be done."""
-        ...
-
-    @property
-    def awaits_slots(self) -> bool:
-        """Whether a store gets no slot now, and another process may grant some soon."""
+    def status(self) -> CacheStatus:
+        """What the cache can do now."""
         ...
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -356,23 +354,21 @@ class CacheClient(Protocol):
         """
         ...
 
-    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+    def extend_fetch(
+        self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
+    ) -> bool:
         """Let a fetch bring the blocks behind its prefix, too: beginning a long fetch at once takes
-        longer than a step of an engine may.
+        longer than a step of an engine may. Without keys, look for room again.
 
         Args:
             fetch: the fetch.
             keys: keys of the blocks, in order.
+            raise_priority: whether a request waits from now on for a fetch that began as `queued`.
 
         Returns:
             Whether the fetch can be extended further. If not, no tier has a block to add, or the
             fetch has ended.
         """
-        ...
-
-    def raise_priority(self, fetch: FetchId) -> None:
-        """Raise the priority of a fetch that began as `queued`, because a request now waits for
-        it."""
         ...
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
@@ -499,31 +495,17 @@ class CacheClient(Protocol):
         Returns the loads and stores that have ended. If this raises, the next call returns them."""
         ...
 
-    def watch(self) -> None:
+    def watch(self, *, lower: bool = False) -> None:
         """Record changes for `drain_changes` from now on. All present blocks count as changes, also
-        if it is called again: the reader knows of none."""
-        ...
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether `drain_changes` may return any."""
-        ...
-
-    @property
-    def awaits_changes(self) -> bool:
-        """Whether blocks that count as changes after `watch` are still to be had from elsewhere."""
+        if it is called again: the reader knows of none. `lower`: only blocks below host memory
+        count as changes again."""
         ...
 
     def drain_changes(self) -> list[Changes]:
         """What changed since the last call: blocks that became loadable or ceased to be, each at
         most once, removals first within a medium. A block that came and left meanwhile is not among
-        them. Many changes take several calls, the oldest first; see `has_changes`. Empty without
+        them. Many changes take several calls, the oldest first; see `CacheStatus`. Empty without
         `watch`. If an error may have lost some, this raises until `watch` is called again."""
-        ...
-
-    def watch_lower_again(self) -> None:
-        """Let all blocks below host memory count as changes again, with their descriptions: the
-        reader knows of none."""
         ...
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
@@ -535,11 +517,6 @@ class CacheClient(Protocol):
         Args:
             described: the description of each block by key; the caller's own format.
         """
-        ...
-
-    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """The descriptions that an earlier process, or another engine, has left of blocks which
-        `drain_changes` has just returned, each once. Blocks without a description are missing."""
         ...
 
     def figures(self) -> Figures:

@@ -456,7 +456,7 @@ def test_a_device_that_refuses_raises_and_nothing_is_found(pages: Pages) -> None
             cache.load(KEYS[:2], [0, 1])
         device.refuses = False
         assert cache.lookup(KEYS[4:5]) == 0
-        assert not cache.cache.under_way
+        assert not cache.cache.status.under_way
 
 
 def test_a_copy_that_failed_keeps_its_error_and_not_the_calls_behind_it(pages: Pages) -> None:
@@ -532,10 +532,10 @@ def test_waiting_has_an_end_and_cancelling_waits_for_the_copy(pages: Pages) -> N
         assert not copy.done
         with pytest.raises(TimeoutError):
             copy.wait(timeout=0.0)
-        assert len(cache.cache.under_way) == 1
+        assert len(cache.cache.status.under_way) == 1
         copy.cancel()
         assert copy.done
-        assert not cache.cache.under_way
+        assert not cache.cache.status.under_way
         assert pages.held() == {0: 1, 1: 2}
 
 

@@ -133,7 +133,7 @@ def test_a_store_lasts_until_the_service_has_its_blocks(
     one.fill(1)
     service.stop()
     copy = one.cache.begin_store(KEYS[1:4], range(1, 4), KEYS[0])
-    until(lambda: copy.done or one.cache.cache.publishing)
+    until(lambda: copy.done or one.cache.cache.status.publishing)
     assert not copy.done
     assert not copy.blocks
     service.wake()

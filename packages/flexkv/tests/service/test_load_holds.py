@@ -72,7 +72,7 @@ def test_an_engine_among_others_holds_a_quarter_of_the_pool(
     assert one.cache.load(left) is None
     assert one.cache.presence(left) == [Presence.ABSENT] * 4
     assert one.cache.missing(left) == [], "it stores nothing twice"
-    assert one.cache.loading_blocks == reader_of(one.cache).held == 8
+    assert one.cache.status.loading_blocks == reader_of(one.cache).held == 8
     assert other.cache.lookup(left) == 4
     assert other.load(left)
     one.copy(first)

@@ -24,8 +24,7 @@ def changes() -> PoolChanges:
 def test_a_block_that_came_and_left_between_two_drains_is_no_change(changes: PoolChanges) -> None:
     changes.hear(wire.Changed(HOST, [], [b"a", b"b"], [b"", b"text"]))
     changes.hear(wire.Changed(HOST, [b"a"], [], []))
-    assert changes.drain() == [Changes(HOST, [], [b"b"])]
-    assert changes.take_descriptions([b"a", b"b"]) == {b"b": b"text"}
+    assert changes.drain() == [Changes(HOST, [], [b"b"], {b"b": b"text"})]
     changes.hear(wire.Changed(HOST, [b"b"], [], []))
     changes.hear(wire.Changed(HOST, [], [b"b"], []))
     assert changes.is_empty
@@ -35,8 +34,7 @@ def test_a_block_that_came_and_left_between_two_drains_is_no_change(changes: Poo
 def test_what_is_told_again_is_no_change(changes: PoolChanges) -> None:
     for _ in range(2):
         changes.hear(wire.Changed(DISK, [], [b"a"], [b"text"]))
-    assert changes.drain() == [Changes(DISK, [], [b"a"])]
+    assert changes.drain() == [Changes(DISK, [], [b"a"], {b"a": b"text"})]
     changes.hear(wire.Changed(DISK, [], [b"a"], [b"text"]))
     assert changes.is_empty
     assert changes.drain() == []
-    assert changes.take_descriptions([b"a"]) == {}, "of the drain before"

@@ -32,8 +32,6 @@ class NoCache:
         return [[*self.present]]
 
     def describe(self, described: dict[bytes, bytes]) -> None: ...
-    def take_descriptions(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        return {}
 
 
 Attach = Callable[..., Scheduler]
@@ -121,15 +119,14 @@ def test_a_description_comes_with_its_block_and_to_those_that_begin_later(
     one.store(keys)
     for each in (other, attach(service)):
         each.cache.watch()
-        until(lambda each=each: each.cache.has_changes, each.cache.poll)
+        until(lambda each=each: each.cache.status.has_changes, each.cache.poll)
         (change,) = each.cache.drain_changes()
         assert (change.medium, change.added) == (Medium.HOST, keys)
-        assert each.cache.take_descriptions(keys) == {key: key + b" text" for key in keys}
-        assert each.cache.take_descriptions(keys) == {}
+        assert change.texts == {key: key + b" text" for key in keys}
 
 
 def listen(engine: Scheduler) -> None:
-    until(lambda: not (engine.cache.awaits_changes or engine.cache.busy), engine.cache.poll)
+    until(lambda: not (engine.cache.status.awaits_changes or engine.cache.busy), engine.cache.poll)
 
 
 def test_blocks_that_are_listed_again_come_once(service: Service, attach: Attach) -> None:
@@ -141,14 +138,13 @@ def test_blocks_that_are_listed_again_come_once(service: Service, attach: Attach
     assert one.store(bare) == bare
     for _ in range(3):
         other.cache.watch()
-        assert not other.cache.has_changes
+        assert not other.cache.status.has_changes
         listen(other)
     for _ in range(2):
         (change,) = other.cache.drain_changes()
         assert (change.medium, change.removed) == (Medium.HOST, [])
         assert sorted(change.added) == sorted([*described, *bare])
-        found = other.cache.take_descriptions(change.added)
-        assert {key for key, text in found.items() if text} == {*described}
+        assert {key for key, text in change.texts.items() if text} == {*described}
         other.cache.watch()
         listen(other)
 
@@ -163,7 +159,7 @@ def test_a_block_that_leaves_before_it_is_repeated_is_not_told(
     assert other.cache.drain_changes()
     clear_pools(service.root, None)
     other.cache.watch()  # before it has read that they have left
-    until(lambda: not service.pool.cache.has_changes, lambda: None)
+    until(lambda: not service.pool.cache.status.has_changes, lambda: None)
     listen(other)
     until(lambda: other.cache.drain_changes() == [], other.cache.poll)
     other.cache.watch()

@@ -50,11 +50,11 @@ def test_blocks_count_as_stored_once_they_are_published(
     transfer = ordered(one, keys_of("a", 3))
     one.cache.end_transfer(transfer.id, TransferEnd.DISCARD, [2])
     one.copy(transfer)
-    until(lambda: one.cache.is_silent, one.cache.poll)
-    assert one.cache.publishing == {transfer.id}
+    until(lambda: one.cache.status.is_silent, one.cache.poll)
+    assert one.cache.status.publishing == {transfer.id}
     assert not one.cache.counters.stored_blocks
     service.wake()
-    until(lambda: not one.cache.publishing, one.cache.poll)
+    until(lambda: not one.cache.status.publishing, one.cache.poll)
     assert one.cache.counters.stored_blocks == 2
     assert one.cache.counters.stored_bytes == 2 * 4096
     assert one.cache.lookup(keys_of("a", 3)) == 2
@@ -270,7 +270,7 @@ def test_changes_reach_those_who_watch(service: Service, attach: Attach) -> None
     assert [(each.medium, each.removed, each.added) for each in seen] == [
         (Medium.HOST, [], keys),
     ]
-    assert not one.cache.has_changes
+    assert not one.cache.status.has_changes
 
 
 def test_figures_are_the_pools_and_the_engines_own(service: Service, attach: Attach) -> None:

@@ -49,8 +49,8 @@ def fill(one: Scheduler, name: str, count: int, tenant: str | None = None) -> No
 
 def test_a_tenant_of_an_engine_keeps_its_share(service: Service, attach: Attach) -> None:
     one, other = attach(service, tenant="a", step_blocks=4), attach(service, step_blocks=4)
-    assert not one.cache.takes_tenants
-    assert other.cache.takes_tenants
+    assert not one.cache.info.takes_tenants
+    assert other.cache.info.takes_tenants
     until(lambda: service.pool.cache.slots_of_tenants == {NO_TENANT: 0, A: 4, B: 0})
     fill(one, "a", 20)
     fill(other, "x", 80)
@@ -93,13 +93,13 @@ def test_tenants_outlive_the_service(
     service.config = replace(service.config, tenant_shares=())
     service.start()
     until(lambda: attached_again(service, one, other))
-    assert not other.cache.takes_tenants
+    assert not other.cache.info.takes_tenants
     other.store(keys_of("none", 1))
     service.close()
     service.config = replace(service.config, tenant_shares=(("b", 10.0), ("a", 20.0)))
     service.start()
     until(lambda: attached_again(service, one, other))
-    assert other.cache.takes_tenants
+    assert other.cache.info.takes_tenants
     assert blocks_of(service) == {NO_TENANT: 1, A: 3, B: 2}
     one.store(keys_of("again", 1))
     assert blocks_of(service) == {NO_TENANT: 1, A: 4, B: 2}
@@ -109,7 +109,7 @@ def test_tenants_outlive_the_service(
 def test_without_shares_nobody_counts(make_service: MakeService, attach: Attach) -> None:
     service = make_service()
     one = attach(service, tenant="a")
-    assert not one.cache.takes_tenants
+    assert not one.cache.info.takes_tenants
     one.store(keys_of("a", 3))
     assert service.pool.cache.slots_of_tenants == {}
 

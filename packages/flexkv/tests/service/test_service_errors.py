@@ -121,7 +121,7 @@ class Engine:
     def _recover(self) -> None:
         self._disarm()
         self.cache.reset(Reset.RECOVER)
-        for number in set(self.cache.under_way) - {each.id for each in self._transfers}:
+        for number in self.cache.status.under_way.keys() - {each.id for each in self._transfers}:
             self.cache.end_transfer(number, TransferEnd.CANCEL)
 
     def _watch(self) -> None:
@@ -134,7 +134,7 @@ class Engine:
     def follow(self) -> None:
         """Poll, and apply all changes of blocks."""
         self.call(self.cache.poll)
-        if not self.cache.has_changes:
+        if not self.cache.status.has_changes:
             return
         self._arm()
         try:
@@ -209,7 +209,7 @@ class Engine:
             arrived = self.call(lambda: cache.lookup(keys)) or 0
         else:
             self.call(lambda: cache.extend_fetch(fetch, keys[2:]))
-            self.call(lambda: cache.raise_priority(fetch))
+            self.call(lambda: cache.extend_fetch(fetch, raise_priority=True))
             for _ in range(50):
                 state = self.call(lambda: cache.fetch_state(fetch))
                 if state is None or state.done:
@@ -283,7 +283,7 @@ class World:
         one.call(lambda: one.cache.unhold(Hold.PIN, "me"))
         if number % 4 == 3:
             one.call(lambda: one.cache.reset(Reset.CLEAR))
-            if one.cache.disabled:  # see `CacheClient.reset`
+            if one.cache.status.disabled:  # see `CacheClient.reset`
                 one.cache.reset(Reset.CLEAR)
             other.call(lambda: other.cache.reset(Reset.PAUSE))
         self.ask()
@@ -335,7 +335,7 @@ class World:
         for each in self.engines:
             each.rest()
             until(
-                lambda each=each: not each.cache.busy and not each.cache.has_changes,  # type: ignore[misc]
+                lambda each=each: not each.cache.busy and not each.cache.status.has_changes,  # type: ignore[misc]
                 each.follow,
             )
         until(lambda: len(service.server.engines) == len(ones))

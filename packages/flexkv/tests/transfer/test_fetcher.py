@@ -157,7 +157,7 @@ def test_a_read_has_the_highest_priority_of_all_that_wait_for_it(
     assert turns() == [(Priority.PREFETCH, -5)] * 2
     node.fetch("ab", queued=True, priority=-5)
     assert turns() == [(Priority.PREFETCH, -5)] * 2
-    node.cache.raise_priority(early)
+    node.cache.extend_fetch(early, raise_priority=True)
     assert turns() == [(Priority.LOAD, 0)] * 2
 
 
@@ -275,7 +275,7 @@ def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> 
     (tier,) = node.tiers
     early = node.fetch("ab", queued=True)
     late = node.fetch("abc", queued=True)
-    node.cache.raise_priority(late)
+    node.cache.extend_fetch(late, raise_priority=True)
     assert {task.key: task.priority for task in tier.tasks} == dict.fromkeys(
         keys("abc"), Priority.LOAD
     )
@@ -298,7 +298,7 @@ def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., No
     first.end_all(Outcome.FAILED)
     node.cache.poll()
     assert {task.priority for task in second.tasks} == {Priority.PREFETCH}
-    node.cache.raise_priority(early)
+    node.cache.extend_fetch(early, raise_priority=True)
     assert {task.priority for task in second.tasks} == {Priority.LOAD}
     node.cache.end_fetch(early)
     node.cache.poll()

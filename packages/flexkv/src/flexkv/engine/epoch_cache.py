@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from flexkv.client import CacheClient, CacheInfo, FetchId, Hold, Reset, Transfer
+from flexkv.client import CacheClient, CacheInfo, CacheStatus, FetchId, Hold, Reset, Transfer
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.eviction import UNKNOWN_REQUEST, RequestContext
 from flexkv.figures.counters import ResetCause
@@ -32,10 +32,9 @@ class EpochCache:
             self._epoch.renew()
         # What has no keys is the cache's own.
         self.end_transfer = cache.end_transfer
-        self.raise_priority, self.fetch_state = cache.raise_priority, cache.fetch_state
+        self.fetch_state = cache.fetch_state
         self.end_fetch, self.ended = cache.end_fetch, cache.ended
         self.poll, self.watch, self.figures = cache.poll, cache.watch, cache.figures
-        self.watch_lower_again = cache.watch_lower_again
         self.close, self.sync = cache.close, cache.sync
 
     @property
@@ -54,54 +53,9 @@ class EpochCache:
         return self._cache.busy
 
     @property
-    def takes_tenants(self) -> bool:
-        """See `CacheClient.takes_tenants`."""
-        return self._cache.takes_tenants
-
-    @property
-    def disabled(self) -> bool:
-        """See `CacheClient.disabled`."""
-        return self._cache.disabled
-
-    @property
-    def is_full(self) -> bool:
-        """See `CacheClient.is_full`."""
-        return self._cache.is_full
-
-    @property
-    def under_way(self) -> Collection[int]:
-        """See `CacheClient.under_way`."""
-        return self._cache.under_way
-
-    @property
-    def loading_blocks(self) -> int:
-        """See `CacheClient.loading_blocks`."""
-        return self._cache.loading_blocks
-
-    @property
-    def publishing(self) -> Collection[int]:
-        """See `CacheClient.publishing`."""
-        return self._cache.publishing
-
-    @property
-    def is_silent(self) -> bool:
-        """See `CacheClient.is_silent`."""
-        return self._cache.is_silent
-
-    @property
-    def awaits_slots(self) -> bool:
-        """See `CacheClient.awaits_slots`."""
-        return self._cache.awaits_slots
-
-    @property
-    def has_changes(self) -> bool:
-        """See `CacheClient.has_changes`."""
-        return self._cache.has_changes
-
-    @property
-    def awaits_changes(self) -> bool:
-        """See `CacheClient.awaits_changes`."""
-        return self._cache.awaits_changes
+    def status(self) -> CacheStatus:
+        """See `CacheClient.status`."""
+        return self._cache.status
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
@@ -142,9 +96,11 @@ class EpochCache:
             own, queued=queued, tenant=tenant, announced=announced, priority=priority
         )
 
-    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+    def extend_fetch(
+        self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
+    ) -> bool:
         """See `CacheClient.extend_fetch`."""
-        return self._cache.extend_fetch(fetch, self._own(keys))
+        return self._cache.extend_fetch(fetch, self._own(keys), raise_priority=raise_priority)
 
     def store(
         self,
@@ -200,7 +156,12 @@ class EpochCache:
         """See `CacheClient.drain_changes`. Blocks of other epochs, which this engine does not find,
         are left out."""
         return [
-            Changes(each.medium, self._of_epoch(each.removed), self._of_epoch(each.added))
+            Changes(
+                each.medium,
+                self._of_epoch(each.removed),
+                self._of_epoch(each.added),
+                dict(zip(self._of_epoch(each.texts), self._texts(each.texts), strict=True)),
+            )
             for each in self._cache.drain_changes()
         ]
 
@@ -208,15 +169,6 @@ class EpochCache:
         """See `CacheClient.describe`."""
         end = self._epoch.end
         self._cache.describe({key + end: text for key, text in described.items()})
-
-    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `CacheClient.take_descriptions`."""
-        described = self._cache.take_descriptions(self._own(keys))
-        return {
-            key: described[own]
-            for key, own in zip(keys, self._own(keys), strict=True)
-            if own in described
-        }
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
         """See `CacheClient.reset`."""
@@ -235,7 +187,10 @@ class EpochCache:
             return transfer
         return replace(transfer, keys=[key[:-end] for key in transfer.keys])
 
-    def _of_epoch(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _texts(self, texts: Mapping[bytes, bytes]) -> list[bytes]:
+        return [text for key, text in texts.items() if self._epoch.has(key)]
+
+    def _of_epoch(self, keys: Iterable[bytes]) -> list[bytes]:
         end = len(self._epoch.end)
         own = filter(self._epoch.has, keys)
         return [key[:-end] for key in own] if end else list(own)

@@ -153,7 +153,7 @@ def make_chooser(
         sum(spec.format.shard_bytes),
         spec.ranks,
         on_cores=on_cores,
-        loading=lambda: 0 if cache is None else cache.loading_blocks,
+        loading=lambda: 0 if cache is None else cache.status.loading_blocks,
         state_of=lambda fetch: FetchState(0.0) if cache is None else cache.fetch_state(fetch),
         steps_behind=steps_behind,
     )

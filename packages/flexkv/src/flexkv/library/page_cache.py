@@ -172,7 +172,7 @@ class PageCache:
         while True:
             with self._copier.use() as cache:
                 self._copier.advance()
-                if not cache.busy and not cache.publishing:
+                if not cache.busy and not cache.status.publishing:
                     return True
             if deadline is not None and time.monotonic() > deadline:
                 return False

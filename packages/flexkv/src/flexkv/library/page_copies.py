@@ -251,8 +251,9 @@ class PageStore(PageCopy):
         if self.ended or self._copying_blocks:
             return
         cache = self._copier.cache
-        copied, is_silent = self._copied, cache.is_silent
-        if copied is not None and copied.id in cache.publishing and not is_silent:
+        copied, status = self._copied, cache.status
+        is_silent = status.is_silent
+        if copied is not None and copied.id in status.publishing and not is_silent:
             return
         if copied is not None and not self._counts_copies:
             self.blocks += sum(map(bool, cache.where(copied.keys)[Medium.HOST]))
@@ -272,7 +273,7 @@ class PageStore(PageCopy):
             self._next = 1 + self._chain.index(transfer.keys[-1])
             self._late = time.monotonic() + self._slot_seconds
             self._begin(transfer, [self._pages[key] for key in transfer.keys])
-        elif not (absent and cache.awaits_slots) or time.monotonic() > self._late:
+        elif not (absent and cache.status.awaits_slots) or time.monotonic() > self._late:
             self.ended = True
 
     def _stop(self) -> None:
@@ -319,7 +320,11 @@ class PageLoad(PageCopy):
     def _waits_for_others(self, rest: Sequence[bytes]) -> bool:
         """Whether other loads hold as many blocks of the node's service as they may."""
         cache = self._copier.cache
-        return cache.info.is_shared and bool(cache.loading_blocks) and not cache.missing(rest[:1])
+        return (
+            cache.info.is_shared
+            and bool(cache.status.loading_blocks)
+            and not cache.missing(rest[:1])
+        )
 
     def _end_fetch(self) -> None:
         if self._fetch is not None:

@@ -317,7 +317,7 @@ class AttachedEngine:
                 | wire.UnholdBlocks()
             ):
                 self._uses.handle(message, self.tenant)
-            case wire.Fetch() | wire.ExtendFetch() | wire.RaiseFetch() | wire.EndFetch():
+            case wire.Fetch() | wire.ExtendFetch() | wire.EndFetch():
                 assert self._fetches is not None
                 self._fetches.handle(message, self.tenant)
             case wire.Query():
@@ -423,7 +423,7 @@ class AttachedEngine:
             self._figures_at, self._has_news = now, False
             cache = self.pool.cache
             shared = {name: float(value) for name, value in cache.figures().shared.items()}
-            self.tell(wire.NodeFigures(shared, cache.disabled))
+            self.tell(wire.NodeFigures(shared, cache.status.disabled))
 
     def _repeat(self, repeated: Iterator[Sequence[wire.ToEngine]]) -> None:
         """Tell some of the blocks that were there before. The engine has read all others."""

@@ -21,7 +21,7 @@ _UNREAD_SECONDS = 60.0
 """Fetches of an engine that has read nothing for so long end: it hangs, and what they have brought
 stays in memory meanwhile. Not tuned."""
 
-AboutFetch: TypeAlias = wire.Fetch | wire.ExtendFetch | wire.RaiseFetch | wire.EndFetch
+AboutFetch: TypeAlias = wire.Fetch | wire.ExtendFetch | wire.EndFetch
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +100,11 @@ class EngineFetches:
             del self._open[message.fetch]
         if fetch.id is None:
             return
-        match message:
-            case wire.ExtendFetch():
-                if self._may_bring(fetch, len(message.keys)):
-                    self._cache.extend_fetch(fetch.id, message.keys)
-            case wire.RaiseFetch():
-                self._cache.raise_priority(fetch.id)
+        if isinstance(message, wire.ExtendFetch):
+            may = self._may_bring(fetch, len(message.keys))
+            keys = message.keys if may else ()
+            if may or message.raise_priority:
+                self._cache.extend_fetch(fetch.id, keys, raise_priority=message.raise_priority)
 
     def tell(self, *, has_read: bool) -> Sequence[wire.Fetched]:
         """Let the engine know the states that have changed.

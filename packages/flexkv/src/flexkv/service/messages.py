@@ -273,12 +273,7 @@ class ExtendFetch(Message, frozen=True, tag="extend"):
 
     fetch: int
     keys: list[bytes]
-
-
-class RaiseFetch(Message, frozen=True, tag="raise"):
-    """See `CacheClient.raise_priority`."""
-
-    fetch: int
+    raise_priority: bool
 
 
 class EndFetch(Message, frozen=True, tag="end"):
@@ -325,7 +320,6 @@ ToService: TypeAlias = (
     | Demote
     | Fetch
     | ExtendFetch
-    | RaiseFetch
     | EndFetch
     | Watch
     | Describe

@@ -244,7 +244,7 @@ class SharedPool:
     @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
-        return bool(self.untold) or self.cache.busy or self.cache.has_changes
+        return bool(self.untold) or self.cache.busy or self.cache.status.has_changes
 
     def poll(self) -> Sequence[Changes]:
         """See what has ended, and what blocks came and left, if not too many at once. The same
@@ -254,8 +254,8 @@ class SharedPool:
             cache.poll()
         self._met_holds = cache.look_at_holds()
         if not self.untold:
-            self.untold = cache.drain_changes() if cache.has_changes else ()
-        self.below.note(self.untold, are_all=not cache.has_changes)
+            self.untold = cache.drain_changes()
+        self.below.note(self.untold, are_all=not cache.status.has_changes)
         return self.untold
 
     @property

@@ -38,7 +38,6 @@ class PoolChanges:
         self._watch = self._ended = 0
         self._is_torn = False
         self._texts: dict[bytes, bytes] = {}
-        self._drained_texts: dict[bytes, bytes] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -47,7 +46,7 @@ class PoolChanges:
 
     @property
     def awaits_changes(self) -> bool:
-        """See `CacheClient.awaits_changes`."""
+        """See `CacheStatus.awaits_changes`."""
         return self._ended != self._watch
 
     def drain(self) -> list[Changes]:
@@ -59,20 +58,19 @@ class PoolChanges:
         if self._is_torn:
             raise RuntimeError("an error may have lost changes of blocks; watch again to get all")
         changes = [
-            each for medium, keys in self._changed.items() for each in changes_of(medium, keys)
+            each
+            for medium, keys in self._changed.items()
+            for each in changes_of(medium, keys, self._texts)
         ]
         self._changed = {medium: {} for medium in Medium}
-        self._drained_texts, self._texts = self._texts, {}
+        self._texts = {}
         return changes
 
-    def watch(self) -> None:
+    def watch(self, *, lower: bool = False) -> None:
         """See `CacheClient.watch`."""
-        self.watches, self._is_torn = True, False
-        self._list_again(Medium)
-
-    def watch_lower_again(self) -> None:
-        """See `CacheClient.watch_lower_again`."""
-        self._list_again([Medium.DISK])
+        if not lower:
+            self.watches, self._is_torn = True, False
+        self._list_again([Medium.DISK] if lower else Medium)
 
     def resume(self) -> None:
         """Go on with a new connection."""
@@ -96,11 +94,6 @@ class PoolChanges:
         """See `CacheClient.describe`."""
         for part in wire.described_parts(described):
             self._line.put(wire.Describe([*part], [*part.values()]))
-
-    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `CacheClient.take_descriptions`."""
-        texts = self._drained_texts
-        return {key: texts.pop(key) for key in keys if key in texts} if texts else {}
 
     def hear(self, message: wire.Changed | wire.Repeated) -> None:
         """The service tells of a change, or has repeated all that is there."""

@@ -24,7 +24,6 @@ class DescribedCache(Protocol):
 
     def missing(self, keys: Sequence[bytes], /) -> list[int]: ...
     def describe(self, described: Mapping[bytes, bytes], /) -> None: ...
-    def take_descriptions(self, keys: Sequence[bytes], /) -> dict[bytes, bytes]: ...
     def reported(self, keys: Sequence[bytes], /) -> list[bool]: ...
     def listed(self) -> Iterator[list[bytes]]: ...
 
@@ -60,7 +59,7 @@ class PoolDescriptions:
                 yield wire.Changed(change.medium, removed, [], [])
             if change.medium is Medium.DISK and change.added:
                 self._cache.describe({k: self._texts[k] for k in change.added if k in self._texts})
-                self._keep(self._cache.take_descriptions(change.added))
+                self._keep(change.texts)
             yield from _added(change.medium, change.added, self._texts)
             if self._texts and change.removed:
                 self._note_leaving(change.removed)

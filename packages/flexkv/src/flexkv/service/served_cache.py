@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from flexkv.client import (
     CacheInfo,
+    CacheStatus,
     Ended,
     FetchId,
     FetchState,
@@ -78,6 +79,7 @@ class ServedCache:
 
     def __init__(self, attached: Attached, arena: Arena) -> None:
         spec, answer = arena.spec, attached.answer
+        self._attached = attached
         self.info = CacheInfo(
             num_slots=spec.num_slots,
             slot_bytes=spec.format.slot_bytes,
@@ -85,9 +87,9 @@ class ServedCache:
             must_query=answer.asks_stores,
             policy_name=answer.policy,
             is_shared=True,
+            takes_tenants=self._takes_tenants(answer.has_shares),
         )
         self._block_bytes = sum(spec.format.shard_bytes)
-        self._attached = attached
         self._reader = young_reader(attached.index, attached.page.holds, spec.num_slots)
         self._holds = LoadHolds(self._reader, attached.page.bell[:])
         self._line = Line(attached.connection, attached.page.bell)
@@ -101,7 +103,6 @@ class ServedCache:
             asks_stores=answer.asks_stores,
         )
         self._uses = ServedUses(self._line)
-        self._has_shares = answer.has_shares
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
         self._meter = Meter()
@@ -109,9 +110,8 @@ class ServedCache:
         self._device: DeviceLink[_Slots] = DeviceLink(arena.board, self._meter)
         self._stores = ServedStores(self._reader, self._line, self._device.free_cell)
         self._changes = changes = PoolChanges(self._reader, self._line)
-        self.watch, self.watch_lower_again = changes.watch, changes.watch_lower_again
-        self.drain_changes, self.describe = changes.drain, changes.describe
-        self.take_descriptions = changes.take_descriptions
+        self.watch, self.drain_changes = changes.watch, changes.drain
+        self.describe = changes.describe
         self._node = wire.NodeFigures({}, is_suspended=False)
         self._off = self._stopped = self._recovering = False
 
@@ -126,61 +126,43 @@ class ServedCache:
             return True
         if self._line.is_cut:
             return not self._is_alone or bool(self._stores.by_id)
-        if self.is_silent:
+        if self._is_silent:
             return False
         # What the service publishes meanwhile can wait for a step that has something to do.
         compares = self._changes.compares(self._tiers.below)
         return bool(self._stores.untold or self._line.busy or compares or self._tiers.awaits_news)
 
     @property
-    def takes_tenants(self) -> bool:
-        """See `CacheClient.takes_tenants`."""
-        return self._has_shares and self._attached.tenant == NO_TENANT
-
-    @property
-    def disabled(self) -> bool:
-        """See `CacheClient.disabled`."""
-        return self._off
+    def status(self) -> CacheStatus:
+        """See `CacheClient.status`. A store takes granted slots, and evicts nothing itself."""
+        stores, under_way, is_silent = self._stores, self._device.under_way, self._is_silent
+        return CacheStatus(
+            disabled=self._off,
+            is_full=False,
+            is_silent=is_silent,
+            awaits_slots=not (stores.free or self._off or self._recovering or is_silent),
+            has_changes=not self._changes.is_empty,
+            awaits_changes=self._changes.awaits_changes,
+            under_way=under_way,
+            publishing=stores.by_id.keys() - under_way.keys(),
+        )
 
     @property
     def _trouble(self) -> Trouble | None:
         if self._off:
             return Trouble.STOPPED if self._stopped else Trouble.SUSPENDED
-        if self.is_silent:
+        if self._is_silent:
             return Trouble.SERVICE
         if self._recovering:
             return Trouble.RECOVERING
         return Trouble.POOL if self._node.is_suspended else None
 
-    @property
-    def is_full(self) -> bool:
-        """See `CacheClient.is_full`. A store takes granted slots, and evicts nothing itself."""
-        return False
+    def _takes_tenants(self, has_shares: bool) -> bool:
+        return has_shares and self._attached.tenant == NO_TENANT
 
     @property
-    def under_way(self) -> Collection[int]:
-        """See `CacheClient.under_way`."""
-        return self._device.under_way
-
-    @property
-    def loading_blocks(self) -> int:
-        """See `CacheClient.loading_blocks`."""
-        return self._device.loading_blocks
-
-    @property
-    def publishing(self) -> Collection[int]:
-        """See `CacheClient.publishing`."""
-        return self._stores.by_id.keys() - self._device.under_way
-
-    @property
-    def is_silent(self) -> bool:
-        """See `CacheClient.is_silent`."""
+    def _is_silent(self) -> bool:
         return self._line.is_cut or (self._line.is_silent and not self._stores.has_published)
-
-    @property
-    def awaits_slots(self) -> bool:
-        """See `CacheClient.awaits_slots`."""
-        return not (self._stores.free or self._off or self._recovering or self.is_silent)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.lookup`."""
@@ -303,17 +285,17 @@ class ServedCache:
             return None
         return self._tiers.fetch(keys, queued, tenant, announced, priority)
 
-    def extend_fetch(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
+    def extend_fetch(
+        self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
+    ) -> bool:
         """See `CacheClient.extend_fetch`."""
+        if raise_priority:
+            self._tiers.raise_priority(fetch)
         return not self._off and self._may_fetch and self._tiers.extend(fetch, keys)
-
-    def raise_priority(self, fetch: FetchId) -> None:
-        """See `CacheClient.raise_priority`."""
-        self._tiers.raise_priority(fetch)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""
-        if self.is_silent:
+        if self._is_silent:
             return FetchState(time.monotonic())
         return self._tiers.state(fetch)
 
@@ -326,7 +308,7 @@ class ServedCache:
     @property
     def _may_fetch(self) -> bool:
         """Whether lower tiers and other engines can give blocks now."""
-        return not (self._recovering or self.is_silent)
+        return not (self._recovering or self._is_silent)
 
     # Uses.
 
@@ -445,7 +427,7 @@ class ServedCache:
             self._line.resume(attachment.connection)
             self._tiers.below = attachment.below
             self._tiers.announced = attachment.announced
-            self._has_shares = attachment.has_shares
+            self.info = replace(self.info, takes_tenants=self._takes_tenants(attachment.has_shares))
             self._stores.claim()
             self._changes.resume()
             self._line.send()
@@ -559,16 +541,6 @@ class ServedCache:
         return True
 
     # Changes, figures.
-
-    @property
-    def has_changes(self) -> bool:
-        """See `CacheClient.has_changes`."""
-        return not self._changes.is_empty
-
-    @property
-    def awaits_changes(self) -> bool:
-        """See `CacheClient.awaits_changes`."""
-        return self._changes.awaits_changes
 
     def figures(self) -> Figures:
         """See `CacheClient.figures`."""

@@ -161,10 +161,14 @@ class ServedTiers:
         self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
         most = wire.MOST_KEYS
         self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant, announced, priority))
-        for start in range(most, len(keys), most):
-            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + most])))
+        self._put_more(fetch, keys[most:])
         self._line.await_answer()
         return fetch
+
+    def _put_more(self, fetch: FetchId, keys: Sequence[bytes]) -> None:
+        for start in range(0, len(keys), wire.MOST_KEYS):
+            part = list(keys[start : start + wire.MOST_KEYS])
+            self._line.put(wire.ExtendFetch(fetch, part, False))
 
     def _reach(self, keys: Sequence[bytes], start: int) -> int:
         """How many of these blocks, the first `start` included, host memory, disks or other engines
@@ -181,14 +185,13 @@ class ServedTiers:
         """See `CacheClient.extend_fetch`."""
         if self.state(fetch).done or self._fetches[fetch].ends:
             return False
-        for start in range(0, len(keys), wire.MOST_KEYS):
-            self._line.put(wire.ExtendFetch(fetch, list(keys[start : start + wire.MOST_KEYS])))
+        self._put_more(fetch, keys)
         return True
 
     def raise_priority(self, fetch: FetchId) -> None:
-        """See `CacheClient.raise_priority`."""
+        """A request waits for a fetch that began as queued."""
         if fetch in self._fetches:
-            self._line.put(wire.RaiseFetch(fetch))
+            self._line.put(wire.ExtendFetch(fetch, [], True))
 
     def state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""

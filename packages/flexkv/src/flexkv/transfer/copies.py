@@ -72,7 +72,6 @@ class DeviceLink(Generic[RowType]):
 
     Attributes:
         unreported: the number of transfers that `poll` has not returned.
-        loading_blocks: the number of blocks in the loads under way.
     """
 
     def __init__(self, board: CompletionBoard, meter: Meter) -> None:
@@ -85,7 +84,7 @@ class DeviceLink(Generic[RowType]):
         self._ending: deque[DeviceCopy[RowType]] = deque()
         self._ended: list[DeviceCopy[RowType]] = []
         self._kept_cells: set[int] = set()
-        self.unreported = self.loading_blocks = 0
+        self.unreported = 0
         self._next_id = 1
 
     @property
@@ -100,9 +99,9 @@ class DeviceLink(Generic[RowType]):
         return self._board.stopped_ranks
 
     @property
-    def under_way(self) -> set[int]:
-        """Ids of the transfers whose end no rank, or not every rank, has reported."""
-        return set(self._pending)
+    def under_way(self) -> dict[int, Transfer]:
+        """The transfers whose end no rank, or not every rank, has reported, by id."""
+        return {number: each.transfer for number, each in self._pending.items()}
 
     def begin(
         self,
@@ -125,8 +124,6 @@ class DeviceLink(Generic[RowType]):
         self._next_id += 1
         self._pending[transfer.id] = DeviceCopy(transfer, blocks, held, keeps_cell)
         self.unreported += 1
-        if direction is Direction.LOAD:
-            self.loading_blocks += len(blocks)
         return transfer
 
     def confirm(self, transfer_id: int) -> None:
@@ -141,8 +138,6 @@ class DeviceLink(Generic[RowType]):
         copy = self._pending.pop(transfer_id, None)
         if copy is not None:
             self.unreported -= 1
-            if copy.transfer.direction is Direction.LOAD:
-                self.loading_blocks -= len(copy.blocks)
             self._board.give_back(copy.transfer.cell)
         return copy
 
@@ -166,10 +161,6 @@ class DeviceLink(Generic[RowType]):
         pending = {each.transfer.cell for each in self._pending.values()}
         self._board.keep(pending | self._kept_cells)
         self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
-        loads = (
-            each for each in self._pending.values() if each.transfer.direction is Direction.LOAD
-        )
-        self.loading_blocks = sum(len(each.blocks) for each in loads)
         copies = [*self._pending.values(), *self._ending]
         return [each.blocks for each in copies if each.transfer.direction is direction]
 
@@ -191,8 +182,6 @@ class DeviceLink(Generic[RowType]):
                 seconds = time.monotonic() - copy.begun
                 self._seconds[transfer.direction].observe(seconds)
             self._ending.append(self._pending.pop(transfer.id))
-            if transfer.direction is Direction.LOAD:
-                self.loading_blocks -= len(copy.blocks)
             if copy.keeps_cell:
                 self._kept_cells.add(transfer.cell)
             else:

@@ -331,8 +331,12 @@ class TierStack:
 
     def drain_changes(self, limit: int) -> list[Changes]:
         """See `IndexedTier.drain_changes`; `limit` is for each tier."""
-        drained = [changes_of(tier.medium, tier.drain_changes(limit)) for tier in self.indexed]
-        return [changes for each in drained for changes in each]
+        drained: list[Changes] = []
+        for tier in self.indexed:
+            changed = tier.drain_changes(limit)
+            texts = tier.take_descriptions([key for key, there in changed.items() if there])
+            drained += changes_of(tier.medium, changed, texts)
+        return drained
 
     def listed(self) -> Iterator[list[bytes]]:
         """See `IndexedTier.listed`."""
@@ -342,13 +346,6 @@ class TierStack:
         """See `IndexedTier.describe`."""
         for tier in self.indexed:
             tier.describe(described)
-
-    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """See `IndexedTier.take_descriptions`."""
-        taken: dict[bytes, bytes] = {}
-        for tier in self.indexed:
-            taken |= tier.take_descriptions(keys)
-        return taken
 
     def renew(self) -> None:
         """End all fetches, and write no block that waits to be written: the arena was cleared. The

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 
@@ -42,24 +42,32 @@ class Changes:
             loaded any more. The oldest change comes first.
         added: keys of blocks that can be loaded and could not at the last drain. The oldest change
             comes first: in host memory, a block comes after those that it builds on.
+        texts: the descriptions that an earlier process, or another engine, has left of the added
+            blocks, by key. Blocks without a description are missing.
     """
 
     medium: Medium
     removed: list[bytes]
     added: list[bytes]
+    texts: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
-def changes_of(medium: Medium, changed: Mapping[bytes, bool]) -> list[Changes]:
+def changes_of(
+    medium: Medium, changed: Mapping[bytes, bool], texts: Mapping[bytes, bytes] | None = None
+) -> list[Changes]:
     """The changes of a medium; empty if there are none.
 
     Args:
         medium: the medium.
         changed: for the key of each block that changed, whether it became loadable.
+        texts: descriptions of blocks by key, of these and others.
     """
     if not changed:
         return []
     removed = [key for key, loadable in changed.items() if not loadable]
-    return [Changes(medium, removed, [key for key, loadable in changed.items() if loadable])]
+    added = [key for key, loadable in changed.items() if loadable]
+    described = {key: texts[key] for key in added if key in texts} if texts else {}
+    return [Changes(medium, removed, added, described)]
 
 
 def note(changed: dict[bytes, bool], key: bytes, loadable: bool) -> None:

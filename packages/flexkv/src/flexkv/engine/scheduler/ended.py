@@ -47,9 +47,9 @@ class EndedTransfers:
             ordered: ids of the transfers that workers know or will know.
             running: ids of the transfers whose end the caller expects.
         """
-        for transfer_id in set(self._cache.under_way) - ordered:
+        for transfer_id in self._cache.status.under_way.keys() - ordered:
             self._cache.end_transfer(transfer_id, TransferEnd.CANCEL)
-        known = {*self._cache.under_way, *(each.id for each in self.waiting)}
+        known = {*self._cache.status.under_way, *(each.id for each in self.waiting)}
         self.waiting.extend(
             Ended(transfer_id, Direction.LOAD, done=False)
             for transfer_id in sorted(running - known)

@@ -167,20 +167,23 @@ class Fetches:
         return self._in_parts and state.is_short
 
     def _tenant_of(self, tracked: TrackedRequest) -> int | None:
-        return tenant_number_of(tracked.request) if self._cache.takes_tenants else None
+        return tenant_number_of(tracked.request) if self._cache.info.takes_tenants else None
 
     def _came_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
         """Whether the fetch that began in the queue has brought all of these blocks."""
         early = tracked.early
         if early is None or len(early.keys) != len(keys) or list(early.keys) != list(keys):
             return False
-        return self._cache.fetch_state(early.id).arrived == len(keys) and not self._cache.disabled
+        return (
+            self._cache.fetch_state(early.id).arrived == len(keys)
+            and not self._cache.status.disabled
+        )
 
     def _begin(
         self, tracked: TrackedRequest, keys: Sequence[bytes], start: int, announced: int
     ) -> WantedFetch | None:
         if tracked.early is not None:
-            self._cache.raise_priority(tracked.early.id)
+            self._cache.extend_fetch(tracked.early.id, raise_priority=True)
         tenant = self._tenant_of(tracked)
         priority = tracked.options.priority or 0
         begun = self._cache.fetch(keys, tenant=tenant, announced=announced, priority=priority)

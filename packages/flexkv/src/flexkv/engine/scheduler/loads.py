@@ -415,5 +415,5 @@ class Loads:
         if slots == 0:
             # The ends of copies free slots. Requests that wait for a step may keep all others.
             comes = any(self._fetches.is_waiting(each) for each in self.unfinished)
-            return comes or bool(self._cache.under_way)
+            return comes or bool(self._cache.status.under_way)
         return slots is not None

@@ -443,7 +443,7 @@ class Stores:
 
     def _name_tenant(self, tracked: TrackedRequest, chains: _Chains) -> None:
         """The keys that were added last are of a request."""
-        if self._cache.takes_tenants:
+        if self._cache.info.takes_tenants:
             chains.tenants.append((len(chains.keys), tenant_number_of(tracked.request)))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
