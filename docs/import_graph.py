@@ -136,8 +136,13 @@ def read_imports() -> dict[str, set[str]]:
 def _imports(file: Path, own: str, files: Mapping[str, Path]) -> Iterator[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     yield from (name for name in _loaded_by_name(tree, own) if name in files and name != own)
+    types = _imports_of_types(tree)
     for node in ast.walk(tree):
         match node:
+            case ast.ImportFrom(module=str(module)) if node in types and module.startswith(
+                _KERNELS
+            ):
+                continue
             case ast.ImportFrom(module=str(module), names=names):
                 found = [f"{module}.{each.name}" for each in names]
                 named = [name if name in files else module for name in found]
@@ -148,11 +153,22 @@ def _imports(file: Path, own: str, files: Mapping[str, Path]) -> Iterator[str]:
         yield from (name for name in named if name in files and name != own)
 
 
+def _imports_of_types(tree: ast.Module) -> set[ast.AST]:
+    """What is only imported for types. The core may take those of the kernels from their `.pyi`
+    files."""
+    return {
+        node
+        for each in ast.walk(tree)
+        if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"
+        for node in each.body
+    }
+
+
 def _loaded_by_name(tree: ast.Module, own: str) -> Iterator[str]:
     """Names of modules that the module `own` may import by name: all its strings, if it calls a
     loader at all.
 
-    The core runs without the kernels: it may load them by name, and only so.
+    The core runs without the kernels: it may load them by name, and only so; types apart.
     """
     if not any(map(_is_loader, ast.walk(tree))):
         return

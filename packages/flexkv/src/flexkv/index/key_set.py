@@ -8,44 +8,17 @@ tells where to look for a block; who reads the block compares its key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from flexkv.index.block_index import Buffer
 from flexkv.system.native import kernels
 
+if TYPE_CHECKING:
+    from flexkv_kernels.block_index import KeySet
+else:
+    KeySet = object  # see `flexkv.index.block_index`
 
-class KeySet(Protocol):
-    """A set of keys. One process owns it and makes every change. The calls of others take no lock,
-    make no system call, and go on while the owner hangs or after it has ended; what they meet in
-    the middle of a change is absent. A call that changes the set raises TypeError in other
-    processes.
-
-    Attributes:
-        is_complete: whether a key that the set lacks is one that the tier lacks; False at first.
-    """
-
-    is_complete: bool
-
-    def __len__(self) -> int:
-        """The number of keys; only its owner knows it."""
-        ...
-
-    def contains(self, keys: Sequence[bytes], /) -> list[bool]:
-        """For each of `keys` whether it is in the set."""
-        ...
-
-    def lookup(self, keys: Sequence[bytes], /) -> int:
-        """How many of `keys`, from the first on, are in the set."""
-        ...
-
-    def add(self, keys: Sequence[bytes], /) -> int:
-        """Add keys. Returns for how many there was no room."""
-        ...
-
-    def remove(self, keys: Sequence[bytes], /) -> None:
-        """Remove keys, some of which may be absent."""
-        ...
+__all__ = ["KeySet", "key_set", "key_set_bytes"]
 
 
 def key_set(memory: Buffer, *, is_owner: bool) -> KeySet:

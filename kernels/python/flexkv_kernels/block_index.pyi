@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native indexes of tiers, and the keys that their calls take. `kernels/src/index` has the
+code; `flexkv.index` says what an index is."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias, overload
+
+from flexkv.eviction import EvictionPolicy, RequestContext
+from flexkv.index.block_index import BlockState, Buffer
+from flexkv.types.packed_keys import PackedKeys
+from flexkv.types.tenants import NO_TENANT
+
+TenantParts: TypeAlias = Sequence[tuple[int, float, EvictionPolicy | None]]
+"""See `flexkv.eviction.TenantPolicies.parts`; a tuple."""
+
+class Block:
+    """What stands for a block that has a slot; callers hand it back to the index. The index makes
+    one when it is asked for, and the same one for a block as long as somebody keeps it. It may be
+    kept after the block has left: it is dropped then, and has its key and the slot that it had.
+
+    Attributes:
+        key: as reserved.
+        slot: of the tier.
+        state: of the block.
+        parent: the block that it builds on; None for the first of a prefix, and once that block has
+            left and its slot was given to another.
+        parent_key: the key of the block that it builds on, whether that has left or not; None for
+            the first of a prefix. Of a block that has left, it may be empty.
+        tenant: number of the tenant for whom it counts.
+        leases: those that have not ended.
+        used: number of its last use; each use of any block has a larger number than the one before.
+    """
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def state(self) -> BlockState: ...
+    @property
+    def parent(self) -> Block | None: ...
+    @property
+    def parent_key(self) -> bytes | None: ...
+    @property
+    def tenant(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+
+class BlockRow:
+    """Some blocks of an index in a row, without an object for each. It may be kept after blocks
+    have left: calls skip those whose slots were given to others since.
+
+    Attributes:
+        slots: their slots.
+        keys: their keys; an empty one for a block whose slot was given to another since.
+    """
+
+    @property
+    def slots(self) -> list[int]: ...
+    @property
+    def keys(self) -> list[bytes]: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Block]: ...
+    @overload
+    def __getitem__(self, position: int, /) -> Block: ...
+    @overload
+    def __getitem__(self, positions: slice, /) -> BlockRow: ...
+
+SomeBlocks: TypeAlias = BlockRow | Sequence[Block]
+"""What calls of an index take. A block that has left, and whose slot was given to another since, is
+skipped: its leases and pins ended with it."""
+
+class BlockIndex:
+    """Keys, slots, states, leases and pins of one tier; `block_index` makes one.
+
+    A call raises TypeError for a key that is no bytes or a block of another index, ValueError for a
+    new key of more than `MAX_KEY_BYTES`, and what the policy raises. `lookup`,
+    `present` and `missing` compare hashes of keys, which have 64 bits, and not the keys: they read
+    a fifth of the memory. `lease` compares keys, so no reader gets the block of another key. Calls
+    that take several keys take `PackedKeys`, too, and are faster with them.
+
+    Attributes:
+        num_slots: slots of the tier.
+        free_slots: those without a block, stale ones included.
+        stale_blocks: blocks that `clear` has dropped and whose slots are not free yet.
+        has_room: whether a slot is free or a block may be evicted.
+        blocks: all blocks that are ready or being written, by slot.
+        evictions: blocks evicted so far.
+        pinned_blocks: blocks that are pinned.
+        tenants: for each tenant with a share, by its number, how many slots have its blocks, or are
+            taken for it; those of all others under `NO_TENANT`. Empty without shares.
+        changes: the keys of blocks that became ready (True) or left (False) since a reader took
+            them from this dictionary, the oldest change first. A block that came and left, or left
+            and came back, meanwhile is not in it. None when not watched.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        policy: EvictionPolicy | TenantParts | None,
+        memory: Buffer | None,
+        begun: bool,
+        /,
+    ) -> None:
+        """See `flexkv.index.block_index.block_index`. A tuple has a policy for each tenant; without
+        a policy, the least recently used block leaves first."""
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
+    @property
+    def stale_blocks(self) -> int: ...
+    @property
+    def has_room(self) -> bool: ...
+    @property
+    def blocks(self) -> BlockRow: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def pinned_blocks(self) -> int: ...
+    @property
+    def tenants(self) -> dict[int, int]: ...
+    @property
+    def changes(self) -> dict[bytes, bool] | None: ...
+    def __len__(self) -> int:
+        """Ready blocks."""
+
+    def __contains__(self, key: bytes, /) -> bool:
+        """Whether a block of this key has a slot, ready or being written."""
+
+    def watch(self) -> None:
+        """Begin to note `changes`, which start with all ready blocks."""
+
+    def lookup(self, keys: Iterable[bytes], /) -> int:
+        """How many of `keys`, from the first on, are ready. Changes nothing."""
+
+    def present(self, keys: Iterable[bytes], /) -> list[bool]:
+        """For each of `keys` whether it is ready. Changes nothing."""
+
+    def missing(self, keys: Iterable[bytes], /) -> list[int]:
+        """Positions of the keys whose blocks have no slot. Changes nothing."""
+
+    def collect(self, blocks: SomeBlocks, /) -> BlockRow:
+        """These blocks in a row."""
+
+    def lease(self, keys: Sequence[bytes], /) -> BlockRow | None:
+        """Protect the blocks of `keys` from eviction until `release`.
+
+        Returns None, and leases nothing, if any of them is not ready.
+        """
+
+    def release(self, blocks: SomeBlocks, /) -> None:
+        """End one lease of each block, which counts as its use.
+
+        The blocks are those of a prefix, first block first: its end counts as used before its
+        beginning.
+        """
+
+    def release_unused(self, blocks: SomeBlocks, /) -> None:
+        """End one lease of each block, without counting a use."""
+
+    def reserve(self, key: bytes, after: bytes | None, tenant: int = NO_TENANT, /) -> Block | None:
+        """Give `key` a slot to write, and evict a block if no slot is free.
+
+        Args:
+            key: key of the new block.
+            after: key of the block before it in the prefix; None for the first block.
+            tenant: number of the tenant for whom it counts.
+
+        Returns:
+            The block, in state WRITING. None if the key has a slot already, if no slot can be had,
+            or if `after` has no slot, since no prefix would then lead to the block.
+        """
+
+    def reserve_all(
+        self,
+        keys: Sequence[bytes],
+        positions: Iterable[int],
+        prefix_starts: Iterable[int],
+        fetched: bool = False,
+        tenants: Sequence[int] | None = None,
+        /,
+    ) -> BlockRow:
+        """Reserve slots for blocks of one prefix, or of several prefixes in a row.
+
+        Args:
+            keys: keys of blocks, each of which builds on the one before.
+            positions: positions in `keys` of the blocks that need a slot.
+            prefix_starts: positions of the first blocks of prefixes.
+            fetched: whether a lower tier will give the bytes, for a request that has not begun.
+            tenants: for each of `keys` the tenant for whom its block counts; None for no tenant.
+
+        Returns:
+            The blocks that got a slot.
+        """
+
+    def take_slots(self, most: int, writer: int, tenant: int | None = None, /) -> list[int]:
+        """Take up to `most` slots for a writer in another process, and evict blocks for them. They
+        have no block until `place` or `give_back`, and count for `tenant` until then; None for a
+        writer that stores for several.
+
+        Raises:
+            ValueError: the writer's number is not one of 1 to 255, or the tenant's is none.
+        """
+
+    def is_taken(self, slot: int, /) -> bool:
+        """Whether `take_slots` took this slot, and it has no block.
+
+        Raises:
+            ValueError: it is no slot of the index.
+        """
+
+    def is_taken_since_clear(self, slot: int, /) -> bool:
+        """Whether `is_taken`, and there was no `clear` since the slot was taken, under an owner of
+        the memory before this one either.
+
+        Raises:
+            ValueError: it is no slot of the index.
+        """
+
+    def taken_by(self, writer: int, /) -> list[int]:
+        """The slots that are taken for a writer, in order. Takes O(all slots).
+
+        Raises:
+            ValueError: see `take_slots`.
+        """
+
+    def place(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        prefix_starts: Iterable[int],
+        slots: Sequence[int],
+        tenants: Sequence[int] | None = None,
+        /,
+    ) -> BlockRow:
+        """As `reserve_all`, for blocks whose bytes lie in slots that `take_slots` took.
+
+        Args:
+            keys: keys of blocks, each of which builds on the one before.
+            positions: positions in `keys` of the blocks.
+            prefix_starts: positions of the first blocks of prefixes.
+            slots: for each of `positions` its slot.
+            tenants: see `reserve_all`.
+
+        Returns:
+            The blocks that got their slot, in state WRITING. The slots of the others stay taken.
+
+        Raises:
+            ValueError: a slot was not taken.
+        """
+
+    def give_back(self, slots: Sequence[int], /) -> None:
+        """Free slots that `take_slots` took, and that nobody writes to any more.
+
+        Raises:
+            ValueError: a slot was not taken, or has a block.
+        """
+
+    def add_reader(self, holds: Buffer, /) -> int:
+        """A reader in another process holds slots from now on, in these counters; see
+        `IndexReader`. Returns its number.
+
+        Raises:
+            ValueError: the memory has another size than a 16-bit counter for each slot.
+        """
+
+    def remove_reader(self, reader: int, /) -> None:
+        """A reader has ended. What it held may be given away.
+
+        Raises:
+            ValueError: there is no such reader.
+        """
+
+    def look_at_holds(self) -> int:
+        """Look again at what readers held when it should have been evicted or given away. To be
+        called from time to time. Returns how much of it they still hold."""
+
+    def publish(self, blocks: SomeBlocks, /) -> None:
+        """Make blocks ready, whose bytes are complete; from now on lookups find them.
+
+        The first block of the prefix comes first, as in `release`.
+        """
+
+    def abandon(self, blocks: SomeBlocks, /) -> None:
+        """Free the slots of blocks that could not be written."""
+
+    def discard(self, blocks: SomeBlocks, /) -> None:
+        """Keep blocks from becoming ready, because the bytes written to them are wrong."""
+
+    def drop(self, blocks: SomeBlocks, /) -> None:
+        """Remove leased blocks that proved unreadable, and all blocks that build on them. Lookups
+        no longer find these."""
+
+    def pin(self, key: bytes, /) -> Block | None:
+        """Keep a block from eviction until `unpin` has been called as often as this method.
+
+        Returns None if the block has no slot.
+        """
+
+    def unpin(self, block: Block, /) -> None:
+        """End one pin of a block. Does nothing if the block has left since."""
+
+    def holds(self, block: Block, /) -> bool:
+        """Whether a block that was pinned still has its slot."""
+
+    def lease_victim(self) -> Block | None:
+        """Lease the next victim, so that a lower tier can save it first. `retire` ends the lease.
+
+        The next call may lease the block before it in the prefix. Then the end of the prefix is
+        best retired first. Returns None without a victim, and while there are stale blocks, whose
+        slots become free first.
+        """
+
+    def lease_to_leave(self, key: bytes, /) -> Block | None:
+        """Lease the block of `key`, as `lease_victim` leases a victim. `retire` or `keep` ends the
+        lease. Returns None if the block may not be evicted now, and while there are stale
+        blocks."""
+
+    def keep(self, block: Block, /) -> None:
+        """End a lease of `lease_victim` or `lease_to_leave`. The block stays."""
+
+    def retire(self, block: Block, /) -> None:
+        """End a lease of `lease_victim`, and evict the block unless it was leased, used or pinned
+        since, or another block builds on it. Blocks of `lease_victim` that build on it leave with
+        it."""
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float, /) -> None:
+        """A request with the prompt `keys` was scheduled; see `EvictionPolicy.began`."""
+
+    def ended(self, request_id: str, output_tokens: int, now: float, /) -> None:
+        """A request has ended; see `EvictionPolicy.ended`."""
+
+    def hit(self, keys: Sequence[bytes], context: RequestContext, /) -> None:
+        """Count the ready blocks of `keys` as used by a scheduled request, the last block first."""
+
+    def touch(self, keys: Sequence[bytes], /) -> None:
+        """Count the ready blocks of `keys` as used by a request that ends now."""
+
+    def clear(self) -> None:
+        """Drop every block. It takes the same time for any number of blocks: their slots become
+        free, and their changes are noted, by `sweep` and by calls that need a slot. Slots in use
+        become free when their writer or reader is done."""
+
+    def sweep(self, slots: int, /) -> int:
+        """Look at up to `slots` slots for blocks that `clear` has dropped, and free these. Returns
+        `stale_blocks`."""
+
+    def settle(self, leased: SomeBlocks, writing: SomeBlocks, pinned: SomeBlocks, /) -> None:
+        """Begin again from what is certain, after an error that may have lost leases: end all
+        leases, writes and pins but these. Takes O(slots).
+
+        Args:
+            leased: the blocks that are still read, each once for each lease.
+            writing: the blocks that are still written; all others in state WRITING are removed.
+            pinned: the blocks that are still pinned, each once for each pin; those that have left
+                are skipped.
+        """
+
+class IndexReader(Protocol):
+    """An index in shared memory, as another process than its owner has it. Calls take no lock, make
+    no system call, and go on while the owner hangs or after it has ended. What a call meets in the
+    middle of a change is a miss.
+
+    Attributes:
+        held: holds that have not ended; takes O(slots).
+        held_slots: slots that are held, however often.
+    """
+
+    @property
+    def held(self) -> int: ...
+    @property
+    def held_slots(self) -> int: ...
+    def lookup(self, keys: Sequence[bytes], /) -> int:
+        """See `BlockIndex.lookup`."""
+
+    def present(self, keys: Sequence[bytes], /) -> list[bool]:
+        """See `BlockIndex.present`."""
+
+    def missing(self, keys: Iterable[bytes], /) -> list[int]:
+        """See `BlockIndex.missing`."""
+
+    def lease(self, keys: Sequence[bytes], /) -> list[int] | None:
+        """Hold the blocks of `keys`, until `release`.
+
+        Returns:
+            The slot of each, whose bytes do not change meanwhile. None, and nothing is held, if one
+            of them is not ready.
+        """
+
+    def release(self, slots: Sequence[int], /) -> None:
+        """End one hold of each slot.
+
+        Raises:
+            ValueError: a slot is not held.
+        """
+
+    def settle(self, slots: Sequence[int], /) -> None:
+        """After an error that may have lost holds: end all but one of each of these slots, which
+        may be named several times. Takes O(all slots).
+
+        Raises:
+            ValueError: a slot is none of the index.
+        """
+
+class KeySet:
+    """A set of keys. One process owns it and makes every change. The calls of others take no lock,
+    make no system call, and go on while the owner hangs or after it has ended; what they meet in
+    the middle of a change is absent. A call that changes the set raises TypeError in other
+    processes.
+
+    Attributes:
+        is_complete: whether a key that the set lacks is one that the tier lacks; False at first.
+    """
+
+    is_complete: bool
+
+    def __init__(self, memory: Buffer, is_owner: bool, /) -> None: ...
+    def __len__(self) -> int:
+        """The number of keys; only its owner knows it."""
+
+    def contains(self, keys: Sequence[bytes], /) -> list[bool]:
+        """For each of `keys` whether it is in the set."""
+
+    def lookup(self, keys: Sequence[bytes], /) -> int:
+        """How many of `keys`, from the first on, are in the set."""
+
+    def add(self, keys: Sequence[bytes], /) -> int:
+        """Add keys. Returns for how many there was no room."""
+
+    def remove(self, keys: Sequence[bytes], /) -> None:
+        """Remove keys, some of which may be absent."""
+
+def pack_keys(hashes: Sequence[str], end: bytes, /) -> PackedKeys:
+    """Make keys of hashes in hexadecimal digits, all of the same length, each followed by `end`.
+
+    Raises:
+        ValueError: a hash is not hexadecimal, or has another length than the first one.
+    """
+
+def index_bytes(num_slots: int) -> int: ...
+def key_set_bytes(keys: int) -> int: ...
+
+NativeBlockIndex = BlockIndex
+NativeIndexReader: Callable[[Buffer, Buffer], IndexReader]
+NativeKeySet = KeySet
