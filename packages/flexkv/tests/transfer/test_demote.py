@@ -7,7 +7,7 @@ import pytest
 from demote_arena import arena, keys, long_prefix
 
 from flexkv.tiers.job import Outcome
-from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, SlotReclaimer
+from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE
 from flexkv.types.backlog import BACKLOG_SHARE
 from packages.conftest import Clock
 from packages.inside_tiers import demoting, leaving_blocks
@@ -343,9 +343,9 @@ def test_a_block_that_gives_way_makes_room() -> None:
         others = node.index.lease(
             [key for key in ready_blocks(node.index) if ord(key.decode()) > 256]
         )
-        reclaimer = SlotReclaimer(node.index, [node.demoter], node.leaving)
         assert not node.index.has_room
-        assert reclaimer.make_for_store()
+        for block in node.demoter.reclaim():
+            node.leaving.wrote(node.demoter, block)
         assert node.index.free_slots == node.index.evictions == 1
-        assert not reclaimer.make_for_store()
+        assert node.index.has_room
         node.index.release(others or [])

@@ -36,66 +36,23 @@ def open_rank(
     engines: int = 1,
     pages: int = 0,
 ) -> tuple[Session, Movers]:
-    """Meet the other ranks, and start the movers between this rank's pages and the arena.
+    """Meet the other ranks, of which rank 0 creates the arena, and start the movers between this
+    rank's pages and the arena. The caller closes the movers, then the session.
 
     Args:
-        config: FlexKV's settings.
-        engine_id: the engine's id, which names the session; None if the engine is this process
-            alone.
-        shard: the shard of this rank.
-        ranks: the number of ranks of the engine.
+        engine_id: names the session; None if the engine is this process alone.
         start: makes the movers for an arena and a number of threads. May raise ValueError.
         model: the name by which the engine serves its model.
         pool_blocks, engines, pages: see `plan_arena`.
-
-    Returns:
-        The session and the movers. The caller closes the movers, then the session.
 
     Raises:
         ArenaError: a rank did not join or disagrees, or memory is missing.
         LayoutError: `start` refuses the pages.
     """
+    root, service = config.session_root, config.service
     cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()
     threads = config.copy_threads or min(_COPY_THREADS, len(cpus))
-    with running_on(cpus):
-        session = meet(
-            config,
-            engine_id,
-            shard,
-            ranks,
-            threads,
-            model=model,
-            pool_blocks=pool_blocks,
-            engines=engines,
-            pages=pages,
-        )
-        with closed_on_error(session):
-            try:
-                return session, start(session.arena, threads)
-            except ValueError as error:
-                raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
-
-
-def meet(
-    config: CacheConfig,
-    engine_id: str | None,
-    shard: Shard,
-    ranks: int,
-    threads: int,
-    *,
-    model: str = "",
-    pool_blocks: int = 0,
-    engines: int = 1,
-    pages: int = 0,
-) -> Session:
-    """Meet the other ranks. Rank 0 creates the arena. See `open_rank`."""
-    if shard.rank > 0 and engine_id is not None:
-        session = join(config.session_root, engine_id, shard)
-        with closed_on_error(session):
-            if session.info.service is not None:
-                session.membership = join_pool(session.info.service, session.arena)
-            session.arena.populate(threads)
-        return session
+    share = None if service is None else functools.partial(open_pool, service, model)
 
     def plan(block_format: BlockFormat, promised: Sequence[Promise]) -> ArenaSpec:
         return plan_arena(
@@ -108,12 +65,22 @@ def meet(
             grows=config.memory_grows,
         )
 
-    share = None
-    if config.service is not None:
-        share = functools.partial(open_pool, config.service, model)
-    if engine_id is None:
-        return alone(config.session_root, shard, plan, threads=threads, share=share)
-    return lead(config.session_root, engine_id, shard, ranks, plan, threads=threads, share=share)
+    with running_on(cpus):
+        if engine_id is None:
+            session = alone(root, shard, plan, threads=threads, share=share)
+        elif shard.rank > 0:
+            session = join(root, engine_id, shard)
+        else:
+            session = lead(root, engine_id, shard, ranks, plan, threads=threads, share=share)
+        with closed_on_error(session):
+            if shard.rank > 0:
+                if session.info.service is not None:
+                    session.membership = join_pool(session.info.service, session.arena)
+                session.arena.populate(threads)
+            try:
+                return session, start(session.arena, threads)
+            except ValueError as error:
+                raise LayoutError(f"the mover refuses this engine's pages: {error}") from None
 
 
 @contextlib.contextmanager

@@ -65,6 +65,7 @@ class Demoter:
     offered wait, and each poll begins to write some of them.
 
     Attributes:
+        reads: results of reads that `poll` has come upon; the caller takes them.
         writes: by the tier's ticket the blocks of each write whose result has not been taken. Only
             the demoter changes it.
     """
@@ -84,6 +85,7 @@ class Demoter:
         self._leaving: deque[Block] = deque()
         self._unwritten: list[Block] = []  # until a call of `write_waiting` returns them
         self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
+        self.reads: list[BlockResult] = []
         self.writes: dict[int, dict[int, Block]] = {}
         self._unsure: list[Block] = []  # whether the tier has them is not known
         # By key, without the writes from before a reset. Another block may have the key since; the
@@ -107,11 +109,6 @@ class Demoter:
     def paused(self) -> bool:
         """Whether the tier has dropped a block less than `_PAUSE_SECONDS` ago, or is left out."""
         return self.source.left_out or time.monotonic() < self._paused_until
-
-    @property
-    def tickets(self) -> list[int]:
-        """The tier's tickets of the writes without a result, the newest first."""
-        return list(reversed(self.writes))
 
     def lacks_any(self, keys: Sequence[bytes]) -> bool:
         """Whether the arena has one of these blocks and the tier, as far as known, has not."""
@@ -216,9 +213,9 @@ class Demoter:
     def forget(self) -> None:
         """Discard all blocks that wait or leave, and take no result of a write under way: the index
         ends all leases but those that the caller keeps."""
-        known: tuple[deque[Block] | list[Block] | dict[Any, Any], ...] = (
+        known: tuple[deque[Block] | list[Any] | dict[Any, Any], ...] = (
             *(self._waiting, self._chain, self._leaving, self._unwritten),
-            *(self._held, self._writing, self.writes, self._unsure),
+            *(self._held, self._writing, self.writes, self._unsure, self.reads),
         )
         for each in known:
             each.clear()
@@ -234,6 +231,28 @@ class Demoter:
         end. `write_waiting` writes each after those of its predecessors that the tier lacks, and
         returns the blocks that it does not write."""
         self._leaving.extend(victims)
+
+    def poll(self) -> list[Block]:
+        """Take the results of the tier. Returns the blocks whose writes have ended. Results of
+        reads are kept, because the caller may be in the middle of a fetch."""
+        ended = []
+        for result in self.source.tier.poll():
+            if result.ticket in self.writes:
+                ended.append(self.take(result))
+            else:
+                self.reads.append(result)
+        return ended
+
+    def reclaim(self) -> list[Block]:
+        """Cancel writes, the newest first, because a block is of use only after its predecessors.
+        Stops after some, and returns the blocks whose writes have ended by that."""
+        ended = self.drop_newest()
+        for ticket in reversed([] if ended else list(self.writes)):
+            self.source.tier.cancel(ticket)
+            ended = self.poll()
+            if ended:
+                break
+        return ended
 
     def take(self, result: BlockResult) -> Block:
         """Count a result of a write, end the write's lease, and return the block."""
@@ -419,81 +438,6 @@ class EvictionWriteback:
 def _is_in_one(demoters: Sequence[Demoter], key: bytes) -> bool:
     """Whether the tier of one of the demoters has the block of `key`."""
     return any(demoter.source.contains([key])[0] for demoter in demoters)
-
-
-class SlotReclaimer:
-    """Frees slots of the arena whose blocks wait to be written. Single-threaded.
-
-    A waiting block cannot be evicted. If a fetch or a store finds no slot, writes that have not
-    begun are cancelled. The newest go first, because a block is of use only after its predecessors.
-
-    A fetch that a request waits for cancels writes to any tier: a block that is used now is worth
-    more than one that may be used later. A store of the engine cancels only writes to shared
-    stores, which may be slow or hang. It cancels no write to a disk, because one of two new blocks
-    would be lost either way.
-
-    `demoters` are the writers of all tiers, those of the fastest first; `writeback` learns of each
-    write that has ended.
-    """
-
-    def __init__(
-        self, index: BlockIndex, demoters: Sequence[Demoter], writeback: EvictionWriteback
-    ) -> None:
-        self._index = index
-        self._demoters = demoters
-        self._writeback = writeback
-        self._reads: dict[Demoter, list[BlockResult]] = {each: [] for each in demoters}
-
-    def poll(self, demoter: Demoter) -> list[BlockResult]:
-        """Take the results of a demoter's tier. Returns the results of reads since the last
-        call."""
-        self._take(demoter)
-        reads, self._reads[demoter] = self._reads[demoter], []
-        return reads
-
-    def forget(self) -> None:
-        """Discard all results."""
-        for results in self._reads.values():
-            results.clear()
-
-    def make_for_fetch(self) -> bool:
-        """If the arena has no free or evictable slot, cancel some waiting writes, those to the
-        slowest tier first. Returns whether a slot may have become free."""
-        return self._make(self._demoters)
-
-    def make_for_store(self) -> bool:
-        """`make_for_fetch`, but cancel only writes to shared stores."""
-        shared = [each for each in self._demoters if each.source.queried is not None]
-        return self._make(shared)
-
-    def _make(self, demoters: Sequence[Demoter]) -> bool:
-        if self._index.has_room:
-            return False
-        return any(self._take_back(demoter) for demoter in reversed(demoters))
-
-    def _take_back(self, demoter: Demoter) -> bool:
-        newest = demoter.drop_newest()
-        for block in newest:
-            self._writeback.wrote(demoter, block)
-        if newest:
-            return True
-        for ticket in demoter.tickets:
-            demoter.source.tier.cancel(ticket)
-            if self._take(demoter):
-                return True
-        return False
-
-    def _take(self, demoter: Demoter) -> bool:
-        """Take the results of a tier. Results of reads are kept for `poll`, because the caller may
-        be in the middle of a fetch. Returns whether a write has ended."""
-        ended = False
-        for result in demoter.source.tier.poll():
-            if result.ticket in demoter.writes:
-                self._writeback.wrote(demoter, demoter.take(result))
-                ended = True
-            else:
-                self._reads[demoter].append(result)
-        return ended
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex, BlockRow
 from flexkv.tiers.base import AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
-from flexkv.transfer.demote import AskedDemotions, Demoter, EvictionWriteback, SlotReclaimer
+from flexkv.transfer.demote import AskedDemotions, Demoter, EvictionWriteback
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.sources import Source
 from flexkv.types.backlog import share_of
@@ -141,12 +141,12 @@ class TierStack:
         on_hit = [each for each in self._demoters if each.admission.on_hit]
         on_evict = [each for each in self._demoters if each.admission.on_evict]
         self._writeback = EvictionWriteback(index, on_evict)
-        self._reclaimer = SlotReclaimer(index, self._demoters, self._writeback)
+        self._to_stores = [each for each in self._demoters if each.source.queried is not None]
         seconds = {
             each.medium: meter.histogram(FETCH_SECONDS, each.medium.value) for each in self._sources
         }
         self.fetcher = Fetcher(
-            index, slot_view, self._sources, seconds, self._reclaimer.make_for_fetch
+            index, slot_view, self._sources, seconds, partial(self._make_room, self._demoters)
         )
         self.indexed = [each.indexed for each in self._sources if each.indexed is not None]
         self.uses = PrefixAccesses(index, self.indexed, on_hit)
@@ -231,7 +231,7 @@ class TierStack:
             undo.callback(index.abandon, blocks)
             absent = set(index.missing(keys))
             refused = [i for i in positions if i in absent]
-            while refused and self._reclaimer.make_for_store():
+            while refused and self._make_room(self._to_stores):
                 blocks += index.reserve_all(keys, refused, prefix_starts, False, tenants)
                 refused = [i for i in refused if keys[i] not in index]
             at = refused[0] if refused else 0
@@ -287,13 +287,13 @@ class TierStack:
             if source.left_out:
                 self._try_to_rejoin(source)
                 continue
-            results = self._reclaimer.poll(demoter)
+            self._wrote(demoter, demoter.poll())
+            results, demoter.reads = demoter.reads, []
             if results:
                 reads.take(source, results)
         self.fetcher.poll()
         for demoter in self._demoters:
-            for block in demoter.write_waiting():
-                self._writeback.wrote(demoter, block)
+            self._wrote(demoter, demoter.write_waiting())
         # After the writes: in a tier, the beginning of a prefix must not be older than its end.
         # Before the victims are chosen.
         self.uses.count()
@@ -354,8 +354,7 @@ class TierStack:
         self.uses.clear()
         self._asked.clear()
         for demoter in self._demoters:
-            for block in demoter.clear():
-                self._writeback.wrote(demoter, block)
+            self._wrote(demoter, demoter.clear())
 
     def clear(self) -> None:
         """Clear all tiers and discard all reads and writes under way."""
@@ -403,7 +402,6 @@ class TierStack:
         self.uses.clear()
         self._asked.clear()
         self._writeback.forget()
-        self._reclaimer.forget()
         for demoter in self._demoters:
             demoter.forget()
         for source in self._sources:
@@ -436,6 +434,27 @@ class TierStack:
             # Writes during the close have no results.
             source.counters.demoted_blocks += source.tier.figures.written_blocks - before
         return all(ended)
+
+    def _make_room(self, demoters: Sequence[Demoter]) -> bool:
+        """If the arena has no free or evictable slot, cancel some writes that have not begun, those
+        to the slowest tier first. Returns whether a slot may have become free.
+
+        A block that waits to be written cannot be evicted. A fetch that a request waits for cancels
+        writes to any tier: a block that is used now is worth more than one that may be used later.
+        A store of the engine cancels only writes to shared stores, which may be slow or hang. It
+        cancels no write to a disk, because one of two new blocks would be lost either way."""
+        if self._index.has_room:
+            return False
+        for demoter in reversed(demoters):
+            ended = demoter.reclaim()
+            self._wrote(demoter, ended)
+            if ended:
+                return True
+        return False
+
+    def _wrote(self, demoter: Demoter, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._writeback.wrote(demoter, block)
 
     def _try_to_rejoin(self, source: Source) -> None:
         """Use a tier again that was left out, if the call that hung has ended."""
