@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flexkv import ArenaError, KVLayout, PageCache, TensorView, open_cache
+from flexkv.client import Hold
 from flexkv.service import line
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.library.test_page_cache import Steered
@@ -89,6 +90,31 @@ def test_a_program_that_clears_leaves_others_their_blocks(
     assert other.load(4) == [1, 2, 3, 4]
 
 
+def test_pins_are_of_what_was_stored_since_the_clear(
+    service: Service, program: Callable[..., Program]
+) -> None:
+    one = program()
+    one.fill(4)
+    one.cache.clear()
+    cache = one.cache.cache
+    cache.hold(Hold.PIN, one.cache.stored_keys(KEYS[:4]))
+    assert one.fill(2, first=101) == 2
+    cache.hold(Hold.PIN, one.cache.stored_keys(KEYS[:4]))
+    until(lambda: service.pool.cache.pinned_blocks == 2, cache.poll)
+
+
+def test_a_copy_of_before_a_clear_copies_nothing_after_it(program: Callable[..., Program]) -> None:
+    one, other = program(), program()
+    one.fill(4)
+    one.device.is_lazy = True
+    store = one.cache.begin_store(KEYS[4:40], range(4, 40), KEYS[3])
+    one.cache.clear()
+    one.device.is_lazy = False
+    store.wait(PATIENCE_SECONDS)
+    assert one.cache.lookup(KEYS) == 0
+    until(lambda: other.cache.lookup(KEYS) == 4)
+
+
 def test_without_the_service_host_hits_go_on_until_it_is_back(
     service: Service, program: Callable[..., Program]
 ) -> None:
@@ -143,6 +169,7 @@ def test_a_store_lasts_until_the_service_has_its_blocks(
 def test_a_program_that_ends_at_once_leaves_what_it_has_stored(service: Service) -> None:
     text = """
 import os, sys
+from flexkv.client import Hold
 from packages.flexkv.tests.library.test_page_cache_served import Program
 print(Program(sys.argv[1]).fill(40), flush=True)
 os._exit(0)

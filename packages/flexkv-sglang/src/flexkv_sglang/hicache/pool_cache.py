@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flexkv.client import CacheClient, Reset
-from flexkv.engine.epoch_cache import EpochCache
+from flexkv.client import CacheClient
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.open_rank import closed_on_error, open_rank
 from flexkv.engine.start import make_cache
@@ -81,6 +80,7 @@ class PoolCache:
         session: holds the arena; owned.
         cache: of the service; owned.
         pool: the pages; borrowed.
+        epoch: of the keys.
         call_seconds: every call gives up after this time.
 
     Attributes:
@@ -88,12 +88,17 @@ class PoolCache:
     """
 
     def __init__(
-        self, session: Session, cache: CacheClient, pool: PagePool, call_seconds: float
+        self,
+        session: Session,
+        cache: CacheClient,
+        pool: PagePool,
+        epoch: KeyEpoch,
+        call_seconds: float,
     ) -> None:
         self._session = session
         self.fingerprint = session.info.fingerprint
         self._mover = HostPageMover(pool, session.arena)
-        self._copier = Copier(cache, session.arena, self._mover, lambda: 0)
+        self._copier = Copier(cache, session.arena, self._mover, lambda: 0, epoch)
         self._call_seconds = call_seconds
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -147,19 +152,18 @@ class PoolCache:
             )
         self._end(store, late)
         with self._copier.use() as cache:
-            host, *_ = cache.where(keys).values()
+            host, *_ = cache.where(self._copier.stored_keys(keys)).values()
             return {place for place in range(len(keys)) if not host[place]}
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the use of a prefix. Its end leaves before its beginning."""
         with self._copier.use() as cache:
-            cache.touch(keys)
+            cache.touch(self._copier.stored_keys(keys))
             self._copier.advance()
 
     def clear(self) -> None:
         """Forget all pages. Pages that are written later have other keys."""
-        with self._copier.use() as cache:
-            cache.reset(Reset.CLEAR)
+        self._copier.clear()
 
     def close(self) -> None:
         """Leave the service. Idempotent."""
@@ -217,7 +221,7 @@ def open_pool_cache(
         )
         slots = cache.info.num_slots
         logger.info("FlexKV keeps pages of HiCache's pool %r in %d blocks", pool.name, slots)
-        return PoolCache(session, EpochCache(cache, alone=False, epoch=epoch), pool, call_seconds)
+        return PoolCache(session, cache, pool, epoch, call_seconds)
 
 
 def first_tokens(pool: PagePool, indices: torch.Tensor, pages: int) -> Sequence[int]:

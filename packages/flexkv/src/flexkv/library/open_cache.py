@@ -7,7 +7,6 @@ import atexit
 import functools
 from collections.abc import Mapping, Sequence
 
-from flexkv.engine.epoch_cache import of_epochs
 from flexkv.engine.open_rank import closed_on_error, open_rank
 from flexkv.engine.start import make_cache
 from flexkv.engine.worker.pages import Device, RankPages
@@ -98,7 +97,6 @@ def open_cache(
                 follows_requests=False,
                 step_blocks=_STORED_BLOCKS,
             )
-            cache = of_epochs(cache, alone=False)
         except BaseException:
             mover.close()
             raise

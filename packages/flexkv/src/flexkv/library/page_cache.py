@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
-from flexkv.client import CacheClient, Reset
+from flexkv.client import CacheClient
 from flexkv.engine.worker.pages import Device
 from flexkv.layout import KVLayout
 from flexkv.library.page_copies import (
@@ -69,10 +69,14 @@ class PageCache:
 
     @property
     def cache(self) -> CacheClient:
-        """The cache behind this object, for pins and figures. Not thread-safe: no other thread may
-        use this object at the same time."""
+        """The cache behind this object, for figures, and for holds of `stored_keys`. Not
+        thread-safe: no other thread may use this object at the same time."""
         self._copier.check()
         return self._copier.cache
+
+    def stored_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The keys of these blocks in `cache`: others after a `clear` with the node's service."""
+        return self._copier.stored_keys(_checked_keys(keys))
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix the cache has, from the first key on. Waits only for
@@ -142,7 +146,7 @@ class PageCache:
         with self._copier.use() as cache:
             self._copier.advance()
             store = PageStore(self._copier, chain, dict(zip(keys, numbers, strict=True)))
-            cache.touch(keys)
+            cache.touch(self._copier.stored_keys(keys))
             return store
 
     def begin_load(self, keys: Sequence[bytes], pages: Iterable[SupportsIndex]) -> PageCopy:
@@ -182,8 +186,7 @@ class PageCache:
         """Forget every block, in lower tiers, too, because keys mean something else from now on.
         Blocks that are stored afterwards are found in this process only: the next process finds
         nothing on disk. With the node's service, other programs keep their blocks."""
-        with self._copier.use() as cache:
-            cache.reset(Reset.CLEAR)
+        self._copier.clear()
 
     def close(self, flush_seconds: float | None = None) -> None:
         """End the copies under way, let lower tiers write the blocks that wait, and free the

@@ -9,7 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from flexkv.client import CacheClient, FetchId, Transfer
+from flexkv.client import CacheClient, FetchId, Reset, Transfer
+from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.worker.rank_copies import RankSlots
 from flexkv.host.arena import Arena
 from flexkv.types.changes import Medium
@@ -36,6 +37,9 @@ _WAIT_SECONDS = 0.1
 class Copier:
     """Copies blocks between pages and slots by the transfers of a cache. Any thread may call it.
 
+    Args:
+        epoch: that of the keys; None for one of this object's own.
+
     Attributes:
         cache: used within `use` only.
         under_way: the copies that have not ended.
@@ -43,9 +47,15 @@ class Copier:
     """
 
     def __init__(
-        self, cache: CacheClient, arena: Arena, mover: BlockMover, work_so_far: Callable[[], int]
+        self,
+        cache: CacheClient,
+        arena: Arena,
+        mover: BlockMover,
+        work_so_far: Callable[[], int],
+        epoch: KeyEpoch | None = None,
     ) -> None:
         self.cache = cache
+        self._epoch = epoch or KeyEpoch()
         self.mover = mover
         self.under_way: dict[PageCopy, None] = {}
         self.gone = ""
@@ -70,6 +80,21 @@ class Copier:
         """Raise a FlexKVError if `gone` says why nothing can be copied."""
         if self.gone:
             raise FlexKVError(f"the cache is {self.gone}; allowed: a cache that is open")
+
+    def stored_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The keys by which the cache knows these blocks now. Within `use` only."""
+        end = self._epoch.end
+        return [key + end for key in keys] if end else keys
+
+    def clear(self) -> None:
+        """Forget all blocks, and begin no further transfer of the copies under way. Others that
+        share the cache keep theirs, so that later blocks get other keys."""
+        with self.use() as cache:
+            for copy in self.under_way:
+                copy.stop()
+            cache.reset(Reset.CLEAR)
+            if cache.info.is_shared:
+                self._epoch.renew()
 
     def submit(self, copy: PageCopy, transfer: Transfer, pages: Sequence[int]) -> int:
         """Begin to copy between pages and the blocks of a transfer, a part of `copy`, whose
@@ -170,7 +195,7 @@ class PageCopy(ABC):
         if self.ended:
             return
         with self._copier.use():
-            self._stop()
+            self.stop()
         while not self.ended:
             self._pause(_WAIT_SECONDS)
             with self._copier.use():
@@ -181,7 +206,7 @@ class PageCopy(ABC):
         try:
             self._advance()
         except Exception as error:  # noqa: BLE001 - raised where this copy is waited for
-            self._stop()
+            self.stop()
             # Without the calls that it came from, which may hold views of the arena.
             self._error = error.with_traceback(None)
             self._error.__context__ = self._error.__cause__ = None
@@ -192,7 +217,7 @@ class PageCopy(ABC):
         """Go on as far as possible without waiting."""
 
     @abstractmethod
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Begin no further transfer."""
 
     def _pause(self, seconds: float) -> None:
@@ -237,8 +262,9 @@ class PageStore(PageCopy):
         slot_seconds: float = SLOT_SECONDS,
     ) -> None:
         super().__init__(copier)
-        self._chain = chain
-        self._pages = pages
+        self._chain = copier.stored_keys(chain)
+        own = copier.stored_keys([*pages])
+        self._pages = dict(zip(own, pages.values(), strict=True))
         self._starts = range(len(chain)) if is_scattered else (0,)
         self._next = len(chain) - len(pages)
         self._copied: Transfer | None = None  # copied or being copied, and not counted
@@ -276,7 +302,7 @@ class PageStore(PageCopy):
         elif not (absent and cache.status.awaits_slots) or time.monotonic() > self._late:
             self.ended = True
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Store no further block."""
         self._next = len(self._chain)
 
@@ -287,7 +313,7 @@ class PageLoad(PageCopy):
 
     def __init__(self, copier: Copier, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         super().__init__(copier)
-        self._keys = keys
+        self._keys = copier.stored_keys(keys)
         self._pages = pages
         self._fetch: FetchId | None = None
         self._stopped = False
@@ -313,7 +339,7 @@ class PageLoad(PageCopy):
         if self.blocks:
             cache.record(self._keys[: self.blocks])
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         self._stopped = True
         self._end_fetch()
 
@@ -332,13 +358,13 @@ class PageLoad(PageCopy):
             self._fetch = None
 
 
-def find_pages(copier: Copier, keys: Sequence[bytes]) -> list[bool]:
+def find_pages(copier: Copier, asked: Sequence[bytes]) -> list[bool]:
     """For each block of a prefix whether the cache has it. Waits for each shared store up to its
     deadline. Behind the first block that no tier has, stores are not asked."""
     while True:
         with copier.use() as cache:
             copier.advance()
-            is_shared = cache.info.is_shared
+            is_shared, keys = cache.info.is_shared, copier.stored_keys(asked)
             asks = cache.info.must_query and not is_shared and cache.query(keys)
             places = cache.presence(keys)
             found = [place in {Presence.HOST, Presence.BELOW} for place in places]
