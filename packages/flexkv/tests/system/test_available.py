@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.system import available, cgroups
+from flexkv.system import available
 
 V2 = "30 23 0:26 {root} {point} rw - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 31 0:32 {root} {point} rw - cgroup cgroup rw,{controllers}"
@@ -171,7 +171,7 @@ def test_levels_below_what_is_mounted_count(machine: Machine) -> None:
     machine.mount("0::/pod/container/scope\n", V2.format(root="/pod", point=point))
     machine.limit2("sys/fs/with blank/container", "1000", used=400)
     assert available.available_memory(machine.root) == 600
-    found = cgroups.levels("memory", machine.root)
+    found = available.levels("memory", machine.root)
     above = machine.root / "sys/fs/with blank"
     names = [level.folder.relative_to(above).as_posix() for level in found]
     assert names == ["container/scope", "container", "."]
@@ -217,7 +217,7 @@ def test_the_pool_of_version_1_counts_too(machine: Machine) -> None:
 @pytest.fixture
 def nested_groups() -> Iterator[Path]:
     """A control group below one with a limit of its own; made where this user may."""
-    own = cgroups.levels("memory")
+    own = available.levels("memory")
     if not own:
         pytest.skip("there are no control groups for memory here")
     outer = own[0].folder / f"flexkv-{uuid.uuid4()}"

@@ -17,9 +17,8 @@ from flexkv.layout.block_format import (
     fingerprint,
     join_stages,
 )
-from flexkv.layout.kv_layout import KVLayout, PlacedPlane
+from flexkv.layout.kv_layout import KVLayout, PlacedPlane, share_of
 from flexkv.layout.planes import Plane, TensorView
-from flexkv.layout.share import share_of
 
 __all__ = [
     "SLOT_ALIGNMENT",

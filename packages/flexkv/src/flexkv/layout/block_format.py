@@ -27,7 +27,6 @@ class Sharding:
     `replicas` ranks in a row.
 
     Attributes:
-        ranks: ranks of the engine.
         heads: KV heads of a block over all parts; None if parts are not made of heads.
         replicas: ranks that hold the same bytes.
     """
@@ -94,15 +93,11 @@ class BlockFormat:
 def choose_engine_blocks(
     engine_block_tokens: int, engine_block_bytes: int, block_tokens: int | None
 ) -> int:
-    """Choose the number of engine blocks in a FlexKV block.
+    """Choose the number of engine blocks, with bytes over all layers and parts, in a FlexKV block.
 
-    Args:
-        engine_block_tokens: tokens of one engine block.
-        engine_block_bytes: bytes of one engine block over all layers and parts.
-        block_tokens: the setting of that name; None chooses as its help text says. From
-            `USUAL_BLOCK` on, larger I/O is hardly faster on NVMe. 128 tokens bound the uncached
-            end of a prompt: with 256, a prompt of 1,000 tokens of which the engine had 896 took 40
-            ms instead of 24 ms on 2 cores.
+    Without `block_tokens`, chooses as the help text of that setting says. From `USUAL_BLOCK` on,
+    larger I/O is hardly faster on NVMe. 128 tokens bound the uncached end of a prompt: with 256, a
+    prompt of 1,000 tokens of which the engine had 896 took 40 ms instead of 24 ms on 2 cores.
 
     Raises:
         LayoutError: `block_tokens` is not a multiple of the engine's block size.
@@ -132,8 +127,7 @@ def block_identity(
         model: everything that determines the bytes of a block apart from its key: model, revision,
             dtype, hash scheme and the like, in a fixed order.
         layout: one rank's layout; its geometry counts, its addresses do not.
-        engine_blocks: engine blocks per FlexKV block.
-        sharding: sharding of the block. By head, the number of ranks is left out, because their
+        sharding: by head, the number of ranks is left out, because their
             blocks are equal.
         apart: layouts of pages that have slots of their own.
     """
@@ -162,12 +156,8 @@ def fingerprint(identity: Sequence[str]) -> str:
 
 
 def join_stages(fingerprints: Sequence[str]) -> str:
-    """Name of blocks whose layers are divided over the stages of a pipeline. With one stage, the
-    name of that stage.
-
-    Args:
-        fingerprints: fingerprint of each stage's part, in the order of the stages.
-    """
+    """Name of blocks whose layers are divided over the stages of a pipeline, from the fingerprints
+    of the stages in their order. With one stage, the name of that stage."""
     return fingerprints[0] if len(fingerprints) == 1 else _digest(["stages", *fingerprints])
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of one rank's KV cache, and their places in a slot."""
+"""The pages of one rank's KV cache, their places in a slot, and a rank's share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexkv.layout.overlap import check_disjoint
 from flexkv.layout.planes import (
     Plane,
     TensorView,
@@ -50,7 +50,6 @@ class KVLayout:
     Attributes:
         heads: the planes of each KV head of this rank, all heads alike; a single entry with all
             planes if the heads cannot be divided.
-        num_blocks: number of the engine's blocks.
         by_head: whether `heads` are KV heads.
         geometry: the meaning of the bytes of one head. Equal geometries have the same content at
             the same places.
@@ -85,11 +84,8 @@ class KVLayout:
         return len(self.heads) * self.head_stride(engine_blocks)
 
     def place(self, engine_blocks: int, head_stride: int = 0) -> list[PlacedPlane]:
-        """Place all planes in a shard of `engine_blocks` engine blocks.
-
-        Args:
-            engine_blocks: engine blocks of a slot.
-            head_stride: bytes from one head to the next; 0 for `head_stride`.
+        """Place all planes in a shard of `engine_blocks` engine blocks. Without bytes from one head
+        to the next, they are those of `head_stride`.
 
         Returns:
             The planes in the order of the tensors: those of all heads of the first tensor, then of
@@ -199,3 +195,96 @@ def _merge_adjacent(planes: Iterable[Plane]) -> tuple[Plane, ...]:
         else:
             merged.append(plane)
     return tuple(merged)
+
+
+def check_disjoint(names: Mapping[Plane, str], num_blocks: int) -> None:
+    """Refuse planes of one row each that share bytes.
+
+    Planes whose address ranges do not meet are valid with any strides. Planes that do meet
+    interleave block by block, so each must have its own place within a common stride.
+
+    Raises:
+        LayoutError: two share bytes.
+    """
+    cluster: list[Plane] = []
+    end = 0
+    for plane in sorted(names):
+        if cluster and plane.base >= end:
+            _check_cluster(cluster, names, num_blocks)
+            cluster = []
+        cluster.append(plane)
+        end = max(end, plane.base + (num_blocks - 1) * plane.block_stride + plane.row_bytes)
+    _check_cluster(cluster, names, num_blocks)
+
+
+def _check_cluster(cluster: list[Plane], names: Mapping[Plane, str], num_blocks: int) -> None:
+    stride = cluster[0].block_stride if num_blocks > 1 else 1 << 62
+    places = sorted(((plane.base - cluster[0].base) % stride, plane) for plane in cluster)
+    places.append((stride + places[0][0], places[0][1]))
+    for (start, plane), (limit, other) in itertools.pairwise(places):
+        if start + plane.row_bytes > limit or plane.block_stride != other.block_stride:
+            raise LayoutError(
+                f"pages of KV cache tensors {names[plane]!r} and {names[other]!r} overlap or "
+                f"interleave at different strides ({plane}, {other}); allowed: pages that "
+                f"share no bytes"
+            )
+
+
+def share_of(
+    planes: Sequence[PlacedPlane], replica: int, replicas: int
+) -> tuple[list[PlacedPlane], range]:
+    """Cut planes, in the order of the slot, so that each of `replicas` ranks that hold the same
+    stores about as many bytes of them.
+
+    Returns:
+        The planes, up to two of them cut in two, and the numbers of those that rank `replica`,
+        counted from 0, stores. Over all replicas the latter are all planes, each byte once.
+    """
+    total = sum(plane.page_bytes for plane in planes)
+    begin = _snap(planes, total * replica // replicas)
+    end = _snap(planes, total * (replica + 1) // replicas)
+    cut = _cut(_cut(planes, begin), end)
+    starts = list(itertools.accumulate((plane.page_bytes for plane in cut), initial=0))
+    return cut, range(starts.index(begin), starts.index(end))
+
+
+def _snap(planes: Sequence[PlacedPlane], position: int) -> int:
+    """The last place up to byte `position` where a plane may be cut: a row's start, or in a plane
+    of one row a cache line's."""
+    start = 0
+    for plane in planes:
+        if position < start + plane.page_bytes:
+            step = plane.row_bytes if plane.rows > 1 else SHARD_ALIGNMENT
+            return start + (position - start) // step * step
+        start += plane.page_bytes
+    return start
+
+
+def _cut(planes: Sequence[PlacedPlane], position: int) -> list[PlacedPlane]:
+    """The planes, cut so that one begins at byte `position`."""
+    cut: list[PlacedPlane] = []
+    start = 0
+    for plane in planes:
+        within = position - start
+        cut += _split(plane, within) if 0 < within < plane.page_bytes else (plane,)
+        start += plane.page_bytes
+    return cut
+
+
+def _split(plane: PlacedPlane, position: int) -> tuple[PlacedPlane, PlacedPlane]:
+    if plane.rows > 1:
+        rows = position // plane.row_bytes
+        tail = plane._replace(
+            base=plane.base + rows * plane.row_stride,
+            rows=plane.rows - rows,
+            slot_offset=plane.slot_offset + rows * plane.row_bytes,
+        )
+        return plane._replace(rows=rows), tail
+    rest = plane.row_bytes - position
+    tail = plane._replace(
+        base=plane.base + position,
+        row_bytes=rest,
+        row_stride=rest,
+        slot_offset=plane.slot_offset + position,
+    )
+    return plane._replace(row_bytes=position, row_stride=position), tail

@@ -30,7 +30,7 @@ class TensorView:
     """One engine tensor as seen from outside.
 
     Attributes:
-        name: what to call it in an error.
+        name: for errors.
         data_ptr: address of the first element, in bytes.
         shape: extent of each dimension, in elements.
         stride: distance of neighbours in each dimension, in elements.
@@ -59,14 +59,8 @@ class TensorView:
         head_dim: int | None = None,
         page_dim: int | None = None,
     ) -> TensorView:
-        """The view of a numpy array, or of another object with `__array_interface__`, which it
-        keeps alive.
-
-        Args:
-            name: what to call it in an error.
-            array: array of numbers, in host memory, writable.
-            head_dim: see `TensorView`.
-            page_dim: see `TensorView`.
+        """The view of a writable numpy array of numbers, or of another object with
+        `__array_interface__`, in host memory. The view keeps the array alive.
 
         Raises:
             LayoutError: `array` is not such an array.

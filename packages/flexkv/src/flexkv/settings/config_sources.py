@@ -82,9 +82,6 @@ def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = N
     If the logger has no handler, it gets one that writes to standard error, and its messages no
     longer reach the root logger.
 
-    Args:
-        config: the settings.
-        environ: the environment; `os.environ` if None.
     """
     flexkv = logging.getLogger("flexkv")
     level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level

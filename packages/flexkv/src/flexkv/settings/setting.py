@@ -59,14 +59,10 @@ class Setting:
     """A setting, as its field of `CacheConfig` declares it.
 
     Attributes:
-        name: name in files, on command lines and in programs.
-        kind: kind of its values.
-        default: the value if no source has one.
         help: the effect, for the settings page. `Default: ...` at its end describes a default that
             is worked out at start.
         needs: name of the setting without which this one is an error; empty for none.
         acts_with: name of the setting without which this one has no effect; empty for none.
-        read_by: the part of FlexKV that it concerns.
         variable: name of the environment variable.
     """
 

@@ -36,11 +36,7 @@ _PARSE_ERRORS = (
 
 
 def read_file(path: str, named_by: str = CONFIG_PATH_VARIABLE) -> Mapping[Any, object]:
-    """The mapping in a file; empty if the file sets nothing.
-
-    Args:
-        path: of the file.
-        named_by: what names the file, for errors.
+    """The mapping in a file; empty if the file sets nothing. Errors say what names the file.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or holds no mapping.

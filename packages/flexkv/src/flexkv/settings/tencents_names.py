@@ -55,15 +55,8 @@ _TUNING_BEGINS = ("transfer_", "use_ce_transfer_", "ce_", "radix_", "mooncake_st
 
 
 def is_ignored(name: str, value: object, source: str) -> bool:
-    """Whether `name` is a setting of Tencent's FlexKV that changes nothing here.
-
-    Args:
-        name: in lower case, without the prefix of variables.
-        value: its value.
-        source: where it comes from, for errors.
-
-    Returns:
-        False if it is no name of Tencent's.
+    """Whether `name`, in lower case and without the prefix of variables, is a setting of Tencent's
+    FlexKV that changes nothing here; False if it is no name of Tencent's.
 
     Raises:
         ConfigError: it is a switch that is on.

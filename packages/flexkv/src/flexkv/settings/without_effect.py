@@ -18,15 +18,9 @@ _LMCACHE = "LMCACHE_"
 
 
 def without_effect(config: CacheConfig, ignored: Mapping[str, str] | None = None) -> list[str]:
-    """Find the settings that differ from their defaults and have no effect.
-
-    Args:
-        config: the settings.
-        ignored: the settings that this program has no use for, each with the reason.
-
-    Returns:
-        A sentence for each reason, without its full stop.
-    """
+    """Find the settings that differ from their defaults and have no effect: a sentence for each
+    reason, without its full stop. `ignored` has those that this program has no use for, each with
+    the reason."""
     given = {each.name for each in SETTINGS.values() if getattr(config, each.name) != each.default}
     names: dict[str, list[str]] = {}
     for name in SETTINGS:
@@ -55,12 +49,8 @@ def engines_settings(reason: str, but: Collection[str] = ()) -> dict[str, str]:
 
 
 def own_variables(environ: Mapping[str, str] | None = None) -> str:
-    """The variables of FlexKV's settings that are set, as text; empty for none. Those that turn
-    FlexKV on or off are left out.
-
-    Args:
-        environ: the environment; `os.environ` if None.
-    """
+    """The variables of FlexKV's settings that are set in an environment, by default this process's,
+    as text; empty for none. Those that turn FlexKV on or off are left out."""
     known = (each.variable for each in SETTINGS.values() if each.variable.startswith("FLEXKV_"))
     return _given((*known, CONFIG_PATH_VARIABLE), environ)
 

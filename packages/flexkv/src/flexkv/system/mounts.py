@@ -20,11 +20,9 @@ class Mount(NamedTuple):
     """A mount of this process's namespace; see proc(5), mountinfo.
 
     Attributes:
-        number: number of the mount.
         device: numbers of its device, as `8:1`.
         root: path that is mounted, within its file system.
         point: path that it is mounted at.
-        kind: kind of the file system.
         options: options of the file system, separated by commas.
     """
 
@@ -37,10 +35,8 @@ class Mount(NamedTuple):
 
 
 def read_mounts(root: Path = Path("/")) -> list[Mount]:
-    """The mounts, in the kernel's order: of two at one place, the later hides the earlier.
-
-    Args:
-        root: root of the file system; another one in tests.
+    """The mounts, in the kernel's order: of two at one place, the later hides the earlier. Tests
+    give another root of the file system.
 
     Raises:
         OSError: the list cannot be read.

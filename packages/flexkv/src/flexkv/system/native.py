@@ -12,9 +12,6 @@ from flexkv.types.errors import ConfigError
 def kernels(name: str) -> ModuleType:
     """Import a module of the package `flexkv_kernels`.
 
-    Args:
-        name: name of the module.
-
     Raises:
         ConfigError: the package is not installed, or cannot be imported.
     """

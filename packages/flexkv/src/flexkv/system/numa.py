@@ -24,10 +24,9 @@ _BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.
 def node_of_device(bus_id: str) -> int | None:
     """The NUMA node that a PCI device is attached to; None if the kernel does not report it.
 
-    Args:
-        bus_id: address of the device as CUDA or nvidia-smi print it: hexadecimal
-            `domain:bus:device.function`, in either case, with any number of leading zeros. Domain
-            and function may be missing.
+    The address of the device is as CUDA or nvidia-smi print it: hexadecimal
+    `domain:bus:device.function`, in either case, with any number of leading zeros. Domain and
+    function may be missing.
     """
     match = _BUS_ID.fullmatch(bus_id.lower())
     if match is None:

@@ -16,12 +16,7 @@ def pid_namespace() -> int:
 
 
 def process_text(pid: object, namespace: object) -> str:
-    """The id of a process as it knows itself.
-
-    Args:
-        pid: the id.
-        namespace: its `pid_namespace`.
-    """
+    """The id of a process as it knows itself in its `pid_namespace`."""
     if namespace == pid_namespace():
         return str(pid)
     return f"{pid} of another PID namespace, such as a container's"

@@ -16,15 +16,9 @@ from flexkv.system.directories import refused, root_ids
 
 
 def open_regular(folder: int, name: str, flags: int) -> int:
-    """Open a regular file. With O_CREAT, a missing file is created with mode 0600.
-
-    Args:
-        folder: descriptor of the file's directory.
-        name: name of the file.
-        flags: flags of open(2), without O_TRUNC.
-
-    Returns:
-        The descriptor, which the caller closes.
+    """Open a regular file in the directory of a descriptor, by flags of open(2) without O_TRUNC.
+    With O_CREAT, a missing file is created with mode 0600. Returns the descriptor, which the caller
+    closes.
 
     Raises:
         OSError: open(2) failed, or `name` is no regular file: ELOOP for a symbolic link, else

@@ -13,17 +13,12 @@ OverflowError: 1,025 failures, 5 s apart, are an outage of 85 minutes."""
 
 _RETRY_SECONDS = 0.05
 _LONGEST_RETRY_SECONDS = 5.0
-"""The shortest and the longest pause between two tries; see `pause_after`. Not tuned."""
+"""The shortest and the longest pause between two tries; see `pause_after`."""
 
 
 def pause_after(failures: int, shortest: float, longest: float) -> float:
-    """Seconds to wait before the next try. Each failure doubles them.
-
-    Args:
-        failures: how many tries in a row have failed, 1 or more.
-        shortest: seconds after the first failure.
-        longest: the most seconds.
-    """
+    """Seconds to wait before the next try: `shortest` after the first failure in a row. Each
+    failure doubles them, up to `longest`."""
     return min(shortest * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest)
 
 
@@ -61,7 +56,6 @@ class Retried:
     """Work that a thread of its own does, again and again until it succeeds.
 
     Args:
-        name: name of the thread.
         work: blocks, and raises if it fails.
         failed: logs a failure, given its text: the first in a row, each with another text than the
             failure before, and the last.
@@ -110,14 +104,7 @@ class Retried:
             self._work.notify()
 
     def close(self, timeout: float) -> bool:
-        """Wait for the thread.
-
-        Args:
-            timeout: seconds to wait at most.
-
-        Returns:
-            Whether the thread has ended.
-        """
+        """Wait for the thread, for `timeout` seconds at most. Returns whether it has ended."""
         self.begin_close()
         if self._thread is not None:
             self._thread.join(timeout)

@@ -30,13 +30,7 @@ engines have up to 49 bytes: a hash, the number of a group, the stamp of an adap
 
 
 class BlockResult(NamedTuple):
-    """The result of one block of a batch. A tuple, because an engine's step takes many.
-
-    Attributes:
-        ticket: ticket of the batch, as `read` or `write` returned it.
-        position: position of the block in the batch.
-        outcome: how the read or write of the block ended.
-    """
+    """The result of one block of a batch. A tuple, because an engine's step takes many."""
 
     ticket: int
     position: int
@@ -48,7 +42,6 @@ class Answer:
     """The answer to one question about keys.
 
     Attributes:
-        ticket: ticket of the question, as `ask` returned it.
         has: for each key whether the tier has its block, first for `keys` and then for `scattered`;
             None if the question failed, or could not be asked by its deadline.
         late: whether there was no answer at the deadline, or the tier had no room for the question.
@@ -86,17 +79,13 @@ class TierFigures:
     Attributes:
         blocks: complete blocks now; 0 if the tier does not know.
         slots: how many blocks the tier can hold; 0 if the tier does not know.
-        written_blocks: blocks written since the start.
-        evicted_blocks: blocks evicted since the start.
-        queued_blocks: blocks that wait to be read or written now, or are being so.
-        queued_bytes: bytes of the reads and writes that wait now.
-        reads: how many devices have a circuit of reads in each state now; states of none are
-            absent. That of a device whose link is stalled counts as open.
+        queued_blocks: blocks that wait to be read or written, or are being so.
+        queued_bytes: bytes of the reads and writes that wait.
+        reads: how many devices have a circuit of reads in each state; states of none are absent.
+            That of a device whose link is stalled counts as open.
         writes: the same for the circuits of writes.
-        openings: how often circuits have opened since the start.
-        traffic: bytes and seconds since the start.
+        openings: how often circuits have opened.
         policy: name of the eviction policy; empty if the tier evicts by none of ours.
-        guard: state of the policy's guard; `NO_GUARD` if it has none.
         expired_blocks: blocks that have left because they were too old, at the start or since.
     """
 
@@ -123,9 +112,7 @@ class States(Protocol):
         `read`."""
         ...
 
-    def close(self) -> None:
-        """End the reports. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class LowerTier(Protocol):
@@ -149,9 +136,7 @@ class LowerTier(Protocol):
     medium: Medium
 
     @property
-    def figures(self) -> TierFigures:
-        """What the tier holds now, and has done since the start."""
-        ...
+    def figures(self) -> TierFigures: ...
 
     def read(
         self,
@@ -279,7 +264,7 @@ class IndexedTier(LowerTier, Protocol):
         ...
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
-        """The request with this id has ended; see `EvictionPolicy.ended`."""
+        """See `EvictionPolicy.ended`."""
         ...
 
     @property
@@ -310,12 +295,8 @@ class IndexedTier(LowerTier, Protocol):
         ...
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
-        """Keep descriptions of blocks beside them, over restarts: what events say of a block.
-        Best effort, written later; blocks that are not there are skipped.
-
-        Args:
-            described: the description of each block by key; the caller's own format.
-        """
+        """Keep descriptions by key, in the caller's own format, beside the blocks, over restarts.
+        Best effort, written later; blocks that are not there are skipped."""
         ...
 
     def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -345,12 +326,7 @@ class QueriedTier(LowerTier, Protocol):
 
     def register(self, address: int, size: int) -> None:
         """Name the memory of all later buffers, for RDMA. The cache calls this once, before any
-        other method.
-
-        Args:
-            address: where the memory begins. It stays mapped until `close` has returned True.
-            size: of the memory, in bytes.
-        """
+        other method. The memory stays mapped until `close` has returned True."""
         ...
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> int:
@@ -374,11 +350,9 @@ AnyTier: TypeAlias = IndexedTier | QueriedTier
 
 @dataclass(frozen=True, slots=True)
 class AttachedTier:
-    """A tier and how a cache uses it.
+    """A tier, which the cache owns, and how the cache uses it.
 
     Attributes:
-        tier: the tier; the cache owns it.
-        admission: chooses the blocks that are written to the tier.
         stall_seconds: if a fetch gets no block from the tier for this time, it takes the block from
             the next tier, or ends.
     """

@@ -61,7 +61,6 @@ class Circuit:
 
     Args:
         budget_seconds: a job that runs longer counts as failed.
-        pause_seconds: how long the circuit stays open.
 
     Attributes:
         openings: how often the circuit has opened; failed probes do not count.
@@ -125,15 +124,8 @@ class Circuit:
         self._probes = 0
 
     def end(self, failed: bool, seconds: float = 0.0) -> bool:
-        """Note that a job has ended.
-
-        Args:
-            failed: whether the device has done no part of the job.
-            seconds: how long the job ran.
-
-        Returns:
-            Whether this opened a closed circuit.
-        """
+        """Note that a job has ended, failed if the device has done no part of it. Returns whether
+        this opened a closed circuit."""
         if not failed and seconds <= self._budget_seconds:
             self._failed = self._probes = 0
             self._open_until = 0.0
@@ -158,8 +150,6 @@ class Health:
 
     Args:
         device: its name in the log.
-        budget_seconds: see `Circuit`.
-        pause_seconds: see `Circuit`.
         limits: the time limits, for the log.
         check: what a user checks when a circuit opens.
     """
@@ -201,18 +191,8 @@ class Health:
         return self.note(device, what, failed, job.error, job.seconds)
 
     def note(self, device: Circuit, what: str, failed: bool, error: str, seconds: float) -> bool:
-        """Note the end of a call to one of the circuits.
-
-        Args:
-            device: the circuit.
-            what: the kind of call, such as "reads from".
-            failed: see `Circuit.end`.
-            error: text of the call's first error; empty if it had none.
-            seconds: how long the call took.
-
-        Returns:
-            Whether this opened a closed circuit.
-        """
+        """Note the end of a call of a kind, such as "reads from", to one of the circuits. The text
+        of an error is empty for none. Returns what `Circuit.end` does."""
         self._log_kind(what, error)
         opened = device.end(failed, seconds)
         if opened:

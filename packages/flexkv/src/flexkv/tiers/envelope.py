@@ -28,7 +28,6 @@ def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
     Bytes of another seal or another block do not match. Releases the GIL while it computes.
 
     Args:
-        data: the bytes of the block.
         seal: seal of the disk's table, which stands for its epoch and the model; 0 elsewhere.
         key: what distinguishes the block from all others under the seal.
     """
@@ -36,11 +35,8 @@ def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
 
 
 def seal(name: bytes, block: memoryview) -> bytes:
-    """Make the envelope of a block, ENVELOPE_BYTES long.
-
-    Args:
-        name: what distinguishes the block from all others: fingerprint, epoch and whole key.
-        block: the bytes of the block.
+    """Make the envelope of a block, ENVELOPE_BYTES long. The name distinguishes the block from all
+    others: fingerprint, epoch and whole key.
 
     Raises:
         ValueError: the name is longer than MOST_NAME_BYTES.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 _TEXT = 300
-"""The most characters of an error that a job keeps. Not tuned."""
+"""The most characters of an error that a job keeps."""
 
 
 class Priority(enum.IntEnum):
@@ -25,12 +25,8 @@ class Priority(enum.IntEnum):
 
 
 class Urgency(NamedTuple):
-    """The place of a read in the order of every link: the lower value goes first.
-
-    Attributes:
-        priority: see `Priority`.
-        turn: see `Job`.
-    """
+    """The place of a read in the order of every link: the lower value goes first; `turn` as in
+    `Job`."""
 
     priority: Priority
     turn: int = 0
@@ -61,12 +57,10 @@ class Job:
     behind it.
 
     Attributes:
-        priority: see `Priority`.
         size: bytes of all blocks.
         work: reads or writes the blocks, in a thread of the link; may wait for the device.
             Returns a result for each block. If it raises, all blocks are FAILED. It may hold
             buffers, so an ended job does not keep it.
-        blocks: the number of blocks.
         turn: its place among jobs of the same priority: the lower value goes first.
         outcomes: an outcome for each block; empty until the job has ended.
         error: text of the first error; empty if there was none.

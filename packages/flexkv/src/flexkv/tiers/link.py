@@ -44,21 +44,18 @@ class LinkQueue:
             and the last turn, the newest first. It never drops loads, because each needs a slot of
             the arena, which bounds them.
 
-    Attributes:
-        size: bytes of the jobs that wait.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         # By priority and turn. No turn is without a job, so mostly there is one.
         self._waiting: dict[Priority, dict[int, OrderedDict[Job, None]]] = {p: {} for p in Priority}
-        self.size = 0
+        self.size = 0  # bytes of the jobs that wait
 
     def __len__(self) -> int:
         return sum(map(self.waiting, Priority))
 
     def waiting(self, priority: Priority) -> int:
-        """The number of jobs of this priority."""
         return sum(map(len, self._waiting[priority].values()))
 
     def push(self, job: Job) -> list[Job]:
@@ -74,11 +71,7 @@ class LinkQueue:
         return dropped
 
     def pop(self, writes: bool) -> Job | None:
-        """Remove and return the next job; None if there is none.
-
-        Args:
-            writes: whether jobs of priority WRITE may be taken.
-        """
+        """Remove and return the next job, a write only if `writes`; None if there is none."""
         for priority, turns in self._waiting.items():
             if turns and (writes or priority is not Priority.WRITE):
                 return self._take(turns, min(turns), last=False)
@@ -150,11 +143,6 @@ class Link:
         write_bytes: no further write begins while this many bytes are being written.
         queue_bytes: see `LinkQueue`.
         stall_seconds: a job that runs longer hangs, until it ends.
-
-    Attributes:
-        name: the name, as given.
-        queue_bytes: the bound of the queue, as given.
-        stall_seconds: the time after which a job hangs, as given.
     """
 
     def __init__(
@@ -207,12 +195,8 @@ class Link:
     def note_hung(self) -> list[Job]:
         """Note the jobs that hang, and replace their threads within the bound of `most_jobs`: all
         of them while other jobs end, one thread for each try of a stalled link. Called again and
-        again while jobs run.
-
-        Returns:
-            The jobs that hang and did not at the last call. They keep their buffers. `poll` returns
-            them, too, when they end.
-        """
+        again while jobs run. Returns the jobs that hang and did not at the last call. They keep
+        their buffers. `poll` returns them, too, when they end."""
         now = time.monotonic()
         begun_until = now - self.stall_seconds
         if self._oldest >= begun_until and self._free >= self._count:
@@ -288,14 +272,8 @@ class Link:
 
     def close(self, timeout: float) -> bool:
         """Run waiting writes for up to half of `timeout` seconds, discard all other jobs, and wait
-        for running jobs until `timeout` has passed. Idempotent.
-
-        Args:
-            timeout: seconds.
-
-        Returns:
-            Whether all threads have ended. If not, the device hangs.
-        """
+        for running jobs until `timeout` has passed. Idempotent. Returns whether all threads have
+        ended. If not, the device hangs."""
         end = time.monotonic() + timeout
         self.begin_close(timeout / 2)
         for thread in self._threads:

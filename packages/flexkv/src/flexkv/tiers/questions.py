@@ -26,7 +26,7 @@ CALL_KEYS = 8192
 to 270,000 keys a second."""
 
 MOST_WAITING = 1024
-"""The most questions that wait. A further one fails at once. Not tuned."""
+"""The most questions that wait. A further one fails at once."""
 
 
 class Question(NamedTuple):
@@ -48,14 +48,10 @@ class Asked:
     """A question on its way. Times are time.monotonic(), in seconds.
 
     Attributes:
-        ticket: of the question.
-        epoch: of the blocks.
-        question: the keys.
         at: when it was asked.
         called: whether a call has taken it.
         ended: when it was answered or failed; None before.
         has: the answer; None if the question failed.
-        error: text of the store's error; empty if there was none.
         late: whether it had no answer at its deadline.
     """
 
@@ -75,7 +71,6 @@ class Questions:
 
     Args:
         name: prefix of the threads' names.
-        find: the store's.
         deadline_seconds: time from `ask` on within which a call must take a question; a later
             answer is late.
         timeout_seconds: a question fails if its call takes longer, whatever the call does.

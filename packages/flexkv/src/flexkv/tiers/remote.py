@@ -84,8 +84,6 @@ class BlockStore(Protocol):
         `QueriedTier.query`. A store asks for all questions together if it can.
 
         Args:
-            epoch: of the blocks.
-            questions: the questions.
             answer: called with the number of each question and its answers, as soon as they are
                 known, by any thread and before this call returns. If the method raises, the
                 questions without an answer fail.
@@ -123,7 +121,6 @@ class RemoteLimits:
     """Bounds of a remote tier.
 
     Attributes:
-        question_seconds: the deadline of a question.
         timeout_seconds: a call that takes longer hangs. It counts as a failure for the circuit, and
             the tier is stalled while half of the threads hang and no call ends.
         threads: how many reads and writes run at once.
@@ -147,11 +144,9 @@ class RemoteTier:
     """See `QueriedTier`.
 
     Args:
-        medium: the tier's name.
-        store: the store; owned. The constructor waits until it is open, at most until the first
+        store: owned. The constructor waits until it is open, at most until the first
             try to open it has ended or `OPEN_SECONDS` have passed.
         slot_bytes: bytes of a block.
-        limits: bounds of time and memory.
         store_name: name of the store for the log; empty for that of the medium.
         states: reports the states of the circuits to other processes; owned. None for no reports.
     """

@@ -20,13 +20,13 @@ LAST = ((1 << 24) - 1) * UNIT_SECONDS
 """The last time that a record can hold: in the year 2043. Later blocks have this one."""
 _STEPS = 64
 """Times are rounded down to parts of the greatest age, so many of it, or to `UNIT_SECONDS` if that
-is less: the search for old blocks takes memory for each. Not tuned."""
+is less: the search for old blocks takes memory for each."""
 _BEGIN = 1_767_225_600
 """2026-01-01, in seconds of `time.time()`."""
 _MARGIN_SECONDS = 8.0
 """A block is too old so much sooner, because nobody looks for old blocks all the time."""
 _LOOK_SECONDS = 1.0
-"""Pause between two searches for old blocks. Not tuned."""
+"""Pause between two searches for old blocks."""
 _CHECKED = 4
 """Keys that are checked for each that is noted, while more are known than blocks are there."""
 
@@ -42,12 +42,8 @@ def time_of_day() -> float:
 
 
 def oldest_of(begin: int, seconds: int) -> int:
-    """Blocks of earlier times are too old.
-
-    Args:
-        begin: the time at which the machine began to run.
-        seconds: blocks that were stored so long ago are not too old.
-    """
+    """Blocks of earlier times are too old; those that were stored so many seconds ago are not.
+    `begin` is the time at which the machine began to run."""
     return max(1, begin + int(uptime()) - seconds)
 
 
@@ -111,12 +107,8 @@ class BlockAges:
             self._begin += behind + UNIT_SECONDS - 1  # a record is rounded down
 
     def share(self, times: SharedTimes, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Keep the times in shared memory, too. Those of blocks that are there already go on.
-
-        Args:
-            times: in that memory.
-            keys, slots: of these blocks.
-        """
+        """Keep the times in shared memory, too. Those of the blocks with these keys and slots go
+        on, which are there already."""
         if times.begin:
             self._begin = times.begin
             self.at_least(self._least)
@@ -138,13 +130,8 @@ class BlockAges:
         stored: Sequence[int] | None = None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """Blocks come into host memory, where nobody finds them yet.
-
-        Args:
-            keys: their keys.
-            stored: the time of each; None for now.
-            slots: the slot of each; None if they are not known.
-        """
+        """Blocks come into host memory, where nobody finds them yet. Without times, they are stored
+        now; without slots, `bind` has what knows them."""
         times = [self.now] * len(keys) if stored is None else stored
         for key, at in zip(keys, times, strict=True):
             self._drop(key)
@@ -175,13 +162,8 @@ class BlockAges:
         return [self._stored.get(key, oldest) >= oldest for key in keys]
 
     def remove_old(self, most: int, remove: Callable[[list[bytes]], None]) -> None:
-        """Remove up to `most` blocks of host memory that are too old.
-
-        Args:
-            most: as above.
-            remove: removes the ready ones of these blocks. The others are removed later, as are all
-                after an error.
-        """
+        """Remove up to `most` blocks of host memory that are too old. `remove` removes the ready
+        ones of its blocks. The others are removed later, as are all after an error."""
         self._looked, oldest = uptime(), self.oldest
         kept: dict[bytes, int] = {}
         try:

@@ -13,10 +13,6 @@ BACKLOG_SHARE = 64
 
 
 def share_of(backlog: int, least: int) -> int:
-    """The most blocks that one poll takes.
-
-    Args:
-        backlog: the blocks that wait.
-        least: blocks that a poll has time for, however short the backlog is.
-    """
+    """The most blocks that one poll takes. A poll has time for `least`, however short the backlog
+    is."""
     return max(least, backlog // BACKLOG_SHARE)

@@ -37,7 +37,6 @@ class Changes:
     """What changed in one medium. A reader that applies all changes knows which blocks are there.
 
     Attributes:
-        medium: the medium of the tier.
         removed: keys of blocks that an earlier drain has returned as added, and that cannot be
             loaded any more. The oldest change comes first.
         added: keys of blocks that can be loaded and could not at the last drain. The oldest change
@@ -55,13 +54,8 @@ class Changes:
 def changes_of(
     medium: Medium, changed: Mapping[bytes, bool], texts: Mapping[bytes, bytes] | None = None
 ) -> list[Changes]:
-    """The changes of a medium; empty if there are none.
-
-    Args:
-        medium: the medium.
-        changed: for the key of each block that changed, whether it became loadable.
-        texts: descriptions of blocks by key, of these and others.
-    """
+    """The changes of a medium: `changed` has for the key of each block whether it became loadable,
+    `texts` descriptions of these blocks and others."""
     if not changed:
         return []
     removed = [key for key, loadable in changed.items() if not loadable]

@@ -38,12 +38,8 @@ def call_within(calls: Mapping[str, Callable[[], Result]], seconds: float) -> di
     The first error of a call that ended in time is raised, whatever its type. Calls that do not end
     in time are left behind in their threads, which do not keep the process. Their errors are lost.
 
-    Args:
-        calls: the calls, by name.
-        seconds: time limit for all calls together.
-
     Returns:
-        The results of the calls that ended in time, by name and in the order of `calls`.
+        The results of the calls that ended within `seconds`, by name and in the order of `calls`.
     """
     started = {name: _start(call) for name, call in calls.items()}
     done: set[Future[Result]] = set()
@@ -75,15 +71,9 @@ def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_S
     """Make a call that works in a directory, for as long as its file system answers.
 
     The call may take any time: the limit is for statvfs(2), which the server of a network file
-    system and the daemon of a FUSE file system answer themselves. Ctrl-C ends the wait.
-
-    Args:
-        path: path of the directory.
-        call: runs in a thread of its own, which does not keep the process.
-        seconds: time limit for each statvfs(2).
-
-    Returns:
-        The result of the call. An error of the call is raised, whatever its type.
+    system and the daemon of a FUSE file system answer themselves. Ctrl-C ends the wait. The
+    call runs in a thread of its own, which does not keep the process. Its error is raised, whatever
+    its type.
 
     Raises:
         HungError: the file system does not answer. The call is left behind in its thread.

@@ -59,7 +59,6 @@ class BlockMover(Protocol):
         """Start one transfer and return its ticket.
 
         Args:
-            direction: which way.
             blocks: engine blocks. `array('Q')` is taken without a copy in Python.
             offsets: for each block, where its bytes lie in the arena, in bytes from its address.
             after: work that the copies must follow: a CUDA stream's handle, or 0 where the
@@ -97,13 +96,8 @@ class Mover(BlockMover, Protocol):
     """
 
     def mark(self, stream: int) -> int:
-        """Mark the work that a stream has now, for `submit`.
-
-        Args:
-            stream: a CUDA stream's handle, as `after` of `submit`, but not 0.
-
-        Returns:
-            A number, at least 1 and greater by 1 each time. The last `MARKS` can be used.
+        """Mark the work that a CUDA stream has now, for `submit`. The handle is not 0. Returns a
+        number, at least 1 and greater by 1 each time. The last `MARKS` can be used.
 
         Raises:
             ValueError: this is not a stream of the mover's device.
@@ -134,10 +128,7 @@ class Mover(BlockMover, Protocol):
         A mover for a GPU blocks only until the device has been given the copies: microseconds,
         unless much is queued before them.
 
-        Args:
-            ticket: of the transfer.
-            stream: a CUDA stream's handle, as `after` of `submit`, or 0: this thread itself waits
-                until the transfer has ended.
+        If the handle of the stream is 0, this thread itself waits until the transfer has ended.
 
         Returns:
             The present state. PENDING: the stream follows, but the transfer may still fail. Poll

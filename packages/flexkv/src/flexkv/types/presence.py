@@ -28,9 +28,6 @@ _BELOW: dict[bool | None, Presence] = {
 
 
 def presence_below(has: bool | None) -> Presence:
-    """The presence of a block that host memory does not have.
-
-    Args:
-        has: whether a lower tier has the block; None if a tier needs a query to know.
-    """
+    """The presence of a block that host memory does not have. `has` says whether a lower tier has
+    it, and is None if a tier needs a query to know."""
     return _BELOW[has]

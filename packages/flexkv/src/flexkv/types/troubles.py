@@ -65,12 +65,7 @@ _TEXTS = {
 
 
 class Problem(NamedTuple):
-    """One trouble of a cache.
-
-    Attributes:
-        trouble: the kind.
-        tier: name of the lower tier that has it; empty if the cache as a whole has it.
-    """
+    """One trouble of a lower tier; of the cache as a whole if the tier's name is empty."""
 
     trouble: Trouble
     tier: str = ""

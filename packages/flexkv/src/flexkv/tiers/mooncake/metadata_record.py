@@ -31,11 +31,6 @@ class MetadataRecord:
 
     In the store itself the record would vanish with the nodes that hold it. The methods raise
     `OSError` if the server fails or does not answer in time.
-
-    Args:
-        url: of the metadata server.
-        fingerprint: of the blocks.
-        timeout_seconds: longest wait for each request.
     """
 
     def __init__(self, url: str, fingerprint: str, timeout_seconds: float) -> None:

@@ -114,8 +114,6 @@ class MooncakeBlocks:
     Args:
         member: joins the store with `open`; owned.
         config: Mooncake's `ReplicateConfig` of each write.
-        epochs: of the fingerprint.
-        fingerprint: of the blocks.
         slot_bytes: bytes of a block.
         blocks: most blocks that are read or written at the same time; each has a buffer of
             `ENVELOPE_BYTES` here.

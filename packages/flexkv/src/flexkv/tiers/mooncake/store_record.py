@@ -29,7 +29,6 @@ class StoreRecord:
     Args:
         client: returns the client. Raises OSError if it has not joined the store.
         config: Mooncake's `ReplicateConfig` of the record. It must keep the record from eviction.
-        fingerprint: of the blocks.
         lends: whether this process lends memory to the store.
     """
 

@@ -12,7 +12,7 @@ import re
 NOT_IMPLEMENTED = 501
 
 _TEXT = 200
-"""The most characters of an error's text. Not tuned."""
+"""The most characters of an error's text."""
 
 _STATUS = re.compile(r"status code: (\d{3})([ \w]*)")
 _CODE = re.compile(r"<Code>\s*([\w.-]{1,100})\s*</Code>")

@@ -68,10 +68,10 @@ _RECORD_BYTES = 4096
 """The most bytes of an epoch's record; FlexKV's have 80."""
 
 _DAMAGED = 1 << 12
-"""Most names of damaged objects that are remembered. Not tuned."""
+"""Most names of damaged objects that are remembered."""
 
 _CREATIONS = 2
-"""Attempts to create an object while another writer creates or removes it. Not tuned."""
+"""Attempts to create an object while another writer creates or removes it."""
 
 RECORD_SECONDS = 0.5
 """Wait after the creation of a record in a bucket without conditional writes. If several processes
@@ -88,12 +88,8 @@ class ObjectBlocks:
     """A `flexkv.tiers.remote.BlockStore` of one fingerprint. Thread-safe.
 
     Args:
-        store: of obstore; all of FlexKV's objects lie below its prefix.
-        fingerprint: of the blocks.
+        store: all of FlexKV's objects lie below its prefix.
         timeout_seconds: longest time of a call; the call then fails, whatever the store does.
-
-    Attributes:
-        epochs: of the fingerprint.
     """
 
     def __init__(self, store: ObjectStore, fingerprint: str, timeout_seconds: float) -> None:
@@ -283,7 +279,6 @@ class Requests:
     """Concurrent requests to an object store, on one thread of their own. Thread-safe.
 
     Args:
-        store: of obstore.
         timeout_seconds: longest time of each coroutine given to `run` and `run_all`.
 
     Attributes:
@@ -345,13 +340,8 @@ class Requests:
     async def get(self, name: str, most: int) -> memoryview | None:
         """The bytes of an object, which the caller owns; None if there is no such object.
 
-        Args:
-            name: of the object.
-            most: bytes of the largest object that is read. Of a larger one, nothing is read, and
-                the result is empty: whoever can write to a bucket could fill this machine's memory.
-
-        Raises:
-            StoreError: the store fails.
+        Of an object of more than `most` bytes, nothing is read, and the result is empty: whoever
+        can write to a bucket could fill this machine's memory.
         """
 
         async def read() -> memoryview:
@@ -364,15 +354,9 @@ class Requests:
             return None
 
     async def put(self, name: str, parts: Sequence[bytes | memoryview], overwrite: bool) -> bool:
-        """Write an object of the concatenated `parts`, which are borrowed until the end.
-
-        Args:
-            name: of the object.
-            parts: its bytes.
-            overwrite: replace an object of that name; otherwise it stays, which is no error.
-
-        Returns:
-            Whether the object is there with this size. False if one of another size has stayed.
+        """Write an object of the concatenated `parts`, which are borrowed until the end. Without
+        `overwrite`, an object of that name stays, which is no error. Returns whether the object is
+        there with this size: False if one of another size has stayed.
 
         Raises:
             StoreError: the store fails, or another writer keeps it from writing.
@@ -451,11 +435,8 @@ class Requests:
     async def _ask(
         self, request: Callable[[], Awaitable[T]], free: asyncio.Semaphore | None = None
     ) -> T:
-        """The answer to a request.
-
-        Args:
-            request: begins the request.
-            free: bounds such requests; if None, the semaphore of reads and writes.
+        """The answer to a request. `free` bounds such requests; if None, the semaphore of reads and
+        writes does.
 
         Raises:
             AbsentError: there is no such object, or for a write no such bucket.

@@ -50,11 +50,8 @@ def unread_variables(url: str) -> list[tuple[str, str]]:
 
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:
-    """The store of a URL. Sends nothing to a bucket; checks a folder.
-
-    Args:
-        url: the setting `objects_url`.
-        timeout_seconds: longest time of a request, its retries included.
+    """The store of the setting `objects_url`. Sends nothing to a bucket; checks a folder. A request
+    takes at most `timeout_seconds`, its retries included.
 
     Raises:
         StoreSettingError: the URL or an environment variable of its store cannot be used.
