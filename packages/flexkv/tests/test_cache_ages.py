@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ages_clock import AgesClock
-from toy_blocks import BLOCK, ToyRequest
+from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv import CacheConfig, ConfigError

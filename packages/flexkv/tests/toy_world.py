@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toy_blocks import BLOCK, ToyRequest
-from toy_engine import ToyEngine
+from toy_engine import BLOCK, Shape, ToyEngine, ToyRequest
 
 from flexkv import CacheConfig
 from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.start import operator_access
+from flexkv.operators.verbs import PromptQuestion
 from flexkv_kernels import HostMemory
 from packages.inside import assert_no_fetch, assert_no_lease, index_of
 from packages.late_mover import LateMover
@@ -47,6 +48,24 @@ class LateMemory(HostMemory):
         return mover
 
 
+class ToyKeys:
+    """The keys of toy prompts, two at a time."""
+
+    block_tokens = BLOCK
+
+    def count(self, question: PromptQuestion) -> int:
+        return len(question.tokens) // BLOCK or len(question.hashes)
+
+    def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
+        request = ToyRequest("q", [*question.tokens], 1, cache_salt=question.cache_salt)
+        keys = request.block_hashes or [bytes.fromhex(each) for each in question.hashes]
+        for start in range(0, len(keys), 2):
+            yield keys[start : start + 2]
+
+    def others(self, question: PromptQuestion, blocks: int | None = None) -> Iterator[list[bytes]]:
+        return iter(())
+
+
 class ToyWorld:
     """Makes a toy engine, and another one after it: `restart`.
 
@@ -54,7 +73,7 @@ class ToyWorld:
         root: folder of sessions and disk.
         slots: blocks of host memory.
         disk_slots: blocks of the disk; 0 for no disk.
-        blocks: the engine's blocks.
+        blocks: FlexKV's blocks that the engine's pages have room for.
         settings: further settings of FlexKV.
     """
 
@@ -68,6 +87,7 @@ class ToyWorld:
         mode: LoadMode = LoadMode.ASYNC,
         store_time: StoreTime = StoreTime.STEP,
         device: HostMemory | None = None,
+        shape: Shape | None = None,
         **settings: Any,
     ) -> None:
         if disk_slots:
@@ -79,7 +99,10 @@ class ToyWorld:
             always_load=True,
             **settings,
         )
-        self._options = device or HostMemory(), blocks, mode, store_time
+        shape = shape or Shape()
+        pages = 1 + (blocks - 1) * BLOCK // shape.page
+        access = operator_access(self.config, ToyKeys())
+        self._options = access, device or HostMemory(), pages, mode, store_time, shape
         self.engine = ToyEngine(self.config, *self._options)
 
     def run(self) -> None:
@@ -130,12 +153,13 @@ class ToyWorld:
             if not request.has_ended:
                 engine.end(request)
         self.run()
-        assert len(engine.pool.free) == len(engine.pages.tensor) - 1
+        assert len(engine.pool.free) == engine.pages.tensors.shape[1] - 1
         if not engine.side.is_off:
             self.settle()
             assert_no_lease(engine.cache)
             assert_no_slot_is_lost(index_of(engine.cache))
             if engine.cache.info.media:
                 assert_no_fetch(engine.cache)
-        engine.worker.close()
+        for worker in reversed(engine.workers):
+            worker.close()
         engine.side.close(flush_seconds=60.0)

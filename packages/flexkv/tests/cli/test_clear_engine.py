@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from asked_door import call_door
 from refused_writes import refuse_writes
-from toy_blocks import BLOCK, ToyRequest
+from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv.client import Reset

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy_blocks import BLOCK, ToyRequest
+from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv.session.state_reports import StateReport, Subject

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from pid_namespaces import ELSEWHERE, in_a_namespace
-from toy_blocks import BLOCK
+from toy_engine import BLOCK
 from toy_world import ToyWorld
 
 from flexkv.session.state_reports import Subject, read_states

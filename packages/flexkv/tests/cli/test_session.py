@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_blocks import BLOCK, ToyRequest
+from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from packages.flexkv.tests.cli.stores import Flexkv

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from asked_door import call_door
-from toy_blocks import BLOCK, ToyRequest
+from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv.operators.ask_door import AskError

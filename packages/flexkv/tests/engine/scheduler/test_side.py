@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_blocks import BLOCK
+from toy_engine import BLOCK, Shape
 from toy_world import LateMemory, ToyWorld
 
 from flexkv.engine.choice.chooser import LoadMode
@@ -24,12 +24,15 @@ REFUSED = {"load of blocks", "measuring copies", "store of blocks"}
 """The guards that see what a `LateMover` refuses. No other may see an error."""
 
 
-@pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+SHAPES = {"a rank with blocks": Shape(), "two ranks with pages of a token": Shape(1, 2)}
+
+
+@pytest.fixture(params=list(SHAPES))
+def make_world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MakeWorld]:
     made: list[ToyWorld] = []
 
     def make(**options: Any) -> ToyWorld:
-        made.append(ToyWorld(tmp_path, **options))
+        made.append(ToyWorld(tmp_path, shape=SHAPES[request.param], **options))
         return made[-1]
 
     yield make
@@ -110,10 +113,11 @@ def test_a_load_that_fails_is_computed(make_world: MakeWorld, mode: LoadMode) ->
     prompt = prompt_of(4, 6)
     world.generate(prompt)
     world.forget()
-    (mover,) = device.movers
-    mover.failing, mover.failure_rate = frozenset([Direction.LOAD]), 1.0
+    for mover in device.movers:
+        mover.failing, mover.failure_rate = frozenset([Direction.LOAD]), 1.0
     request = world.generate(prompt)
-    mover.failure_rate = 0.0
+    for mover in device.movers:
+        mover.failure_rate = 0.0
     assert request.loaded == 6 * BLOCK
     assert world.engine.cache.counters.failed_loads == 1
     if mode is LoadMode.LAYERWISE:  # nothing of the request is stored again
