@@ -248,15 +248,15 @@ def queued_loads(side: Any) -> Mapping[str, Any]:
     return queued
 
 
-def kept_lookups(followed: Any) -> Collection[str]:
-    """Requests of SGLang whose lookups are kept."""
-    lookups: Collection[str] = followed._lookups
-    return lookups
+def tracked_by_rank(side: Any) -> Mapping[str, Any]:
+    """What the rank of SGLang that decides knows of requests, by their ids."""
+    requests: Mapping[str, Any] = side.requests._by_id
+    return requests
 
 
 def awaited_fetch(side: Any, rid: str) -> Any:
     """What a rank of SGLang fetches for a request; None if it has no fetch."""
-    return side.requests.waiting.awaited._fetches.get(rid)
+    return side.requests._by_id[rid].waiting if rid in side.requests._by_id else None
 
 
 def kept_keys(pages: Any) -> int:
@@ -269,6 +269,11 @@ def kept_pages(events: Any) -> Collection[Any]:
     """Pages of SGLang that its KV events know."""
     pages: Collection[Any] = events._pages
     return pages
+
+
+def trace_rank(side: Any, spans: Any) -> None:
+    """A rank of SGLang reports what it does for requests."""
+    side.requests.traced.spans = side.requests.waiting._fetches._spans = spans
 
 
 def traced_transfers(work: Any) -> Collection[int]:

@@ -26,10 +26,10 @@ from sglang_requests import Grammars  # type: ignore[import-not-found]
 from sglang_world import PATIENCE_SECONDS, Rank  # type: ignore[import-not-found]
 
 from flexkv_sglang import hooks
-from flexkv_sglang.layer_counter import LayerCounter
+from flexkv_sglang.copies import LayerCounter
 from flexkv_sglang.linker import FlexKVLinker
-from flexkv_sglang.page_numbers import PageNumbers
 from flexkv_sglang.ranks import Ranks
+from flexkv_sglang.slots import PageNumbers
 
 PAGE, LAYERS = 4, 2
 _POOL_PAGES = 32

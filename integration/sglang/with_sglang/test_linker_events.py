@@ -30,8 +30,7 @@ from sglang_world import PATIENCE_SECONDS, Rank  # type: ignore[import-not-found
 
 from flexkv import CacheConfig
 from flexkv.service.server import NodeServer
-from flexkv_sglang.kv_events import follow
-from flexkv_sglang.tier_events import Page
+from flexkv_sglang.events import Page, follow
 from integration.sglang.with_sglang.linked import LAYERS, LinkedRank
 from packages.inside import cache_of, stores_of
 

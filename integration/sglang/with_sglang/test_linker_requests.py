@@ -28,8 +28,7 @@ from flexkv import KVCache
 from flexkv.eviction import RequestContext
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
-from flexkv_sglang.missing_pages import missing_pages
-from flexkv_sglang.page_hashes import PageHashes
+from flexkv_sglang.tree import PageHashes, missing_pages
 
 PAGE = 4
 PROMPT = list(range(21))
@@ -80,6 +79,7 @@ class World:
         """SGLang looks the request up and computes it next."""
         request.init_next_round_input(self.tree, cow_mamba=False)
         hashes = self.hashes(request)
+        self.rank.requests.matched(request, request.prefix_len)
         self.rank.side.lookup(request.rid, hashes[request.prefix_len // PAGE :])
         request.extend_end = len(request.origin_input_ids)
         scheduler = SimpleNamespace(

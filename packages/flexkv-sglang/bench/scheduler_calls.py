@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of
 
-from flexkv_sglang.look_ahead import WINDOW
+from flexkv_sglang.waiting import WINDOW
 from packages.inside import cache_of
+from packages.inside_adapters import awaited_fetch
 
 TOKENS = 1 << 15
 PAGE_SIZES = (1, 16, 64)
@@ -87,14 +88,14 @@ def _measure_calls(rank: Rank, hashes: list[str], taken: dict[str, list[float]])
     def offload() -> None:
         side.offload(hashes, lambda: pages)
 
-    timed("lookup, a miss", lambda: side.lookup("r", hashes))
+    timed("lookup, a miss", lambda: rank.lookup("r", hashes))
     for name in ("offload of new pages", "offload of known pages"):
         timed(name, offload)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not side.ended_offloads():
             assert time.monotonic() < deadline
         assert side.take_offload()
-    timed("lookup, a hit", lambda: side.lookup("r", hashes))
+    timed("lookup, a hit", lambda: rank.lookup("r", hashes))
     timed("load", lambda: side.load("r", hashes, pages))
     side.cancel("r")
     while cache_of(
@@ -111,14 +112,14 @@ def _look_ahead(rank: Rank, hashes: list[str]) -> list[float]:
     rids = [f"r {number}" for number in range(WINDOW)]
     for rid in rids:
         requests.is_new(rid)
-        requests.look_ahead(rid, HashedPrompt(hashes))
+        requests.look_ahead(rank.request(rid), HashedPrompt(hashes))
     while requests.looks_ahead and len(taken) < _STEPS:
         start = time.thread_time()
         requests.go_on_looking()
         taken.append((time.thread_time() - start) * 1e6)
         side.held(rids)
         side.ended_offloads()
-    assert rids[0] in requests.waiting.awaited, "nothing is read"
+    assert awaited_fetch(side, rids[0]) is not None, "nothing is read"
     side.held([])
     return taken
 

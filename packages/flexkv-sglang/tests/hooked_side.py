@@ -10,11 +10,11 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import DelayedOffloads
-from flexkv_sglang.page_hashes import PageHashes
-from flexkv_sglang.page_keys import PageKeys
+from flexkv_sglang.keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, OneRank
-from flexkv_sglang.staged_loads import StagedLoads
+from flexkv_sglang.stages import StagedLoads
 from flexkv_sglang.trailing import NONE_TRAILING
+from flexkv_sglang.tree import PageHashes
 
 
 class Side:
@@ -50,10 +50,6 @@ class Side:
     def requests(self) -> Side | None:
         return self if self.leads else None
 
-    @property
-    def followed(self) -> Side:
-        return self
-
     def matched(self, request: Any, own_tokens: int) -> None:
         self.matches.append((request.rid, own_tokens))
 
@@ -63,9 +59,9 @@ class Side:
     def is_new(self, rid: str) -> bool:
         return rid not in self.asked
 
-    def look_ahead(self, rid: str, prompt: object, kind: object) -> None:
-        assert prompt == f"pages of {rid}"
-        self.asked.append(rid)
+    def look_ahead(self, request: Request, prompt: object) -> None:
+        assert prompt == f"pages of {request.rid}"
+        self.asked.append(request.rid)
 
     def go_on_looking(self) -> None:
         self.went_on += 1

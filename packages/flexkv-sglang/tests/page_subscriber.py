@@ -8,7 +8,7 @@ import time
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
-from flexkv_sglang.tier_events import Page, TierEvents, Told
+from flexkv_sglang.events import Page, TierEvents, Told
 
 
 class Subscriber:

@@ -89,20 +89,19 @@ class InjectedError(Exception):
     """Nobody expects it."""
 
 
-class Request:
-    """A waiting request, as FlexKV sees it of SGLang."""
+class Request(ScheduledRequest):
+    """A request in SGLang's queue."""
 
     def __init__(self, rid: str, hashes: Sequence[str], side: RankSide) -> None:
-        self.rid = rid
+        super().__init__(rid, [0] * 4 * len(hashes))
         self.found = 0
         self.hashes = hashes
-        self.origin_input_ids = [0] * len(hashes)
-        self.session = None
         self._side = side
 
     def init_next_round_input(self, tree_cache: object, cow_mamba: bool = False) -> None:
         """Ask all ranks for the longest prefix that all have, as SGLang does."""
         lengths: list[int] = []
+        hooks.match(lambda *_: None, None, None, self, SimpleNamespace(device_prefix_len=0))
         with self._side.boundary.guard("lookup", "it is a miss"):  # as the linker does
             lengths = self._side.lookup(self.rid, self.hashes)
         self.found = hooks.agree_on_prefix(_alone, self, lengths)
@@ -229,8 +228,7 @@ class Process:
             for request in seen:
                 request.init_next_round_input(None)
             scheduler.waiting_queue = []
-            reqs = [ScheduledRequest(each.rid, [0] * 4 * _PAGES) for each in seen]
-            return SimpleNamespace(reqs=reqs, taken=seen), None
+            return SimpleNamespace(reqs=seen), None
 
         scheduler = SimpleNamespace(
             waiting_queue=queue, grammar_manager=Grammars(), tree_cache=None, device="cpu"
@@ -238,7 +236,7 @@ class Process:
         batch, _ = hooks.schedule(take_all, scheduler)
         queue[:] = scheduler.waiting_queue
         self._least(self._side.ended_offloads())
-        taken: list[Request] = batch.taken
+        taken: list[Request] = batch.reqs
         return taken
 
     def _load(self, request: Request, pages: Sequence[int]) -> bool:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang_requests import Request
 
 from flexkv import CacheConfig
 from flexkv_sglang.pages import NO_DRAFTS, DraftPools, Pages, describe_pages
@@ -188,12 +189,10 @@ class HashedPrompt:
 
     Attributes:
         asked: the parts whose hashes were asked for.
-        tenant: number of the request's tenant.
     """
 
-    def __init__(self, hashes: Sequence[str], tenant: int = 0) -> None:
+    def __init__(self, hashes: Sequence[str]) -> None:
         self._hashes = hashes
-        self.tenant = tenant
         self.asked: list[tuple[int, int]] = []
 
     @property
@@ -270,6 +269,7 @@ class Rank:
         **pool_options: Any,
     ) -> None:
         write_weights(folder)
+        self._requests: dict[str, Request] = {}
         self.pool = pool or make_pool(kind, heads=pool_heads, **pool_options)
         self.ranks = ranks = ranks or OneRank()
         total = heads if heads is not None else (HEADS if kind in {"mha", "hnd"} else 1)
@@ -341,10 +341,26 @@ class Rank:
         assert self.side.requests is not None
         return self.side.requests
 
-    def look_ahead(self, rid: str, hashes: Sequence[str], tenant: int = 0) -> None:
+    def request(
+        self, rid: str, prompt: Sequence[int] = range(13), prefix: int = 0, **others: Any
+    ) -> Request:
+        """SGLang's request of this id, as it is now; the same object in each call."""
+        made = Request(rid, list(prompt), prefix, **others)
+        known = self._requests.setdefault(rid, made)
+        vars(known).update(vars(made))
+        return known
+
+    def lookup(self, rid: str, hashes: Sequence[str], own_tokens: int = 0) -> list[int]:
+        """Look up the pages of a request that SGLang lacks."""
+        if self.side.requests is not None:
+            known = self._requests.get(rid)
+            self.requests.matched(known or self.request(rid), own_tokens)
+        return self.side.lookup(rid, hashes)
+
+    def look_ahead(self, rid: str, hashes: Sequence[str], **others: Any) -> None:
         """Look a request up ahead of its turn, in as many steps as that takes."""
         assert self.requests.is_new(rid)
-        self.requests.look_ahead(rid, HashedPrompt(hashes, tenant))
+        self.requests.look_ahead(self.request(rid, **others), HashedPrompt(hashes))
         while self.requests.looks_ahead:
             self.requests.go_on_looking()
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from flexkv_sglang.ranks import OneRank
-from flexkv_sglang.stage_links import StageLinks
+from flexkv_sglang.stages import StageLinks
 
 PATIENCE_SECONDS = 60.0
 

@@ -18,8 +18,8 @@ from flexkv.engine.choice.cost import Span
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
 from flexkv_sglang.delayed_offloads import AT_ONCE
-from flexkv_sglang.look_ahead import WINDOW
-from flexkv_sglang.staged_loads import StagedLoads
+from flexkv_sglang.stages import StagedLoads
+from flexkv_sglang.waiting import WINDOW
 
 
 @pytest.fixture

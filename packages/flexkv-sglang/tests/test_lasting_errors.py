@@ -117,7 +117,7 @@ def test_polls_that_fail_now_and_then_disable_nothing(
             )
         await_end(rank)
         assert rank.side.take_offload()
-        assert rank.side.lookup("r", hashes_of(text, 3)) == [3]
+        assert rank.lookup("r", hashes_of(text, 3)) == [3]
 
 
 def test_blocks_whose_pages_sglang_has_back_are_never_found(
@@ -166,7 +166,7 @@ def test_a_rank_that_ends_its_copies_disables_the_cache_of_all(
     await_end(first)
     assert second.side.ended_offloads() == 1
     assert not all(engine.both(lambda rank: rank.side.take_offload()))
-    assert first.side.lookup("r", hashes_of("a", 3)) == []
+    assert first.lookup("r", hashes_of("a", 3)) == []
     assert first.side.take_samples()[sample("health", "off", "stopped", "")] == 1
 
 

@@ -26,7 +26,7 @@ from flexkv.client import Reset
 from flexkv.engine.scheduler import operator_calls
 from flexkv.figures.definitions import HINTS, sample
 from flexkv.operators.ask_door import AskError
-from flexkv_sglang import following
+from flexkv_sglang import requests
 from packages.inside import cache_of, fail_resets
 
 MakeRank = Callable[..., Rank]
@@ -67,7 +67,7 @@ def test_a_prompt_is_warmed_after_a_restart(
     assert in_host(call) == 0
     warmed = call("/warm", hashes=HASHES)
     assert (warmed["done"], warmed["reason"]) == (3, "")
-    assert rank.side.lookup("r", HASHES) == [3]
+    assert rank.lookup("r", HASHES) == [3]
     assert rank.load("r", HASHES, [7, 8, 9])
     assert same(rank.read([7, 8, 9]), stored)
 
@@ -92,13 +92,13 @@ def test_a_removed_prompt_is_on_no_tier(
     other = hashes_of("b", 3)
     rank.store(HASHES, [1, 2, 3])
     rank.store(other, [4, 5, 6])
-    assert rank.side.lookup("r", HASHES) == [3]
+    assert rank.lookup("r", HASHES) == [3]
     removed = call("/remove", hashes=HASHES)
     assert (removed["done"], removed["reason"]) == (3, "")
     # SGLang, which has looked them up, computes them.
     assert not rank.side.load("r", HASHES, [7, 8, 9])
-    assert rank.side.lookup("s", HASHES) == []
-    assert rank.side.lookup("t", other) == [3]
+    assert rank.lookup("s", HASHES) == []
+    assert rank.lookup("t", other) == [3]
     rank.close()
     again = make_rank(settings=disk)
     again.look_ahead("r", HASHES)
@@ -114,7 +114,7 @@ def test_a_prompt_is_warmed_and_removed_with_its_windows(
     first.close()
     rank = make_rank(pool=pool, window=8, settings=disk)
     assert call("/warm", hashes=HASHES)["done"] == 3
-    assert rank.side.lookup("r", HASHES) == [3]  # without a wait for the disk
+    assert rank.lookup("r", HASHES) == [3]  # without a wait for the disk
     windows = rank.side.trailing.keys_of(rank.side.keys_of(HASHES), {"swa": 3})
     cache = cache_of(rank.side)
     assert any(map(any, cache.where(windows).values()))
@@ -135,7 +135,7 @@ def test_a_prompt_is_warmed_and_removed_with_its_states(
     first.close()
     rank = make_rank(pool=pool, settings=disk)
     assert call("/warm", hashes=hashes)["done"] == 80
-    assert rank.side.lookup("r", hashes) == [70]  # without a wait for the disk
+    assert rank.lookup("r", hashes) == [70]  # without a wait for the disk
     cache = cache_of(rank.side)
 
     def where(page: int) -> list[bool]:
@@ -150,10 +150,9 @@ def test_a_prompt_is_warmed_and_removed_with_its_states(
 
 def answer(rank: Rank, **others: Any) -> None:
     """SGLang computes and stores a request with three pages, answer included, which then ends."""
-    request = Request("r", list(range(9)), **others)
+    request = rank.request("r", range(9), **others)
     pages = OwnPages(behind=HASHES[2:])
-    rank.requests.matched(request, 0)
-    rank.side.lookup("r", HASHES[:2])
+    rank.lookup("r", HASHES[:2])
     rank.requests.scheduled([request], [], pages)
     rank.store(HASHES, [1, 2, 3])
     request.output_ids.extend(range(4))
@@ -164,7 +163,7 @@ def answer(rank: Rank, **others: Any) -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends of requests are seen at once."""
-    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "_LOOK_SECONDS", 0.0)
 
 
 def test_the_blocks_of_a_conversation_are_removed(
@@ -177,17 +176,16 @@ def test_the_blocks_of_a_conversation_are_removed(
     assert in_host(call) == 3
     assert call("/remove_session", session="chat", cache_salt="team")["blocks"] == 3
     assert in_host(call) == 0
-    assert rank.side.lookup("other", hashes_of("b", 3)) == [3]
+    assert rank.lookup("other", hashes_of("b", 3)) == [3]
 
 
 def test_the_windows_of_a_conversation_are_removed(
     make_rank: MakeRank, call: Callable[..., Any], soon: None
 ) -> None:
     rank = make_rank(pool=make_windowed(), window=8)
-    request = Request("r", list(range(9)), session_id="chat")
+    request = rank.request("r", range(9), session_id="chat")
     pages = OwnPages(behind=HASHES[2:])
-    rank.requests.matched(request, 0)
-    rank.side.lookup("r", HASHES[:2])
+    rank.lookup("r", HASHES[:2])
     rank.requests.scheduled([request], [], pages)
     rank.store(HASHES, [1, 2, 3], [3, 1])
     request.output_ids.extend(range(4))
@@ -274,7 +272,7 @@ def test_a_clear_leaves_a_load_its_pages_and_publishes_no_offload(
     rank = make_rank(settings=disk)
     stored, other = rank.fill([1, 2, 3], seed=1), hashes_of("b", 3)
     rank.store(HASHES, [1, 2, 3])
-    assert rank.side.lookup("r", HASHES) == [3]
+    assert rank.lookup("r", HASHES) == [3]
     assert rank.side.load("r", HASHES, [7, 8, 9])
     rank.side.offload(other, lambda: [4, 5, 6])
     cleared = call("/clear", blocks="all")
@@ -308,10 +306,10 @@ def test_a_clear_that_sglang_can_not_make_is_refused(
         fail_resets(patch, cache_of(rank.side), Reset.EMPTY, RuntimeError("for the test"))
         with pytest.raises(AskError, match="the cache is not cleared, and nothing is loaded"):
             call("/clear", blocks="all")
-    assert rank.side.lookup("r", HASHES) == []
+    assert rank.lookup("r", HASHES) == []
     call("/clear", blocks="all")
     assert rank.store(HASHES, [1, 2, 3])
-    assert rank.side.lookup("s", HASHES) == [3]
+    assert rank.lookup("s", HASHES) == [3]
 
 
 def test_no_call_begins_while_sglang_is_in_one(

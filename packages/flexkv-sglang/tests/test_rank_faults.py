@@ -24,12 +24,12 @@ LEADS = [
     Fault("schedule", "_cache", "lookup"),
     Fault("schedule", "_cache", "fetch"),
     Fault("schedule", "request", "matched"),
-    Fault("schedule", "requests.waiting.awaited", "begin"),
-    Fault("schedule", "requests.waiting.awaited", "held"),
+    Fault("schedule", "requests.waiting._fetches", "begin"),
+    Fault("schedule", "requests.waiting", "held"),
     Fault("schedule", "_chooser", "choose_load"),
     Fault("load", "_cache", "load"),
-    Fault("load", "requests.followed", "loads"),
-    Fault("load", "requests.waiting.awaited", "end"),
+    Fault("load", "requests", "loads"),
+    Fault("load", "requests.waiting._fetches", "media_of"),
 ]
 """On the rank that decides."""
 ANY = [

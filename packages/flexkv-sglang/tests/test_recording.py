@@ -11,12 +11,12 @@ from sglang_requests import OwnPages, Request
 from sglang_world import Rank, hashes_of
 
 from flexkv.plan.read import TraceFile, read_trace
-from flexkv_sglang import following
+from flexkv_sglang import requests
 
 
 @pytest.fixture
 def rank(make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
-    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "_LOOK_SECONDS", 0.0)
     return make_rank(settings={"trace": str(tmp_path / "trace")})
 
 
@@ -29,7 +29,7 @@ def test_a_request_is_recorded_once_with_its_answer(rank: Rank, tmp_path: Path) 
     hashes = hashes_of("a", 3)
     rank.store(hashes[1:2], [1])
     request = Request("a", list(range(10)), prefix=8)
-    assert rank.side.lookup("a", hashes[1:2]) == [1]
+    assert rank.lookup("a", hashes[1:2]) == [1]
     assert rank.load("a", hashes[1:2], [2])
     pages = OwnPages(hashes[:1], hashes[2:])
     rank.requests.scheduled([request], [], pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv_sglang.shared_prefixes import SharedPrefixes
+from flexkv_sglang.waiting import SharedPrefixes
 
 
 def shared(**first: str) -> SharedPrefixes:

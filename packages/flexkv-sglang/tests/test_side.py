@@ -7,25 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from sglang_requests import OwnPages, Request
+from sglang_requests import OwnPages
 from sglang_world import Rank, hashes_of, same
 
 from flexkv.engine.choice.chooser import Left, LoadChoice, LoadChooser
 from flexkv.engine.choice.cost import Span, StepTimer
 from flexkv.figures.definitions import sample
 from flexkv_sglang.copies import Origin
-from flexkv_sglang.side import RankSide
 from packages.inside import cache_of
 from packages.inside_adapters import mover_of, stores_of_worker, worker_of
 
 MakeRank = Callable[..., Rank]
 
 
-def schedule(side: RankSide, *rids: str, waiting: Sequence[str] = ()) -> None:
+def schedule(rank: Rank, *rids: str, waiting: Sequence[str] = ()) -> None:
     """SGLang computes requests of these ids next."""
-    batch, queue = ([Request(rid, [1] * 9) for rid in each] for each in (rids, waiting))
-    assert side.requests is not None
-    side.requests.scheduled(batch, queue, OwnPages())
+    batch, queue = ([rank.request(rid, range(9)) for rid in each] for each in (rids, waiting))
+    rank.requests.scheduled(batch, queue, OwnPages())
 
 
 def test_a_prefix_is_found_up_to_its_first_missing_page(make_rank: MakeRank) -> None:
@@ -33,15 +31,15 @@ def test_a_prefix_is_found_up_to_its_first_missing_page(make_rank: MakeRank) -> 
     hashes = hashes_of("a", 6)
     rank.store(hashes[:2], [1, 2])
     rank.store(hashes[3:5], [4, 5])
-    assert rank.side.lookup("r", hashes) == [2]
-    assert rank.side.lookup("r", hashes[3:]) == [2]
-    assert rank.side.lookup("r", hashes[2:]) == []
+    assert rank.lookup("r", hashes) == [2]
+    assert rank.lookup("r", hashes[3:]) == [2]
+    assert rank.lookup("r", hashes[2:]) == []
 
 
 def test_what_others_stored_is_a_miss_under_another_hash(make_rank: MakeRank) -> None:
     rank = make_rank()
     rank.store(hashes_of("tenant A", 2), [1, 2])
-    assert rank.side.lookup("r", hashes_of("tenant B", 2)) == []
+    assert rank.lookup("r", hashes_of("tenant B", 2)) == []
 
 
 def test_eight_loads_of_one_batch_each_get_their_own(make_rank: MakeRank) -> None:
@@ -129,7 +127,7 @@ def test_a_load_that_cannot_begin_fails_and_its_blocks_are_dropped(
     with monkeypatch.context() as patch:
         patch.setattr(type(mover_of(worker_of(rank.side))), "submit", refuse)
         assert not rank.load("r", hashes, [3, 4])
-    assert rank.side.lookup("r", hashes) == []
+    assert rank.lookup("r", hashes) == []
     assert rank.store(hashes, [1, 2])
     assert rank.load("r", hashes, [3, 4])
 
@@ -161,7 +159,7 @@ def test_offloads_end_in_the_order_of_their_calls(make_rank: MakeRank) -> None:
     while len(told) < 3:
         told += [rank.side.take_offload() for _ in range(rank.side.ended_offloads())]
     assert told == [True, True, True]
-    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes) == [4]
 
 
 def test_pages_that_are_stored_already_are_not_named(make_rank: MakeRank) -> None:
@@ -185,7 +183,7 @@ def test_pages_that_are_stored_in_part_are_copied_in_part(make_rank: MakeRank) -
     rank.store(hashes[1:3], [2, 3])
     rank.fill([2, 3], seed=2)  # would be wrong bytes
     assert rank.store(hashes, [1, 2, 3, 4, 5])
-    assert rank.side.lookup("r", hashes) == [5]
+    assert rank.lookup("r", hashes) == [5]
     assert rank.load("r", hashes, [6, 7, 8, 9, 10])
     assert same(rank.read([6, 7, 8, 9, 10]), wanted)
 
@@ -220,9 +218,9 @@ def test_what_other_weights_computed_is_not_found(make_rank: MakeRank) -> None:
     hashes = hashes_of("a", 2)
     rank.store(hashes, [1, 2])
     rank.side.weights_changed(flushed=True)
-    assert rank.side.lookup("r", hashes) == []
+    assert rank.lookup("r", hashes) == []
     rank.store(hashes, [3, 4])
-    assert rank.side.lookup("r", hashes) == [2]
+    assert rank.lookup("r", hashes) == [2]
 
 
 def test_what_was_computed_behind_pages_of_other_weights_is_not_found_after_a_flush(
@@ -234,21 +232,21 @@ def test_what_was_computed_behind_pages_of_other_weights_is_not_found_after_a_fl
     rank.store(hashes[:2], [1, 2])
     rank.side.weights_changed(flushed=False)
     rank.store(hashes[2:], [3, 4])
-    assert rank.side.lookup("r", hashes[2:]) == [2]
+    assert rank.lookup("r", hashes[2:]) == [2]
     rank.side.reset()
-    assert rank.side.lookup("r", hashes[2:]) == []
+    assert rank.lookup("r", hashes[2:]) == []
     # From here on, SGLang computes all pages anew.
     rank.store(hashes, [5, 6, 7, 8])
     rank.side.reset()
-    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes) == [4]
 
 
 def test_short_hits_are_computed(make_rank: MakeRank) -> None:
     rank = make_rank(settings={"min_load_tokens": 9})
     rank.store(hashes_of("a", 2), [1, 2])
     rank.store(hashes_of("b", 3), [1, 2, 3])
-    assert rank.side.lookup("r", hashes_of("a", 2)) == []
-    assert rank.side.lookup("r", hashes_of("b", 3)) == [3]
+    assert rank.lookup("r", hashes_of("a", 2)) == []
+    assert rank.lookup("r", hashes_of("b", 3)) == [3]
 
 
 def test_an_error_of_the_cache_is_a_miss(
@@ -263,7 +261,7 @@ def test_an_error_of_the_cache_is_a_miss(
 
     for name in ("lookup", "load", "store"):
         monkeypatch.setattr(type(cache_of(rank.side)), name, fail)
-    assert rank.side.lookup("r", hashes) == []
+    assert rank.lookup("r", hashes) == []
     assert not rank.side.load("r", hashes, [3, 4])
     assert not rank.store(hashes_of("b", 1), [5])
 
@@ -272,12 +270,12 @@ def test_figures_count_what_was_asked_and_loaded(make_rank: MakeRank) -> None:
     rank = make_rank()
     hashes = hashes_of("a", 2)
     for _ in range(2):  # as SGLang does as long as the request waits
-        rank.side.lookup("r", hashes)
-    schedule(rank.side, "r")
+        rank.lookup("r", hashes)
+    schedule(rank, "r")
     rank.store(hashes, [1, 2])
-    rank.side.lookup("s", hashes)
+    rank.lookup("s", hashes)
     rank.load("s", hashes, [3, 4])
-    schedule(rank.side, "s")
+    schedule(rank, "s")
     rank.side.ended_offloads()
     samples = rank.side.take_samples()
     assert samples["query_tokens:host"] == 2 * 9
@@ -294,8 +292,8 @@ def test_an_error_counts_once(make_rank: MakeRank, monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise ValueError("an error of a test")
 
-    monkeypatch.setattr(rank.requests.followed, "looked_up", fail)
-    assert not rank.side.lookup("r", hashes_of("a", 2))
+    monkeypatch.setattr(type(cache_of(rank.side)), "lookup", fail)
+    assert not rank.lookup("r", hashes_of("a", 2))
     assert rank.side.take_samples()[sample("failures", "internal", "")] == 1
 
 
@@ -310,7 +308,7 @@ def test_a_prefix_outlives_what_builds_on_it(make_rank: MakeRank) -> None:
     # Others fill host memory but for two blocks, and then need one more.
     count = cache.info.num_slots - 3
     rank.store(hashes_of("b", count), range(5, 5 + count))
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
 
 
 def test_pages_behind_an_unknown_page_are_stored(make_rank: MakeRank) -> None:
@@ -318,9 +316,9 @@ def test_pages_behind_an_unknown_page_are_stored(make_rank: MakeRank) -> None:
     hashes = hashes_of("a", 4)
     rank.side.comes_from(Origin(hashes[1]))
     assert rank.store(hashes[2:], [3, 4])
-    assert rank.side.lookup("r", hashes[2:]) == [2]
+    assert rank.lookup("r", hashes[2:]) == [2]
     rank.store(hashes_of("b", 1), [5])  # not behind what the call before was
-    assert rank.side.lookup("r", hashes_of("b", 1)) == [1]
+    assert rank.lookup("r", hashes_of("b", 1)) == [1]
 
 
 def test_what_is_slower_to_load_than_to_compute_is_computed(
@@ -331,9 +329,9 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(
     rank.store(hashes, [1, 2, 3, 4])
     choose = LoadChoice(1, Left.SLOW)
     monkeypatch.setattr(LoadChooser, "choose_load", lambda *_, **__: choose)
-    assert rank.side.lookup("r", hashes) == [1]
+    assert rank.lookup("r", hashes) == [1]
     rank.load("r", hashes[:1], [5])
-    schedule(rank.side, "r")
+    schedule(rank, "r")
     samples = rank.side.take_samples()
     assert samples["skipped_tokens:slow"] == 12
     assert samples["query_tokens:host"] == 9
@@ -352,16 +350,6 @@ def test_batches_are_timed_until_sglang_polls(
     assert told == [0, [Span(0, 100)], 7, 0]
 
 
-def test_requests_that_leave_are_forgotten(make_rank: MakeRank) -> None:
-    side = make_rank().side
-    for number in range(1000):
-        side.lookup(f"r {number}", hashes_of("a", 2))
-        schedule(side, "r 1001", waiting=["r 0"])
-    schedule(side, "r 0", "r 999", "r 500")
-    # Of "r 500" nothing is known any more.
-    assert side.take_samples()["query_tokens:host"] == 2 * 9
-
-
 def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,8 +361,8 @@ def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(side.requests.waiting.awaited, "end_all", fail)
-        patch.setattr(side.requests.followed, "close", fail)
+        patch.setattr(side.requests.waiting, "end_fetches", fail)
+        patch.setattr(side.requests.sessions, "ended", fail)
         patch.setattr(cache_of(side), "close", closed.append)
         side.close(2.5)
     assert closed == [2.5]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_requests import OwnPages, Request
+from sglang_requests import OwnPages
 from sglang_world import Rank, hashes_of, same, wait_for
 
 from flexkv.client import Reset
@@ -29,28 +29,28 @@ def test_a_restart_finds_what_the_last_engine_stored(
 
     second = make_rank(settings=disk)
     assert second.side.may_wait
-    assert second.side.lookup("r", hashes) == []
+    assert second.lookup("r", hashes) == []
     second.look_ahead("other", hashes_of("b", 3))
     second.look_ahead("r", hashes)
     assert second.side.held(["other", "r"]) == [False, True]
     wait_for(second, "r")
-    assert second.side.lookup("r", hashes) == [3]
+    assert second.lookup("r", hashes) == [3]
     assert second.side.load("r", hashes, [7, 8, 9])
     assert second.side.fetched_tokens("r") == 12
     assert second.side.cancel("r")
     assert second.side.fetched_tokens("r") == 0
     # Now host memory has them. The disk has given them to this request all the same.
     assert second.side.held(["r"]) == [False]
-    assert second.side.lookup("r", hashes) == [3]
+    assert second.lookup("r", hashes) == [3]
     assert second.load("r", hashes, [7, 8, 9])
     assert same(second.read([7, 8, 9]), stored)
-    second.requests.scheduled([Request("r", [1] * 13, prefix=12)], [], OwnPages())
+    second.requests.scheduled([second.request("r", prefix=12)], [], OwnPages())
     samples = second.side.take_samples()
     assert samples["hit_tokens:disk"] == 12
     assert samples.get("hit_tokens:host", 0) == 0
     # Once it has left the queue, its id may be another request's.
     second.side.held([])
-    assert second.side.lookup("r", hashes) == [3]
+    assert second.lookup("r", hashes) == [3]
     assert second.side.load("r", hashes, [7, 8, 9])
     assert second.side.fetched_tokens("r") == 0
     assert second.side.cancel("r")
@@ -63,8 +63,7 @@ def test_a_fetch_has_the_priority_of_its_request(make_rank: MakeRank, disk: dict
     assert first.store(hashes, [1, 2, 3])
     first.close()
     second = make_rank(settings=disk)
-    second.requests.limit(Request("r", [1] * 13, params={"flexkv.priority": 7}))
-    second.look_ahead("r", hashes)
+    second.look_ahead("r", hashes, params={"flexkv.priority": 7})
     assert [urgency.turn for urgency in urgencies_of(cache_of(second.side))] == [-7]
 
 
@@ -73,16 +72,16 @@ def test_a_cleared_cache_has_nothing_in_any_tier(make_rank: MakeRank, disk: dict
     hashes = hashes_of("a", 3)
     rank.store(hashes, [1, 2, 3])
     assert rank.side.clear()
-    assert rank.side.lookup("r", hashes) == []
+    assert rank.lookup("r", hashes) == []
     rank.look_ahead("r", hashes)
     assert rank.side.held(["r"]) == [False]
     assert rank.store(hashes, [1, 2, 3])
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     rank.close()
     # Blocks that were stored before are gone for good.
     other = make_rank(settings=disk)
     other.look_ahead("r", hashes)
-    assert other.side.lookup("r", hashes) == []
+    assert other.lookup("r", hashes) == []
 
 
 def test_new_weights_find_nothing_on_disk_and_leave_the_pages_of_old_ones_there(
@@ -98,17 +97,17 @@ def test_new_weights_find_nothing_on_disk_and_leave_the_pages_of_old_ones_there(
     rank.side.weights_changed(flushed=True)
     rank.look_ahead("r", hashes)
     assert rank.side.held(["r"]) == [False]
-    assert rank.side.lookup("r", hashes) == []
+    assert rank.lookup("r", hashes) == []
     rank.fill([4, 5, 6], seed=2)
     rank.store(hashes, [4, 5, 6])
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     rank.close()
 
     other = make_rank(settings=disk)
     other.look_ahead("r", hashes)
     assert other.side.held(["r"]) == [True]
     wait_for(other, "r")
-    assert other.side.lookup("r", hashes) == [3]
+    assert other.lookup("r", hashes) == [3]
     assert other.load("r", hashes, [7, 8, 9])
     assert same(other.read([7, 8, 9]), old)
 
@@ -123,7 +122,7 @@ def test_after_a_failed_clear_nothing_is_found_until_one_succeeds(
     with monkeypatch.context() as patch:
         fail_resets(patch, cache_of(rank.side), Reset.CLEAR, OSError("nobody expects it"))
         assert not rank.side.clear()
-    assert rank.side.lookup("r", hashes) == []
+    assert rank.lookup("r", hashes) == []
     assert rank.side.clear()
     assert rank.store(hashes, [1, 2, 3])
 

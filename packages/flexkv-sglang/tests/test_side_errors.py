@@ -31,8 +31,8 @@ from sglang_world import (
 
 from flexkv.host.board import CELLS
 from flexkv_sglang import hooks
+from flexkv_sglang.events import Page
 from flexkv_sglang.side import RankSide
-from flexkv_sglang.tier_events import Page
 from packages.inside import (
     assert_no_fetch,
     assert_no_lease,

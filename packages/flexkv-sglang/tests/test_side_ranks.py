@@ -112,9 +112,9 @@ def test_each_rank_gets_its_own_bytes_back(engine: Engine) -> None:
     replicas = engine.ranks[0].pages.sharding.replicas
     stored = engine.both(lambda rank: rank.fill([1, 2, 3], seed=rank.ranks.rank // replicas))
     assert engine.both(lambda rank: rank.store(hashes, [1, 2, 3])) == [True, True]
-    answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
+    answers = engine.both(lambda rank: rank.lookup("r", hashes))
     assert answers == [[3], []]
-    assert engine.both(lambda rank: rank.side.agree_on_length(rank.side.lookup("r", hashes))) == [
+    assert engine.both(lambda rank: rank.side.agree_on_length(rank.lookup("r", hashes))) == [
         3,
         3,
     ]
@@ -141,7 +141,7 @@ def test_each_rank_gets_its_own_state_back(tmp_path: Path, kind: str, heads: int
         assert time.monotonic() < deadline
     assert engine.both(lambda rank: rank.side.take_offload()) == [True, True]
     engine.both(lambda rank: rank.fill_states(range(5), seed=9))
-    assert engine.both(lambda rank: rank.side.lookup("r", hashes)) == [[2], []]
+    assert engine.both(lambda rank: rank.lookup("r", hashes)) == [[2], []]
     loaded = engine.both(lambda rank: rank.load("r", hashes, [7, 8], states=[1]))
     assert loaded == [True, True]
     for rank, pages, state in zip(engine.ranks, stored, states, strict=True):
@@ -162,7 +162,7 @@ def test_all_ranks_delay_offloads_once_host_memory_is_full(
 
 def test_a_prefix_that_rank_0_does_not_have_is_nobodys(engine: Engine) -> None:
     hashes = hashes_of("a", 3)
-    answers = engine.both(lambda rank: rank.side.lookup("r", hashes))
+    answers = engine.both(lambda rank: rank.lookup("r", hashes))
     assert answers == [[], []]
     assert engine.both(lambda rank: rank.side.agree_on_length([])) == [0, 0]
     assert engine.both(lambda rank: rank.side.load("r", hashes, [7, 8, 9])) == [False, False]
@@ -219,7 +219,7 @@ def test_a_rank_without_page_numbers_neither_loads_nor_waits_alone(
 ) -> None:
     hashes = hashes_of("a", 3)
     engine.both(lambda rank: rank.store(hashes, [1, 2, 3]))
-    engine.both(lambda rank: rank.side.lookup("r", hashes))
+    engine.both(lambda rank: rank.lookup("r", hashes))
 
     def load(rank: Rank) -> bool:
         pages = None if rank.ranks.rank == failing else [7, 8, 9]
@@ -242,7 +242,7 @@ def test_pages_that_one_rank_cannot_name_are_stored_by_none(engine: Engine, fail
     while min(engine.both(lambda rank: rank.side.ended_offloads())) == 0:
         pass
     assert not all(engine.both(lambda rank: rank.side.take_offload()))
-    assert engine.ranks[0].side.lookup("r", hashes) == []
+    assert engine.ranks[0].lookup("r", hashes) == []
     assert all(engine.both(lambda rank: rank.store(hashes, [1, 2, 3])))
 
 
@@ -259,4 +259,4 @@ def test_a_load_that_fails_on_one_rank_is_a_miss_from_then_on(
     monkeypatch.setattr(layers_of(worker), "start", refuse)
     assert engine.both(lambda rank: rank.load("r", hashes, [7, 8, 9])) == [True, False]
     engine.ranks[0].side.ended_offloads()
-    assert engine.ranks[0].side.lookup("r", hashes) == []
+    assert engine.ranks[0].lookup("r", hashes) == []

@@ -54,12 +54,12 @@ def test_what_one_engine_has_stored_another_loads(
     one, other = engine(root), engine(root)
     stored = one.fill([1, 2, 3], seed=1)
     stores(one, HASHES, [1, 2, 3])
-    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    until(other, lambda: other.lookup("r", HASHES) == [3])
     assert other.load("r", HASHES, [7, 8, 9])
     assert same(other.read([7, 8, 9]), stored)
     assert not one.side.delays, "the other engine wants the pages at once"
     stores(other, hashes_of("b", 2), [1, 2])
-    until(one, lambda: one.side.lookup("s", hashes_of("b", 2)) == [2])
+    until(one, lambda: one.lookup("s", hashes_of("b", 2)) == [2])
 
 
 def test_an_engine_waits_for_pages_that_another_is_storing(
@@ -79,7 +79,7 @@ def test_an_engine_waits_for_pages_that_another_is_storing(
     until(one, one.side.ended_offloads)
     assert one.side.take_offload()
     until(other, lambda: other.side.held(["r"]) == [False])
-    assert other.side.lookup("r", HASHES) == [3]
+    assert other.lookup("r", HASHES) == [3]
     assert other.load("r", HASHES, [7, 8, 9])
     assert same(other.read([7, 8, 9]), stored)
 
@@ -104,7 +104,7 @@ def test_pages_that_a_service_has_not_published_are_offered_again(
             service.wake()
         until(one, one.side.ended_offloads)
         assert one.side.take_offload() == wakes
-        assert one.side.lookup("r", HASHES) == ([3] if wakes else [])
+        assert one.lookup("r", HASHES) == ([3] if wakes else [])
 
 
 def test_a_disk_of_the_service_gives_pages_to_each_engine(
@@ -117,13 +117,13 @@ def test_a_disk_of_the_service_gives_pages_to_each_engine(
     stored = one.fill([1, 2, 3], seed=1)
     stores(one, HASHES, [1, 2, 3])
     number = 0
-    while one.side.lookup("r", HASHES):
+    while one.lookup("r", HASHES):
         number += 1
         stores(one, hashes_of(f"other {number}", 12), range(1, 13))
     other = engine(first)
     other.look_ahead("r", HASHES)
     until(other, lambda: other.side.held(["r"]) == [False])
-    assert other.side.lookup("r", HASHES) == [3]
+    assert other.lookup("r", HASHES) == [3]
     assert other.load("r", HASHES, [7, 8, 9])
     assert same(other.read([7, 8, 9]), stored)
 
@@ -138,7 +138,7 @@ def test_engines_share_the_windows_of_a_model(
     stored = one.fill([1, 2, 3], seed=1)
     windows = one.fill([6, 5], seed=2, windows=True)
     until(one, lambda: one.store(HASHES, [1, 2, 3], [6, 5]))
-    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    until(other, lambda: other.lookup("r", HASHES) == [3])
     assert other.load("r", HASHES, [7, 8, 9], [2, 3])
     assert same(other.read([7, 8, 9]), stored)
     assert same(other.read([2, 3], windows=True), windows)
@@ -152,7 +152,7 @@ def test_engines_share_the_states_of_a_model(
     stored = one.fill([1, 2, 3], seed=1)
     state = one.fill_states([3], seed=2)
     until(one, lambda: one.store(HASHES, [1, 2, 3], states=[3]))
-    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    until(other, lambda: other.lookup("r", HASHES) == [3])
     assert other.load("r", HASHES, [7, 8, 9], states=[1])
     assert same(other.read([7, 8, 9]), stored)
     assert same(other.read_states([1]), state)
@@ -170,11 +170,11 @@ def test_an_engine_that_starts_anew_leaves_the_others_their_pages(
         one.side.weights_changed(flushed=True)
     else:
         assert one.side.clear()
-    assert one.side.lookup("r", HASHES) == []
+    assert one.lookup("r", HASHES) == []
     one.fill([1, 2, 3], seed=2)
     stores(one, HASHES, [1, 2, 3])
-    until(one, lambda: one.side.lookup("r", HASHES) == [3])
-    until(other, lambda: other.side.lookup("r", HASHES) == [3])
+    until(one, lambda: one.lookup("r", HASHES) == [3])
+    until(other, lambda: other.lookup("r", HASHES) == [3])
     assert other.load("r", HASHES, [7, 8, 9])
     assert same(other.read([7, 8, 9]), old)
 
@@ -187,8 +187,8 @@ def test_keys_that_mean_nothing_elsewhere_are_an_engines_own(
     one, other = engine(root), engine(root)
     one.fill([1, 2, 3], seed=1)
     stores(one, HASHES, [1, 2, 3])
-    until(one, lambda: one.side.lookup("r", HASHES) == [3])
-    assert other.side.lookup("r", HASHES) == []
+    until(one, lambda: one.lookup("r", HASHES) == [3])
+    assert other.lookup("r", HASHES) == []
 
 
 def test_an_operator_cannot_have_an_engine_clear_what_is_the_services(
@@ -198,4 +198,4 @@ def test_an_operator_cannot_have_an_engine_clear_what_is_the_services(
     stores(one, HASHES, [1, 2, 3])
     with pytest.raises(AskError, match=r"those of the node's service; allowed: `flexkv clear DIR`"):
         call_door(str(tmp_path / "run"), "/clear", blocks="all")
-    assert one.side.lookup("r", HASHES) == [3]
+    assert one.lookup("r", HASHES) == [3]

@@ -61,7 +61,7 @@ class Pipeline:
             assert time.monotonic() < deadline
 
     def agree(self, rid: str, hashes: Sequence[str]) -> list[int]:
-        return [stage.side.agree_on_length(stage.side.lookup(rid, hashes)) for stage in self.stages]
+        return [stage.side.agree_on_length(stage.lookup(rid, hashes)) for stage in self.stages]
 
     def load(
         self, rid: str, hashes: Sequence[str], pages: Sequence[Sequence[int] | None]

@@ -57,9 +57,9 @@ def test_fetched_pages_count_for_the_tenant_that_waits_for_them(
     first.store(hashes, [1, 2, 3], [4, 5])
     first.close()
     rank = make_rank(pool=make_windowed(), window=8, settings=SHARES | disk)
-    rank.look_ahead("r", hashes, B)
+    rank.look_ahead("r", hashes, salt="b")
     wait_for(rank, "r")
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     assert counts(rank) == {B: 5}
 
 
@@ -73,7 +73,7 @@ def test_a_tenant_below_its_share_keeps_its_pages(make_rank: MakeRank) -> None:
     for number in range(20):
         rank.side.comes_from(Origin(None, B))
         rank.store(hashes_of(f"other {number}", 4), [1, 2, 3, 4])
-    assert rank.side.lookup("r", mine) == [10]
+    assert rank.lookup("r", mine) == [10]
     assert slots_of(rank)[B] > 10  # what nobody uses is lent
 
 

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from kept_spans import KeptSpans
-from sglang_requests import Request
+from sglang_requests import OwnPages
 from sglang_world import Rank, hashes_of, wait_for
 
-from flexkv_sglang.spans import in_sglangs_spans
-from packages.inside_adapters import traced_transfers
+from flexkv_sglang.request import in_sglangs_spans
+from packages.inside_adapters import trace_rank, traced_transfers
 
 MakeRank = Callable[..., Rank]
 
 
 def follow(rank: Rank, rid: str) -> KeptSpans:
     told = KeptSpans()
-    rank.requests.followed.traced.spans = told
-    rank.requests.matched(Request(rid, [1] * 13), 0)
+    trace_rank(rank.side, told)
+    rank.requests.matched(rank.request(rid), 0)
     return told
 
 
@@ -34,12 +34,13 @@ def test_a_fetch_and_a_load_have_a_span(make_rank: MakeRank, disk: dict[str, Any
     told = follow(rank, "r")
     rank.look_ahead("r", hashes)
     wait_for(rank, "r")
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     assert told.spans == []
     assert rank.load("r", hashes, [7, 8, 9])
     fetched = {"blocks": 3, "arrived_blocks": 3, "disk_blocks": 3}
     loaded = {"blocks": 3, "done": True}
-    assert told.spans == [("r", "fetch", fetched), ("r", "load", loaded)]
+    rank.requests.scheduled([rank.request("r", prefix=12)], [], OwnPages())
+    assert told.spans == [("r", "load", loaded), ("r", "fetch", fetched)]
 
 
 def test_a_cancelled_load_has_no_span(make_rank: MakeRank) -> None:
@@ -47,11 +48,11 @@ def test_a_cancelled_load_has_no_span(make_rank: MakeRank) -> None:
     hashes = hashes_of("a", 3)
     assert rank.store(hashes, [1, 2, 3])
     told = follow(rank, "r")
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     assert rank.side.load("r", hashes, [7, 8, 9])
-    assert len(traced_transfers(rank.requests.followed.traced)) == 1
+    assert len(traced_transfers(rank.requests.traced)) == 1
     assert rank.side.cancel("r")
-    assert not traced_transfers(rank.requests.followed.traced)
+    assert not traced_transfers(rank.requests.traced)
     assert rank.load("r", hashes, [7, 8, 9])
     assert [(rid, name) for rid, name, _ in told.spans] == [("r", "load")]
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from flexkv_sglang.ranks import OneRank, StagedRanks, ranks_of
-from flexkv_sglang.stage_links import StageLinks
+from flexkv_sglang.stages import StageLinks
 
 STAGES, RANKS = 2, 2
 PATIENCE_SECONDS = 60.0

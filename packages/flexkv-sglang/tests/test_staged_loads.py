@@ -11,7 +11,7 @@ import pytest
 from stage_queues import MeetingRanks, QueuedLinks, Wires
 
 from flexkv_sglang.ranks import OneRank, StagedRanks
-from flexkv_sglang.staged_loads import StagedLoads
+from flexkv_sglang.stages import StagedLoads
 
 
 def request(rid: str, *, kept_out: bool = False) -> Any:

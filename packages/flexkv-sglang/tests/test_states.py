@@ -53,7 +53,7 @@ def test_a_state_comes_back_into_another(
     rank.fill_states(range(STATES), seed=4)
     others = [page for page in range(13) if page not in (9, 1, 4)]
     untouched = rank.read(others), rank.read_states([0, 2, 3, 4])
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     assert rank.load("r", hashes, [9, 1, 4], states=[1])
     assert same(rank.read([9, 1, 4]), stored)
     assert same(rank.read_states([1]), state)
@@ -102,22 +102,22 @@ def test_a_hit_ends_where_a_state_ends(make_stateful_rank: MakeRank) -> None:
     assert rank.store(hashes[:2], [1, 2], states=[1])
     assert rank.store(hashes[2:4], [3, 4], states=[2])
     assert rank.store(hashes[4:], [5, 6])
-    assert rank.side.lookup("r", hashes) == [4]
-    assert rank.side.lookup("r", hashes[:3]) == [2]
-    assert rank.side.lookup("r", hashes[:1]) == []
+    assert rank.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes[:3]) == [2]
+    assert rank.lookup("r", hashes[:1]) == []
     # SGLang has the first pages itself, and a state.
-    assert rank.side.lookup("r", hashes[1:]) == [3]
-    assert rank.side.lookup("r", hashes[4:]) == []
+    assert rank.lookup("r", hashes[1:]) == [3]
+    assert rank.lookup("r", hashes[4:]) == []
 
 
 def test_a_state_that_a_stored_prefix_gets_later_is_stored(make_stateful_rank: MakeRank) -> None:
     rank = make_stateful_rank()
     hashes = hashes_of("a", 4)
     assert rank.store(hashes, [1, 2, 3, 4], states=[1])
-    assert rank.side.lookup("r", hashes[:2]) == []
+    assert rank.lookup("r", hashes[:2]) == []
     stored = rank.fill_states([2], seed=1)
     assert rank.store(hashes[:2], [1, 2], states=[2])
-    assert rank.side.lookup("r", hashes[:2]) == [2]
+    assert rank.lookup("r", hashes[:2]) == [2]
     assert rank.load("r", hashes[:2], [5, 6], states=[3])
     assert same(rank.read_states([3]), stored)
 
@@ -138,13 +138,13 @@ def test_a_state_without_one_part_is_none(make_stateful_rank: MakeRank) -> None:
     hashes = hashes_of("a", 4)
     assert rank.store(hashes[:2], [1, 2], states=[1])
     assert rank.store(hashes[2:], [3, 4], states=[2])
-    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes) == [4]
     others = 0
-    while rank.side.lookup("r", hashes) == [4]:
+    while rank.lookup("r", hashes) == [4]:
         assert others < 10_000
         assert rank.store(hashes_of(f"other {others}", 1), [7])
         others += 1
-    assert rank.side.lookup("r", hashes) in ([], [2])
+    assert rank.lookup("r", hashes) in ([], [2])
 
 
 def test_requests_with_one_prefix_do_not_wait_for_each_other(make_stateful_rank: MakeRank) -> None:
@@ -168,11 +168,11 @@ def test_a_state_comes_from_the_disk(make_stateful_rank: MakeRank, disk: dict[st
     first.close()
 
     second = make_stateful_rank(settings=disk)
-    assert second.side.lookup("r", hashes) == []
+    assert second.lookup("r", hashes) == []
     second.look_ahead("r", hashes)
     assert second.side.held(["r"]) == [True]
     wait_for(second, "r")
-    assert second.side.lookup("r", hashes) == [4]
+    assert second.lookup("r", hashes) == [4]
     assert second.load("r", hashes[:4], [7, 8, 9, 10], states=[2])
     assert same(second.read([7, 8, 9, 10]), stored)
     assert same(second.read_states([2]), state)

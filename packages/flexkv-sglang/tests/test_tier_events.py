@@ -12,7 +12,7 @@ from page_subscriber import Subscriber, numbers_of, pages_of
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
-from flexkv_sglang.tier_events import Told
+from flexkv_sglang.events import Told
 from packages.inside import cache_of
 from packages.inside_adapters import kept_pages
 

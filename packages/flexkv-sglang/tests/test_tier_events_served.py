@@ -13,8 +13,7 @@ from page_subscriber import Subscriber, numbers_of, pages_of
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
-from flexkv_sglang.kept_pages import decode, encode
-from flexkv_sglang.tier_events import Page
+from flexkv_sglang.events import Page, decode, encode
 from packages.inside import cache_of, stores_of
 
 HOST, DISK = Medium.HOST, Medium.DISK
@@ -144,7 +143,7 @@ def test_other_weights_end_what_others_have_described(serve: Serve, subscribe: S
     other.rank.side.weights_changed(flushed=True)
     other.listen()
     assert not other.known
-    assert one.rank.side.lookup("r", hashes_of("a", 3)) == [3]
+    assert one.rank.lookup("r", hashes_of("a", 3)) == [3]
     until(lambda: {number for _, number in one.known} == set(numbers_of("a", 3)), one)
 
 

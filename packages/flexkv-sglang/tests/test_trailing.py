@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_requests import OwnPages, Request
+from sglang_requests import OwnPages
 from sglang_world import (
     HEADS,
     LAYERS,
@@ -62,7 +62,7 @@ def test_pages_of_windows_come_back_into_other_pages(
     others = [page for page in range(13) if page not in (9, 1, 4)]
     other_windows = [page for page in range(WINDOW_PAGES + 1) if page not in (1, 5)]
     untouched = rank.read(others), rank.read(other_windows, windows=True)
-    assert rank.side.lookup("r", hashes) == [3]
+    assert rank.lookup("r", hashes) == [3]
     assert rank.load("r", hashes, [9, 1, 4], [1, 5])
     assert same(rank.read([9, 1, 4]), stored)
     assert same(rank.read([1, 5], windows=True), windows)
@@ -97,14 +97,14 @@ def test_a_hit_ends_where_a_window_ends(make_windowed_rank: MakeRank) -> None:
     hashes = hashes_of("a", 6)
     # As SGLang stores a prompt of four pages, and then an answer whose window has moved on.
     assert rank.store(hashes[:4], [1, 2, 3, 4], [1, 2])
-    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes) == [4]
     assert rank.store(hashes[4:], [5, 6], [3])
-    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes) == [4]
     # SGLang has the first pages itself, with their window.
-    assert rank.side.lookup("r", hashes[5:]) == [1]
-    assert rank.side.lookup("r", hashes[4:]) == []
-    assert rank.side.lookup("r", hashes[3:]) == [1]
-    assert rank.side.lookup("r", hashes[:3]) == []
+    assert rank.lookup("r", hashes[5:]) == [1]
+    assert rank.lookup("r", hashes[4:]) == []
+    assert rank.lookup("r", hashes[3:]) == [1]
+    assert rank.lookup("r", hashes[:3]) == []
 
 
 def test_a_load_without_its_window_is_refused(make_windowed_rank: MakeRank) -> None:
@@ -121,13 +121,13 @@ def test_an_evicted_window_shortens_a_hit(make_windowed_rank: MakeRank) -> None:
     hashes = hashes_of("a", 4)
     assert rank.store(hashes[:2], [1, 2], [1, 2])
     assert rank.store(hashes[2:], [3, 4], [3, 4])
-    assert rank.side.lookup("r", hashes) == [4]
+    assert rank.lookup("r", hashes) == [4]
     others = 0
-    while rank.side.lookup("r", hashes) == [4]:
+    while rank.lookup("r", hashes) == [4]:
         assert others < 10_000
         assert rank.store(hashes_of(f"other {others}", 1), [7])
         others += 1
-    assert rank.side.lookup("r", hashes) in ([], [2])
+    assert rank.lookup("r", hashes) in ([], [2])
 
 
 def test_a_window_comes_from_the_disk(make_windowed_rank: MakeRank, disk: dict[str, Any]) -> None:
@@ -140,21 +140,21 @@ def test_a_window_comes_from_the_disk(make_windowed_rank: MakeRank, disk: dict[s
     first.close()
 
     second = make_windowed_rank(layers=2 * LAYERS, settings=disk)
-    assert second.side.lookup("r", hashes) == []
+    assert second.lookup("r", hashes) == []
     second.look_ahead("r", hashes)
     assert second.side.held(["r"]) == [True]
     wait_for(second, "r")
-    assert second.side.lookup("r", hashes) == [4]
+    assert second.lookup("r", hashes) == [4]
     assert second.load("r", hashes[:4], [7, 8, 9, 10], [1, 2])
     assert same(second.read([7, 8, 9, 10]), stored)
     assert same(second.read([1, 2], windows=True), windows)
-    second.requests.scheduled([Request("r", [1] * 21, prefix=16)], [], OwnPages())
+    second.requests.scheduled([second.request("r", range(21), 16)], [], OwnPages())
     samples = second.side.take_samples()
     assert samples["hit_tokens:disk"] == 16
     # Host memory has them now, and nothing holds them there.
     second.look_ahead("other", hashes)
     wait_for(second, "other")
-    assert second.side.lookup("other", hashes) == [4]
+    assert second.lookup("other", hashes) == [4]
 
 
 @pytest.mark.parametrize("more", [0, 2], ids=["all of the prompt", "its beginning"])
@@ -188,7 +188,7 @@ def test_a_window_comes_from_a_store_that_is_queried(
         second.look_ahead("r", prompt)
         assert second.side.held(["r"]) == [True]
         wait_for(second, "r")
-        assert second.side.lookup("r", prompt) == [4]
+        assert second.lookup("r", prompt) == [4]
         assert second.load("r", hashes, [7, 8, 9, 10], [1, 2])
         assert same(second.read([7, 8, 9, 10]), stored)
         assert same(second.read([1, 2], windows=True), windows)
@@ -205,7 +205,7 @@ def test_a_prefix_without_a_window_is_not_read(
     second = make_windowed_rank(settings=disk)
     second.look_ahead("r", hashes)
     assert second.side.held(["r"]) == [False]
-    assert second.side.lookup("r", hashes) == []
+    assert second.lookup("r", hashes) == []
 
 
 def test_other_windows_have_another_fingerprint(

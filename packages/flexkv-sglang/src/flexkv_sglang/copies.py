@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from flexkv.client import CacheClient, Transfer
+from flexkv.client import CacheClient, Ended, Reset, Transfer
 from flexkv.engine.orders import CopyOrder
+from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.types.packed_keys import PackedKeys
 from flexkv.types.tenants import NO_TENANT
 
@@ -152,3 +153,85 @@ def _slots_of(transfer: Transfer, keys: Sequence[bytes], missing: Sequence[int])
     for place, slot in zip(places, slots, strict=True):
         chosen[place] = slot
     return chosen
+
+
+class OrderedTransfers:
+    """The transfers of one engine, on the rank that decides. Single-threaded.
+
+    Args:
+        cache: the engine's cache; polled.
+        ended: called with each transfer that has ended.
+
+    Attributes:
+        offloads: the transfers by their numbers; None for a load. The caller adds those that all
+            ranks have agreed on, and removes those that it cancels.
+    """
+
+    def __init__(self, cache: CacheClient, ended: Callable[[Ended], None]) -> None:
+        self._cache = cache
+        self._ended = EndedTransfers(cache)
+        self._note_end = ended
+        self.offloads: dict[int, Offload | None] = {}
+        self._copied: dict[int, Offload] = {}
+        self._lost_some = False
+
+    def lose(self) -> None:
+        """After an error that may have lost a lease or a transfer: the next `poll` cancels the
+        transfers that the ranks do not know, and ends those whose end was not seen."""
+        self._cache.reset(Reset.RECOVER)
+        self._lost_some = True
+
+    def poll(self) -> bool:
+        """Note the transfers that have ended. Returns whether anything was under way."""
+        if not self._ended.busy and not self._copied:
+            return False
+        if self._lost_some:
+            self._ended.end_lost(self.offloads.keys(), self.offloads.keys())
+            self._lost_some = False
+        for ended in self._ended.take():
+            offload = self.offloads.get(ended.id)
+            if offload is not None:
+                offload.stored &= ended.done
+                self._copied[ended.id] = offload
+            self.offloads.pop(ended.id, None)
+            self._note_end(ended)
+        if self._copied:
+            self._end_published()
+        return True
+
+    def _end_published(self) -> None:
+        """End the offloads that the cache has published, or of which it may never know."""
+        status = self._cache.status
+        is_silent, publishing = status.is_silent, status.publishing
+        for number, offload in list(self._copied.items()):
+            if is_silent or number not in publishing:
+                offload.stored &= not is_silent
+                offload.transfer_id = 0
+                del self._copied[number]
+
+
+class LayerCounter:
+    """SGLang's protocol of a counter of loaded layers.
+
+    Args:
+        num_layers: layers of the model on this rank.
+        wait: called with a layer's number from 0; returns once the layer's pages are loaded.
+
+    Attributes:
+        num_layers: see above.
+        consumer_index: number of the batch that computes; -1 if the batch has no loads.
+    """
+
+    def __init__(self, num_layers: int, wait: Callable[[int], None]) -> None:
+        self.num_layers = num_layers
+        self.consumer_index = -1
+        self._wait = wait
+
+    def set_consumer(self, index: int) -> None:
+        """Set the batch of the next forward pass; -1 for a batch without loads."""
+        self.consumer_index = index
+
+    def wait_until(self, threshold: int) -> None:
+        """Wait until the pages of layer `threshold` are loaded."""
+        if self.consumer_index >= 0:
+            self._wait(threshold)

@@ -19,12 +19,11 @@ from flexkv.engine.choice.cost import Span
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import AT_ONCE
-from flexkv_sglang.kv_events import follow, learn_early
-from flexkv_sglang.look_ahead import WINDOW
-from flexkv_sglang.missing_pages import missing_pages
-from flexkv_sglang.page_hashes import PageHashes
+from flexkv_sglang.events import follow, learn_early
 from flexkv_sglang.requests import SglangRequests
 from flexkv_sglang.side import RankSide
+from flexkv_sglang.tree import PageHashes, missing_pages
+from flexkv_sglang.waiting import WINDOW
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -374,7 +373,7 @@ def poll_offloads(original: Callable[..., None], tree: Any) -> None:
     original(tree)
 
     def due(side: RankSide) -> Iterator[int]:
-        if side.requests is not None and side.requests.followed.keeping:
+        if side.requests is not None and side.requests.reports.keeping:
             return side.delayed.take_latest(_OFFLOADED_TOKENS)
         pool = tree.token_to_kv_pool_allocator
         left = pool.available_size() + tree.evictable_size() - pool.size // _RESERVE
@@ -496,8 +495,7 @@ def _look_ahead(side: RankSide, requests: SglangRequests, scheduler: Any) -> Non
                 most = requests.limit(request)
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
                 if most != 0 and not getattr(request.session, "streaming", False):
-                    kind = getattr(request, "priority", None)
                     states = side.trailing.have_states
                     missing = missing_pages(tree, request, has_states=states, most=most)
-                    requests.look_ahead(request.rid, missing, kind)
+                    requests.look_ahead(request, missing)
     requests.go_on_looking()

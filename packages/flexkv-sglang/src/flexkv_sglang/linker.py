@@ -25,12 +25,12 @@ from flexkv import ConfigError, LayoutError
 from flexkv.settings import configure_logging
 from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
-from flexkv_sglang.layer_counter import LayerCounter
+from flexkv_sglang.copies import LayerCounter
 from flexkv_sglang.metrics import Metrics
-from flexkv_sglang.page_numbers import PageNumbers
 from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
+from flexkv_sglang.slots import PageNumbers
 from flexkv_sglang.start import Engine, start_rank
 from flexkv_sglang.support import check_cache, check_settings, load_page_hash
 

@@ -12,8 +12,7 @@ import torch
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.types.errors import RankError
-from flexkv_sglang.stage_links import DECISIONS, StageLinks
-from flexkv_sglang.staged_loads import StagedLoads
+from flexkv_sglang.stages import DECISIONS, StagedLoads, StageLinks
 
 logger = logging.getLogger("flexkv.sglang")
 

@@ -23,13 +23,20 @@ from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
-from flexkv_sglang.copies import Behind, Decision, Offload, Origin, QueuedLoad, order_of
+from flexkv_sglang.copies import (
+    Behind,
+    Decision,
+    Offload,
+    OrderedTransfers,
+    Origin,
+    QueuedLoad,
+    order_of,
+)
 from flexkv_sglang.delayed_offloads import DelayedOffloads
-from flexkv_sglang.ordered_transfers import OrderedTransfers
-from flexkv_sglang.page_keys import PageKeys
+from flexkv_sglang.events import TierEvents
+from flexkv_sglang.keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.requests import SglangRequests
-from flexkv_sglang.tier_events import TierEvents
 from flexkv_sglang.trailing import NO_LAST, NONE_TRAILING, TrailingPages
 
 logger = logging.getLogger("flexkv.sglang")
@@ -43,14 +50,12 @@ _BITS = 32
 _UNDER_WAY, _FAILED, _STORED = range(3)
 """States of an offload, as the first stage of a pipeline passes them on."""
 
-_DESCRIBING = "describing pages for KV events"
-
 _PASSED_ON = 256
-"""The most offloads whose ends are passed on in a step. Not tuned."""
+"""The most offloads whose ends are passed on in a step."""
 
 _FAILED_POLLS = 8
 """Consecutive failed polls after which a rank ends all copies for good. SGLang keeps the pages of
-an offload until a poll finds its end. Not tuned."""
+an offload until a poll finds its end."""
 
 
 @in_turns
@@ -63,14 +68,12 @@ class RankSide:
         cache: of the engine, on rank 0; None on the others.
         page_size: tokens of a page, which is a block.
         chooser: decides on rank 0 what is worth loading and waiting for.
-        may_wait: whether a request may have to wait for what a lower tier reads.
-        trailing: the pages of which a hit needs the last.
+        may_wait: whether a request may have to wait for a lower tier; the same on all ranks.
+        trailing: the pages of which a hit needs the last; the same on all ranks.
         boundary: where errors of single requests end.
-        recorder: of the requests; None if nothing is recorded here. Owned.
-        options: parameters that requests may set (setting `request_options`); None for all.
+        recorder, options: see `RequestReports`.
 
     Attributes:
-        may_wait, trailing, boundary: as given; the first two are the same on all ranks.
         staged: the loads of a pipeline; None if the engine has one stage.
         events: of what tiers have; None until `watch`, and on ranks other than 0.
         weights_return: whether SGLang keeps a copy of weights whose memory it releases.
@@ -78,7 +81,6 @@ class RankSide:
             evict and nothing below host memory wants each block; the same on all ranks.
         delayed: the offloads that wait.
         page_keys: makes the keys of pages.
-        keys_of: see `PageKeys.of`.
         requests: SGLang's requests; None on ranks other than 0.
     """
 
@@ -131,7 +133,7 @@ class RankSide:
                 options=options,
                 trailing=trailing,
             )
-            self._ordered = OrderedTransfers(cache, self.requests.followed.traced.ended)
+            self._ordered = OrderedTransfers(cache, self.requests.traced.ended)
             boundary.after_error = self._ordered.lose
 
     @property
@@ -158,13 +160,9 @@ class RankSide:
     # Requests that SGLang is about to schedule.
 
     def lookup(self, rid: str, hashes: Sequence[str]) -> list[int]:
-        """The length, in pages, of the longest prefix that can be loaded; nothing if none can, and
-        on ranks that do not decide. SGLang, which allows several lengths, walks through all of
-        them in Python: a prompt may have tens of thousands.
-
-        Args:
-            rid: id of the request.
-            hashes: SGLang's hashes of the pages that it lacks, in the order of the prompt.
+        """The length, in pages, of the longest prefix that can be loaded of the pages that SGLang
+        lacks; nothing if none can, and on ranks that do not decide. SGLang, which allows several
+        lengths, walks through all of them in Python: a prompt may have tens of thousands.
         """
         if self.requests is None:
             return []
@@ -174,8 +172,7 @@ class RankSide:
         return []
 
     def agree_on_length(self, lengths: Sequence[int]) -> int:
-        """The length of a prefix that all ranks load: what the rank that decides has returned from
-        `lookup`."""
+        """The length of a prefix that all ranks load: that of the rank that decides."""
         (length,) = self._exchanges.decide(
             "lookup", "it is a miss", lambda: [max(lengths, default=0)], 1
         )
@@ -192,7 +189,7 @@ class RankSide:
 
         Args:
             rid: id of the request.
-            hashes: hashes of the pages to load.
+            hashes: of the pages to load.
             pages: numbers of the blocks that SGLang has allocated for them: its numbers of pages,
                 then those of `TrailingPages.blocks_of`; None after an error.
             last: how many of the last pages have one in pools apart, by the pool's name.
@@ -222,8 +219,7 @@ class RankSide:
         return True
 
     def fetched_tokens(self, rid: str) -> int:
-        """How many tokens of a request's queued load lower tiers gave for it. Known on the rank
-        that decides, 0 on the others."""
+        """Tokens of a queued load that lower tiers gave; 0 on ranks that do not decide."""
         queued = self._queued.get(rid)
         return 0 if queued is None else queued.fetched * self._page_size
 
@@ -236,20 +232,13 @@ class RankSide:
             if self._cache is not None and queued is not None:
                 self._cache.end_transfer(queued.order.transfer_id, TransferEnd.CANCEL)
             if self.requests is not None:
-                if queued is not None:
-                    self.requests.followed.traced.cancelled(queued.order.transfer_id)
-                self.requests.cancelled(rid)
+                transfer_id = None if queued is None else queued.order.transfer_id
+                self.requests.cancelled(rid, transfer_id)
         return queued is not None
 
     def held(self, rids: Sequence[str]) -> list[bool]:
-        """Which of the waiting requests SGLang must not schedule yet: a lower tier reads blocks for
-        them, it is not known yet whether one has any, or another request loads the same pages. All
-        ranks return the same.
-
-        Args:
-            rids: ids of all waiting requests, in the order of SGLang's queue. Fetches for any other
-                request are ended.
-        """
+        """Which of the waiting requests SGLang must not schedule yet; see `WaitingRequests.held`.
+        All ranks return the same."""
         place, consequence = "waiting for a disk", "what has come is all"
         may_change = self.may_wait or self.is_loading or not self._free_to_go.issuperset(rids)
         if rids and may_change:
@@ -314,8 +303,7 @@ class RankSide:
         return False
 
     def loads_known(self, batch: int) -> None:
-        """Note that it is known of all loads of a batch, and earlier ones, whether they have
-        succeeded."""
+        """The loads of a batch, and of earlier ones, have all succeeded or failed."""
         self._ended_batch = batch
 
     # Pages that SGLang has computed.
@@ -334,7 +322,7 @@ class RankSide:
         """Store pages. SGLang must keep them until `take_offload` has returned for them.
 
         Args:
-            hashes: hashes of the pages, in the order of the prompt.
+            hashes: of the pages, in the order of the prompt.
             pages_of: returns the numbers of their blocks; None after an error, which fails the
                 offload. Not called if all are stored already.
             behind: the copies follow the work that SGLang has queued so far.
@@ -343,7 +331,8 @@ class RankSide:
         (before, tenant), self._origin = self._origin, Origin()
         offload = Offload(tenant=tenant)
         self._pending.append(offload)
-        with self.boundary.guard(_DESCRIBING, "other engines do not describe them", loses=False):
+        consequence = "other engines do not describe them"
+        with self.boundary.guard("describing pages for KV events", consequence, loses=False):
             if self.events is not None:
                 self.events.offered(self.keys_of(hashes))
 

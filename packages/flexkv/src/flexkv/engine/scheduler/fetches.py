@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from flexkv.client import CacheClient, FetchId, FetchState
 from flexkv.engine.scheduler.engine import RequestSpans
@@ -84,7 +85,7 @@ class Fetches:
             # The request's turn has come, or the engine has evicted blocks since the fetch began.
             if self._came_early(tracked, keys):
                 return len(keys)
-            fetch = self._begin(tracked, keys, start, announced)
+            fetch = self.begin(tracked, keys, start, announced)
             if fetch is None:
                 return self._cache.lookup(keys)
         state = self._cache.fetch_state(fetch.id)
@@ -98,6 +99,31 @@ class Fetches:
         if self._ahead and state.is_steady and state.seconds_left < LOOKAHEAD_SECONDS:
             return end - start
         return None
+
+    def begin(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int, announced: int = 0
+    ) -> WantedFetch | None:
+        """Fetch the blocks `keys`, from block `start` of the request on, in place of its earlier
+        fetches; None if no lower tier has a block to add."""
+        if tracked.early is not None:
+            self._cache.extend_fetch(tracked.early.id, raise_priority=True)
+        tenant = self._tenant_of(tracked)
+        priority = tracked.options.priority or 0
+        begun = self._cache.fetch(keys, tenant=tenant, announced=announced, priority=priority)
+        fetch = None if begun is None else WantedFetch(begun, keys, start)
+        self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
+        if fetch is not None:
+            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch.id))
+        return fetch
+
+    def extend(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
+        """Fetch the blocks `keys`, which the engine has hashed since, behind those of `begin`.
+        Returns whether a further call may bring more."""
+        fetch = tracked.waiting
+        if fetch is None:
+            return False
+        tracked.waiting = replace(fetch, keys=[*fetch.keys, *keys])
+        return self._cache.extend_fetch(fetch.id, keys)
 
     def fetch_next(
         self, tracked: TrackedRequest, keys: Sequence[bytes], start: int
@@ -178,20 +204,6 @@ class Fetches:
             self._cache.fetch_state(early.id).arrived == len(keys)
             and not self._cache.status.disabled
         )
-
-    def _begin(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int, announced: int
-    ) -> WantedFetch | None:
-        if tracked.early is not None:
-            self._cache.extend_fetch(tracked.early.id, raise_priority=True)
-        tenant = self._tenant_of(tracked)
-        priority = tracked.options.priority or 0
-        begun = self._cache.fetch(keys, tenant=tenant, announced=announced, priority=priority)
-        fetch = None if begun is None else WantedFetch(begun, keys, start)
-        self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
-        if fetch is not None:
-            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch.id))
-        return fetch
 
     def _replace(self, tracked: TrackedRequest, fetch: WantedFetch | None) -> None:
         """The request waits for `fetch` instead of its previous fetch."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sglang_world import PATIENCE_SECONDS, HashedPrompt, Rank, hashes_of
 
-from flexkv_sglang import look_ahead
-from flexkv_sglang.look_ahead import WINDOW
+from flexkv_sglang import waiting
+from flexkv_sglang.waiting import WINDOW
 from packages.inside import cache_of
 from packages.inside_adapters import awaited_fetch
 from packages.seen_fetch import SeenFetch
@@ -26,8 +26,8 @@ HASHES = hashes_of("a", PAGES)
 def rank(make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """A rank whose disk has `PAGES` pages of a prompt, and whose steps have time for one portion of
     pages each."""
-    monkeypatch.setattr(look_ahead, "_HASHED_PAGES", 4)
-    monkeypatch.setattr(look_ahead, "_FETCHED_PAGES", 2)
+    monkeypatch.setattr(waiting, "_HASHED_PAGES", 4)
+    monkeypatch.setattr(waiting, "_FETCHED_PAGES", 2)
     settings = {
         "ssd_cache_gb": 1 / 64,
         "ssd_cache_dir": (str(tmp_path / "disk"),),
@@ -39,15 +39,14 @@ def rank(make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.Mon
     first.close()
     made = make_rank(settings=settings)
     ticks = count()
-    ahead: Any = made.requests.waiting.ahead
-    monkeypatch.setattr(ahead, "_clock", lambda: float(next(ticks)))
+    monkeypatch.setattr(made.requests.waiting, "_clock", lambda: float(next(ticks)))
     return made
 
 
 def begin(rank: Rank, rid: str, hashes: Sequence[str]) -> HashedPrompt:
     assert rank.requests.is_new(rid)
     prompt = HashedPrompt(hashes)
-    rank.requests.look_ahead(rid, prompt)
+    rank.requests.look_ahead(rank.request(rid), prompt)
     prompt.asked.clear()  # for what requests share
     return prompt
 
@@ -81,11 +80,11 @@ def test_a_step_takes_no_more_pages_than_it_has_time_for(rank: Rank) -> None:
     assert steps == [(1, 0), (1, 2), (1, 4), (2, 4), (2, 6), (2, 8), (3, 8), (3, 9)]
     assert prompt.asked == [(0, 4), (4, 8), (8, 9)]
     wait(rank, "r")
-    assert rank.side.lookup("r", HASHES) == [PAGES]
+    assert rank.lookup("r", HASHES) == [PAGES]
 
 
 def test_a_step_with_time_takes_all(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank.requests.waiting.ahead, "_clock", lambda: 0.0)
+    monkeypatch.setattr(rank.requests.waiting, "_clock", lambda: 0.0)
     begin(rank, "r", HASHES)
     begin(rank, "s", HASHES)
     rank.requests.go_on_looking()
@@ -125,7 +124,7 @@ def test_a_prefix_in_host_memory_stays_as_long_as_what_is_read_behind_it(
     wait(rank, "r")
     assert [block.key for block in fetch.blocks] == fetch.keys
     assert fetch.blocks[1].parent is fetch.blocks[0]
-    assert awaited_fetch(rank.side, "r").first == known - 1
+    assert awaited_fetch(rank.side, "r").start == known - 1
 
 
 def test_an_error_concerns_one_request(rank: Rank) -> None:
@@ -135,7 +134,7 @@ def test_an_error_concerns_one_request(rank: Rank) -> None:
 
     assert rank.requests.is_new("broken")
     with pytest.raises(RuntimeError):
-        rank.requests.look_ahead("broken", Broken(HASHES))
+        rank.requests.look_ahead(rank.request("broken"), Broken(HASHES))
     begin(rank, "r", HASHES)
     rank.requests.go_on_looking()
     assert rank.side.held(["broken", "r"]) == [False, True]
@@ -167,5 +166,5 @@ def test_other_weights_end_what_is_looked_up(rank: Rank) -> None:
 
 
 def test_a_lookup_at_a_requests_turn_reads_nothing(rank: Rank) -> None:
-    assert rank.side.lookup("r", HASHES) == []
+    assert rank.lookup("r", HASHES) == []
     assert fetched(rank, "r") is None

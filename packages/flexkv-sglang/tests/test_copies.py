@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from flexkv_sglang.layer_counter import LayerCounter
+from flexkv_sglang.copies import LayerCounter
 
 
 def test_only_a_batch_with_loads_waits() -> None:

@@ -13,8 +13,8 @@ from sglang_world import Rank, hashes_of
 
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.figures.definitions import HIT_TOKENS, QUERY_TOKENS, sample
-from flexkv_sglang import following
-from packages.inside_adapters import kept_lookups
+from flexkv_sglang import requests
+from packages.inside_adapters import tracked_by_rank
 
 PAGE = 4
 PROMPT = list(range(21))
@@ -68,7 +68,7 @@ class World:
 def world(make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> World:
     told = Told()
     monkeypatch.setitem(POLICIES, "lru", lambda slots: told)
-    monkeypatch.setattr(following, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "_LOOK_SECONDS", 0.0)
     return World(make_rank(settings={"eviction_policy": "lru"}), told)
 
 
@@ -76,9 +76,9 @@ def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) ->
     side = world.rank.side
     world.rank.store(HASHES[:4], [1, 2, 3, 4])
     world.pages.own = HASHES[:2]
-    assert side.lookup("r", HASHES[2:]) == [2]
+    assert world.rank.lookup("r", HASHES[2:], 8) == [2]
     assert side.load("r", HASHES[2:4], [5, 6])
-    world.schedule(Request("r", PROMPT, prefix=16))
+    world.schedule(world.rank.request("r", PROMPT, 16))
     side.start_batch()
     assert side.finish_batch()
     context = RequestContext(21, 16, "r", stores=True)
@@ -87,32 +87,32 @@ def test_the_policy_is_told_of_the_whole_prompt_and_of_all_hits(world: World) ->
 
 
 def test_a_request_that_finds_nothing_is_told_too(world: World) -> None:
-    assert world.rank.side.lookup("r", HASHES) == []
-    world.schedule(Request("r", PROMPT))
+    assert world.rank.lookup("r", HASHES) == []
+    world.schedule(world.rank.request("r", PROMPT))
     assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r", stores=True))]
 
 
 def test_a_request_whose_prompt_sglang_has_is_told_too(world: World) -> None:
     world.rank.store(HASHES, [1, 2, 3, 4, 5])
-    world.rank.side.lookup("r", HASHES)  # before another request computed its prompt
+    world.rank.lookup("r", HASHES)  # before another request computed its prompt
     world.pages.own = HASHES
-    world.schedule(Request("r", PROMPT, prefix=20))
+    world.schedule(world.rank.request("r", PROMPT, 20))
     assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 20, "r", stores=True))]
 
 
 def test_a_lookup_before_a_change_of_weights_counts_for_nothing(world: World) -> None:
-    world.rank.side.lookup("r", HASHES)
+    world.rank.lookup("r", HASHES)
     world.rank.side.weights_changed(flushed=False)
     world.pages.own = HASHES[:2]
-    world.schedule(Request("r", PROMPT, prefix=8))
+    world.schedule(world.rank.request("r", PROMPT, 8))
     assert world.told.began_with == [
         (world.keys(HASHES[:2]), RequestContext(21, 8, "r", stores=True))
     ]
 
 
 def test_chunks_of_a_prompt_are_one_request(world: World) -> None:
-    request = Request("r", PROMPT)
-    world.rank.side.lookup("r", HASHES)
+    request = world.rank.request("r", PROMPT)
+    world.rank.lookup("r", HASHES)
     for _ in range(3):
         world.schedule(request)
         request.prefix_len += 8
@@ -143,10 +143,10 @@ def test_a_request_that_is_aborted_in_the_queue_has_ended(world: World) -> None:
 def test_a_cancelled_load_is_no_hit(world: World) -> None:
     side = world.rank.side
     world.rank.store(HASHES[:2], [1, 2])
-    side.lookup("r", HASHES)
+    world.rank.lookup("r", HASHES)
     assert side.load("r", HASHES[:2], [3, 4])
     side.cancel("r")
-    world.schedule(Request("r", PROMPT))
+    world.schedule(world.rank.request("r", PROMPT))
     assert world.told.began_with == [(world.keys(HASHES), RequestContext(21, 0, "r", stores=True))]
     assert world.told.hits == []
 
@@ -154,9 +154,9 @@ def test_a_cancelled_load_is_no_hit(world: World) -> None:
 def test_pages_that_are_in_no_tree_are_left_out(world: World) -> None:
     world.rank.store(HASHES[2:4], [1, 2])
     side = world.rank.side
-    side.lookup("r", HASHES[2:])
+    world.rank.lookup("r", HASHES[2:], 8)
     assert side.load("r", HASHES[2:4], [3, 4])
-    world.schedule(Request("r", PROMPT, prefix=16))
+    world.schedule(world.rank.request("r", PROMPT, 16))
     ((keys, context),) = world.told.began_with
     assert (keys, context.hit_tokens) == (world.keys(HASHES[2:]), 16)
     assert sorted(world.told.hits) == sorted(world.keys(HASHES[2:4]))
@@ -231,9 +231,9 @@ def test_a_request_loads_as_many_tokens_as_it_may(world: World) -> None:
 
 
 def test_a_request_is_asked_about_once_however_often_it_is_looked_up(world: World) -> None:
-    for _ in range(3):
-        assert world.match(Request("r", PROMPT), HASHES) == []
     request = Request("r", PROMPT)
+    for _ in range(3):
+        assert world.match(request, HASHES) == []
     assert world.match(request, HASHES[2:], 8) == []
     world.pages.own = HASHES[:2]
     request.prefix_len = 8
@@ -257,12 +257,12 @@ def queried(world: World) -> tuple[float, float]:
     )
 
 
-def test_lookups_of_requests_that_leave_are_forgotten(world: World) -> None:
-    side = world.rank.side
+def test_requests_that_leave_the_queue_are_forgotten(world: World) -> None:
     waits = Request("r 0", PROMPT)
-    for number in range(1000):
-        side.lookup(f"r {number}", HASHES)
+    world.match(waits, HASHES)
+    for number in range(1, 100):
+        world.match(Request(f"r {number}", PROMPT), HASHES)
         world.schedule(waiting=[waits])
-    assert len(kept_lookups(world.rank.requests.followed)) < 100
-    world.schedule(waits, Request("r 500", PROMPT))
-    assert [keys for keys, _ in world.told.began_with] == [world.keys(HASHES), []]
+    assert list(tracked_by_rank(world.rank.side)) == ["r 0"]
+    world.schedule(waits)
+    assert [keys for keys, _ in world.told.began_with] == [world.keys(HASHES)]

@@ -1,21 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events for the pages in FlexKV's tiers: those that SGLang's subscribers do not know of yet.
+"""KV events (`--kv-events-config`) for the pages in FlexKV's tiers.
 
 Tiers know pages by their hashes alone. SGLang's own events give the tokens: they report each page
-that SGLang computes or FlexKV loads. The cache keeps what they say beside pages on disk, for later
-processes, and passes it on to the other engines of the node's service. This module imports nothing
-of SGLang.
+that SGLang computes or FlexKV loads. The cache keeps their content beside pages on disk, for later
+processes, and passes it on to the other engines of the node's service.
 """
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import msgspec
 
 from flexkv.client import CacheClient
 from flexkv.types.changes import Changes, Medium
-from flexkv_sglang.kept_pages import decode, encode
+
+_TYPES = {array(each).itemsize: each for each in "qI"}
+"""By the bytes of a token its type; the last one suffices for text."""
+
+
+class KeptPage(msgspec.Struct, frozen=True, array_like=True):
+    """A page without its number, which its key has.
+
+    Attributes:
+        parent: the number of the page before it; None for the first page of a prompt.
+        are_pairs: whether SGLang hashes pairs of tokens.
+        width: bytes of a token.
+        tokens: its tokens, or the tokens of its pairs, little-endian.
+    """
+
+    parent: int | None
+    are_pairs: bool
+    width: int
+    tokens: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(KeptPage)
+
+
+def encode(parent: int | None, tokens: Sequence[Any]) -> bytes:
+    """The text of a page.
+
+    Args:
+        parent: see `KeptPage`.
+        tokens: token ids, or pairs of them.
+    """
+    are_pairs = bool(tokens) and isinstance(tokens[0], (tuple, list))
+    single = list(chain.from_iterable(tokens)) if are_pairs else tokens
+    try:
+        packed = array("I", single)
+    except OverflowError:  # SGLang's number of an image
+        packed = array("q", single)
+    kept = KeptPage(parent, are_pairs, packed.itemsize, _ordered(packed).tobytes())
+    return _encoder.encode(kept)
+
+
+def decode(text: bytes) -> tuple[int | None, Sequence[Any]] | None:
+    """Parent and tokens of a page; None if `text` is not as `encode` made it, in this process or
+    another."""
+    try:
+        kept = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if not kept.tokens or kept.width not in _TYPES:
+        return None
+    if len(kept.tokens) % (kept.width * (1 + kept.are_pairs)):
+        return None
+    tokens = _ordered(array(_TYPES[kept.width], kept.tokens)).tolist()
+    if kept.are_pairs:
+        return kept.parent, list(zip(tokens[::2], tokens[1::2], strict=True))
+    return kept.parent, tokens
+
+
+def _ordered(tokens: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
 
 _HASH_BYTES = 32
 _NUMBER_BYTES = 8
@@ -235,3 +302,85 @@ class TierEvents:
 def _read(text: bytes) -> tuple[int | None, Sequence[Any]]:
     """Parent and tokens of a page that has been learned."""
     return decode(text) or (None, ())
+
+
+def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
+    """SGLang's events, with those that were learned early, followed by FlexKV's.
+
+    A disk's pages are found before the server takes requests, and SGLang publishes while it is
+    idle. Who subscribes when the server is ready would miss them, so that they wait until SGLang
+    itself has told of a page.
+
+    Args:
+        events: SGLang's events, in order; unchanged.
+        ours: learns the pages' tokens from them.
+        page_size: tokens of a page.
+    """
+    early, ours.early = ours.early, []
+    _learn(events, ours)
+    told = ours.take() if ours.begun else []
+    published = [*early, *events, *_to_sglang(told, page_size)]
+    ours.confirm(told)
+    return published
+
+
+def learn_early(events: list[Any], ours: TierEvents) -> None:
+    """Learn from events of SGLang that `follow` is to publish.
+
+    Args:
+        events: in order.
+        ours: keeps them until then.
+    """
+    ours.early += events
+    _learn(events, ours)
+
+
+def _learn(events: list[Any], ours: TierEvents) -> None:
+    from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+    for event in events:
+        if isinstance(event, BlockStored):
+            ours.begun = True
+            ours.learn(_pages_of(event), (), cleared=False)
+        elif isinstance(event, BlockRemoved):
+            ours.learn((), event.block_hashes, cleared=False)
+        elif isinstance(event, AllBlocksCleared):
+            ours.learn((), (), cleared=True)
+
+
+def _pages_of(event: Any) -> Iterator[Page]:
+    """The pages of an event. Pages of a tenant or an adapter are left out: SGLang's events have
+    other hashes for them than its storage, and no tier can find a page by those."""
+    if event.cache_salt is not None or event.lora_name is not None:
+        return
+    parent, size = event.parent_block_hash, event.block_size
+    for i, number in enumerate(event.block_hashes):
+        yield Page(number, parent, event.token_ids[i * size : (i + 1) * size])
+        parent = number
+
+
+def _to_sglang(told: Iterable[Told], page_size: int) -> list[Any]:
+    """FlexKV's events as SGLang's, adjacent pages joined as SGLang joins its own."""
+    from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
+
+    # Shared stores report no changes.
+    media = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
+    recorder = KVCacheEventRecorder(enabled=True, page_size=page_size)
+    for each in told:
+        page, medium = each.page, media[each.medium]
+        if not each.stored:
+            recorder.enqueue(BlockRemoved(block_hashes=[page.number], medium=medium))
+            continue
+        recorder.enqueue(
+            BlockStored(
+                block_hashes=[page.number],
+                parent_block_hash=page.parent,
+                token_ids=list(page.tokens),
+                block_size=len(page.tokens),
+                lora_id=None,
+                medium=medium,
+            )
+        )
+    events: list[Any] = recorder.take()
+    return events

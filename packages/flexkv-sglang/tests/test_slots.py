@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexkv_sglang.page_numbers import PageNumbers
+from flexkv_sglang.slots import PageNumbers
 
 CPU = torch.device("cpu")
 WAITS = {"aten::equal", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}

@@ -10,8 +10,8 @@ from sglang_world import hashes_of
 
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
-from flexkv_sglang import page_keys
-from flexkv_sglang.page_keys import PageKeys
+from flexkv_sglang import keys as keys_module
+from flexkv_sglang.keys import PageKeys
 from packages.inside_adapters import kept_keys
 
 HASHES = hashes_of("a", 200)
@@ -26,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hashes))
         return pack_keys(hashes, end)
 
-    monkeypatch.setattr(page_keys, "pack_keys", counted)
+    monkeypatch.setattr(keys_module, "pack_keys", counted)
     return counts
 
 
@@ -52,7 +52,7 @@ def test_another_epoch_has_other_keys() -> None:
 
 
 def test_kept_keys_have_a_bound(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_keys, "_KEPT", 300)
+    monkeypatch.setattr(keys_module, "_KEPT", 300)
     pages = PageKeys()
     first, second = HASHES[:150], hashes_of("b", 150)
     for hashes in (first, second, first, hashes_of("c", 150), second, first):

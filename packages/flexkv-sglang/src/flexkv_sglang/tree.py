@@ -1,27 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a waiting request that SGLang's own cache lacks."""
+"""The pages of a request that SGLang's own cache has and lacks, by SGLang's hashes."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flexkv.types.tenants import tenant_number
+
+class PageHashes:
+    """The hashes of one engine's pages.
+
+    Args:
+        tree: SGLang's cache; borrowed.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def of_hit(self, request: Any) -> Sequence[str]:
+        """The hashes of the pages of a request's prompt that SGLang's cache has. A streaming
+        session keeps its pages outside that cache."""
+        if request.session is not None:
+            return ()
+        node, tree = request.last_node, self._tree
+        return [*tree.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
+
+    def behind(self, request: Any, pages: int, before: str | None) -> Sequence[str]:
+        """The hashes of the whole pages of a request's prompt and answer behind the first `pages`
+        pages. SGLang does not compute the last token of an answer.
+
+        Args:
+            request: SGLang's request.
+            pages: how many pages to leave out.
+            before: the hash of the last of them; None if there are none.
+        """
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        size = self._tree.page_size
+        prompt, answer = request.origin_input_ids, request.output_ids
+        tokens = array("q", prompt[pages * size :])
+        tokens.extend(answer[max(0, pages * size - len(prompt)) : max(0, len(answer) - 1)])
+        key = RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
+        key, _ = key.maybe_to_bigram_view(self._tree.tree_core.is_eagle)
+        whole = len(key) // size * size
+        if whole == 0:
+            return ()
+        return cast("list[str]", get_storage_hash_str(key[:whole], before, page_size=size))
 
 
 class MissingPages:
-    """See `look_ahead.Prompt`.
+    """See `waiting.Prompt`.
 
     Args:
         key: SGLang's key of the whole prompt; borrowed.
         first: tokens of the prompt that SGLang's cache has, whole pages.
         before: the hash of the last of these pages; None if there are none.
         page_size: tokens of a page.
-        tenant: number of the request's tenant.
         most: the most tokens that the request may load; None for no limit.
-
-    Attributes:
-        tenant: as given.
     """
 
     def __init__(
@@ -31,10 +68,8 @@ class MissingPages:
         before: str | None,
         page_size: int,
         *,
-        tenant: int,
         most: int | None = None,
     ) -> None:
-        self.tenant = tenant
         self._most = most
         self._key = key
         self._first = first
@@ -48,7 +83,7 @@ class MissingPages:
         return (tokens if self._most is None else min(tokens, self._most)) // self._page_size
 
     def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
-        """See `look_ahead.Prompt`."""
+        """See `waiting.Prompt`."""
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         size, first = self._page_size, self._first
@@ -70,7 +105,6 @@ def missing_pages(
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     request.refresh_fill_ids()
-    tenant = tenant_number(request.cache_salt or "")
     tokens = request.full_untruncated_fill_ids
     # With embeddings of its own, a request shares no pages.
     shares = request.positional_embed_overrides is None
@@ -93,4 +127,4 @@ def missing_pages(
             before = hashes[place]
         else:
             first = len(key)  # the hashes of the pages behind are unknown
-    return MissingPages(key, first, before, tree.page_size, tenant=tenant, most=most)
+    return MissingPages(key, first, before, tree.page_size, most=most)
