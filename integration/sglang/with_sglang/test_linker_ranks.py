@@ -49,9 +49,7 @@ FAULTS = [
     Fault("turn", "side._worker", "take_bad_blocks"),
     Fault("turn", "side._worker", "report"),
 ]
-LEADS = [
-    Fault("ahead", "side.requests", call) for call in ("look_ahead", "go_on_looking", "is_new")
-]
+LEADS = [Fault("ahead", "side.requests.waiting", call) for call in ("look_up", "go_on", "is_new")]
 """On the rank that decides."""
 CASES = [(0, fault) for fault in LEADS]
 CASES += [(rank, fault) for fault in FAULTS for rank in range(RANKS)]

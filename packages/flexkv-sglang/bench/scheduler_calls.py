@@ -111,11 +111,11 @@ def _look_ahead(rank: Rank, hashes: list[str]) -> list[float]:
     taken: list[float] = []
     rids = [f"r {number}" for number in range(WINDOW)]
     for rid in rids:
-        requests.is_new(rid)
+        requests.waiting.is_new(rid)
         requests.look_ahead(rank.request(rid), HashedPrompt(hashes))
-    while requests.looks_ahead and len(taken) < _STEPS:
+    while requests.waiting.looks_ahead and len(taken) < _STEPS:
         start = time.thread_time()
-        requests.go_on_looking()
+        requests.waiting.go_on()
         taken.append((time.thread_time() - start) * 1e6)
         side.held(rids)
         side.ended_offloads()

@@ -23,7 +23,7 @@ class Side:
     may_wait = True
 
     def __init__(self, *waiting: str) -> None:
-        self.waiting = waiting
+        self.held_back = waiting
         self.asked: list[str] = []
         self.weights: list[bool] = []
         self.page_keys = PageKeys()
@@ -50,6 +50,14 @@ class Side:
     def requests(self) -> Side | None:
         return self if self.leads else None
 
+    @property
+    def waiting(self) -> Side:
+        return self
+
+    @property
+    def reports(self) -> Side:
+        return self
+
     def matched(self, request: Any, own_tokens: int) -> None:
         self.matches.append((request.rid, own_tokens))
 
@@ -63,20 +71,20 @@ class Side:
         assert prompt == f"pages of {request.rid}"
         self.asked.append(request.rid)
 
-    def go_on_looking(self) -> None:
+    def go_on(self) -> None:
         self.went_on += 1
 
     def agree_on_length(self, lengths: Sequence[int]) -> int:
         return max(lengths, default=0) - 1
 
     def held(self, rids: Sequence[str]) -> list[bool]:
-        return [rid in self.waiting for rid in rids]
+        return [rid in self.held_back for rid in rids]
 
     def loads_known(self, batch: int) -> None:
         self.known.append(batch)
 
     def fetched_tokens(self, rid: str) -> int:
-        return 12 if rid in self.waiting else 0
+        return 12 if rid in self.held_back else 0
 
     def weights_changed(self, *, flushed: bool) -> None:
         self.weights.append(flushed)

@@ -8,7 +8,7 @@ import time
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
-from flexkv_sglang.events import Page, TierEvents, Told
+from flexkv_sglang.events import Page, TierEvent, TierEvents
 
 
 class Subscriber:
@@ -39,7 +39,7 @@ class Subscriber:
         self.known.clear()
         self.events.learn((), (), cleared=True)
 
-    def listen(self) -> list[Told]:
+    def listen(self) -> list[TierEvent]:
         told = self.events.take()
         self.events.confirm(told)
         for each in told:

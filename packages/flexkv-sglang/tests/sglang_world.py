@@ -359,10 +359,10 @@ class Rank:
 
     def look_ahead(self, rid: str, hashes: Sequence[str], **others: Any) -> None:
         """Look a request up ahead of its turn, in as many steps as that takes."""
-        assert self.requests.is_new(rid)
+        assert self.requests.waiting.is_new(rid)
         self.requests.look_ahead(self.request(rid, **others), HashedPrompt(hashes))
-        while self.requests.looks_ahead:
-            self.requests.go_on_looking()
+        while self.requests.waiting.looks_ahead:
+            self.requests.waiting.go_on()
 
     def load(
         self,

@@ -356,7 +356,7 @@ def test_a_step_looks_at_the_first_requests_alone(
 def test_requests_behind_the_first_keep_their_order(side: Side) -> None:
     """Also if SGLang takes some of them and puts others back."""
     names = [f"r{number}" for number in range(WINDOW + 3)]
-    side.waiting = ("r1", "r3")
+    side.held_back = ("r1", "r3")
     scheduler = scheduler_of(side, *names)
 
     def take(scheduler: Any) -> Any:

@@ -135,7 +135,7 @@ def test_a_request_that_left_waits_for_nothing(make_rank: MakeRank, disk: dict[s
     second = make_rank(settings=disk)
     second.look_ahead("r", hashes)
     assert second.side.held([]) == []
-    assert second.requests.is_new("r")
+    assert second.requests.waiting.is_new("r")
     assert second.side.held(["r"]) == [False]
 
 
@@ -146,12 +146,12 @@ def test_nothing_waits_without_a_disk(make_rank: MakeRank) -> None:
 def test_a_waiting_request_is_new_once(make_rank: MakeRank) -> None:
     rank = make_rank()
     side, requests = rank.side, rank.requests
-    assert requests.is_new("r")
-    assert not requests.is_new("r")
+    assert requests.waiting.is_new("r")
+    assert not requests.waiting.is_new("r")
     side.held(["r"])
-    assert not requests.is_new("r")
+    assert not requests.waiting.is_new("r")
     side.held([])  # it was scheduled; retracted, it waits anew
-    assert requests.is_new("r")
+    assert requests.waiting.is_new("r")
 
 
 def test_a_model_of_other_weights_finds_nothing(

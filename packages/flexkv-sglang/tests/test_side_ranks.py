@@ -181,7 +181,7 @@ def test_no_rank_is_told_the_end_before_rank_0_knows_all_ends(engine: Engine) ->
 
 def test_ranks_hold_the_same_requests(engine: Engine) -> None:
     """Rank 0 decides, whatever the others know."""
-    assert engine.ranks[0].requests.is_new("a")
+    assert engine.ranks[0].requests.waiting.is_new("a")
     assert engine.ranks[1].side.requests is None
     assert engine.both(lambda rank: rank.side.held(["a", "b"])) == [[False, True]] * 2
 
@@ -197,7 +197,7 @@ def test_ranks_exchange_a_bit_for_each_waiting_request(
 
     monkeypatch.setattr(Threads, "agree", follow)
     seen = [rid for at, rid in enumerate(rids) if at % 3 and at != 63]
-    assert all(engine.ranks[0].requests.is_new(rid) for rid in seen)
+    assert all(engine.ranks[0].requests.waiting.is_new(rid) for rid in seen)
     expected = [rid not in seen for rid in rids]
     assert engine.both(lambda rank: rank.side.held(rids)) == [expected] * 2
     assert set(sizes) == {2}

@@ -12,7 +12,7 @@ from page_subscriber import Subscriber, numbers_of, pages_of
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 
 from flexkv.types.changes import Medium
-from flexkv_sglang.events import Told
+from flexkv_sglang.events import TierEvent
 from packages.inside import cache_of
 from packages.inside_adapters import kept_pages
 
@@ -100,7 +100,7 @@ def test_what_an_earlier_engine_wrote_is_told_in_full(
     assert before == pages_of("a", 3)
 
 
-def told_again(subscriber: Subscriber) -> list[Told]:
+def told_again(subscriber: Subscriber) -> list[TierEvent]:
     subscriber.flush()
     return subscriber.listen()
 

@@ -44,7 +44,7 @@ def rank(make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def begin(rank: Rank, rid: str, hashes: Sequence[str]) -> HashedPrompt:
-    assert rank.requests.is_new(rid)
+    assert rank.requests.waiting.is_new(rid)
     prompt = HashedPrompt(hashes)
     rank.requests.look_ahead(rank.request(rid), prompt)
     prompt.asked.clear()  # for what requests share
@@ -52,8 +52,8 @@ def begin(rank: Rank, rid: str, hashes: Sequence[str]) -> HashedPrompt:
 
 
 def finish(rank: Rank) -> None:
-    while rank.requests.looks_ahead:
-        rank.requests.go_on_looking()
+    while rank.requests.waiting.looks_ahead:
+        rank.requests.waiting.go_on()
 
 
 def fetched(rank: Rank, rid: str) -> Any:
@@ -72,9 +72,9 @@ def wait(rank: Rank, *rids: str) -> None:
 def test_a_step_takes_no_more_pages_than_it_has_time_for(rank: Rank) -> None:
     prompt = begin(rank, "r", HASHES)
     steps = []
-    while rank.requests.looks_ahead:
+    while rank.requests.waiting.looks_ahead:
         assert rank.side.held(["r"]) == [True]
-        rank.requests.go_on_looking()
+        rank.requests.waiting.go_on()
         fetch = fetched(rank, "r")
         steps.append((len(prompt.asked), 0 if fetch is None else fetch.length))
     assert steps == [(1, 0), (1, 2), (1, 4), (2, 4), (2, 6), (2, 8), (3, 8), (3, 9)]
@@ -87,8 +87,8 @@ def test_a_step_with_time_takes_all(rank: Rank, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rank.requests.waiting, "_clock", lambda: 0.0)
     begin(rank, "r", HASHES)
     begin(rank, "s", HASHES)
-    rank.requests.go_on_looking()
-    assert not rank.requests.looks_ahead
+    rank.requests.waiting.go_on()
+    assert not rank.requests.waiting.looks_ahead
     assert fetched(rank, "r").length == fetched(rank, "s").length == PAGES
 
 
@@ -132,11 +132,11 @@ def test_an_error_concerns_one_request(rank: Rank) -> None:
         def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
             raise RuntimeError("of one request")
 
-    assert rank.requests.is_new("broken")
+    assert rank.requests.waiting.is_new("broken")
     with pytest.raises(RuntimeError):
         rank.requests.look_ahead(rank.request("broken"), Broken(HASHES))
     begin(rank, "r", HASHES)
-    rank.requests.go_on_looking()
+    rank.requests.waiting.go_on()
     assert rank.side.held(["broken", "r"]) == [False, True]
     finish(rank)
     assert fetched(rank, "r").length == PAGES
@@ -146,7 +146,7 @@ def test_a_request_waits_until_a_step_has_time_for_it(rank: Rank) -> None:
     rids = [f"r {number}" for number in range(WINDOW + 1)]
     assert rank.side.held(rids) == [True] * WINDOW + [False]
     for rid in rids:
-        assert rank.requests.is_new(rid)
+        assert rank.requests.waiting.is_new(rid)
     assert rank.side.held(rids) == [False] * (WINDOW + 1)
 
 
@@ -159,9 +159,9 @@ def test_a_request_that_left_is_not_looked_up(rank: Rank) -> None:
 
 def test_other_weights_end_what_is_looked_up(rank: Rank) -> None:
     prompt = begin(rank, "r", HASHES)
-    rank.requests.go_on_looking()
+    rank.requests.waiting.go_on()
     rank.side.weights_changed(flushed=True)
-    assert not rank.requests.looks_ahead
+    assert not rank.requests.waiting.looks_ahead
     assert prompt.asked == [(0, 4)]
 
 

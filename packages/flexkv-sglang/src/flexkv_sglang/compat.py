@@ -97,10 +97,6 @@ def sglang_version() -> str:
 def check_version(allow_untested: bool, version: str) -> None:
     """Refuse an SGLang that is older than the tested releases, or newer and lacks a used name.
 
-    Args:
-        allow_untested: the setting `allow_untested_engine`.
-        version: SGLang's version string.
-
     Raises:
         EngineVersionError: this SGLang is refused. The message names its version, the missing
             names, the tested releases, and the setting that skips this check.

@@ -93,9 +93,7 @@ class Offload:
         that block at least as long as them.
 
         Args:
-            cache: of the engine.
             before: key of the block before them; empty if that is unknown.
-            keys: keys of the blocks.
             trailing: keys of blocks of trailing pages, each of which may be evicted without the
                 others.
 
@@ -129,8 +127,6 @@ def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int])
     """The order of a store.
 
     Args:
-        number: id of the transfer.
-        cell: cell of the transfer.
         pages: SGLang's numbers of the pages.
         slots: for each page its slot, or -1 if it is not copied.
     """
@@ -214,11 +210,9 @@ class LayerCounter:
     """SGLang's protocol of a counter of loaded layers.
 
     Args:
-        num_layers: layers of the model on this rank.
         wait: called with a layer's number from 0; returns once the layer's pages are loaded.
 
     Attributes:
-        num_layers: see above.
         consumer_index: number of the batch that computes; -1 if the batch has no loads.
     """
 

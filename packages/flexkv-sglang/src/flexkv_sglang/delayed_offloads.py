@@ -13,17 +13,13 @@ from typing import Any
 from flexkv_sglang.ranks import Exchanges
 
 AT_ONCE = 32
-"""The most offloads that begin at once: rank 0 names them in one message to the others. Not tuned.
-"""
+"""The most offloads that begin at once: rank 0 names them in one message to the others."""
 
 
 class DelayedOffloads:
     """Nodes of SGLang's tree whose offload waits, the least recently used first, on the rank that
     decides. Single-threaded. At most as many as the tree has, apart from evicted ones that have not
     been taken yet.
-
-    Args:
-        exchanges: of this rank; borrowed.
 
     Attributes:
         tokens: tokens of all nodes; 0 on ranks that do not decide.

@@ -45,12 +45,7 @@ _decoder = msgspec.msgpack.Decoder(KeptPage)
 
 
 def encode(parent: int | None, tokens: Sequence[Any]) -> bytes:
-    """The text of a page.
-
-    Args:
-        parent: see `KeptPage`.
-        tokens: token ids, or pairs of them.
-    """
+    """The text of a page."""
     are_pairs = bool(tokens) and isinstance(tokens[0], (tuple, list))
     single = list(chain.from_iterable(tokens)) if are_pairs else tokens
     try:
@@ -105,7 +100,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TierEvent:
     """An event: a tier has a page from now on (`stored`), or has it no longer, where only the
     page's number is known."""
 
@@ -123,7 +118,7 @@ class TierEvents:
 
     Attributes:
         early: events of SGLang that were learned and not published yet.
-        begun: whether SGLang has told its subscribers of a page.
+        begun: whether SGLang has published an event of a page.
     """
 
     def __init__(self, cache: CacheClient, epoch: bytes = b"") -> None:
@@ -137,10 +132,10 @@ class TierEvents:
         # By number, whether there is an event for the page; there is none as long as nobody has
         # described it.
         self._reported: dict[Medium, dict[int, bool]] = {medium: {} for medium in Medium}
-        self._told: dict[Medium, set[int]] = {medium: set() for medium in Medium}
-        self._is_torn = False  # changes were taken, and may not have been told
+        self._published: dict[Medium, set[int]] = {medium: set() for medium in Medium}
+        self._is_torn = False  # changes were taken, and may not have been published
         self._described: dict[int, None] = {}  # pages of which tiers may lack an event
-        self._removed: list[Told] = []
+        self._removed: list[TierEvent] = []
         self._left: set[int] = set()
         self._unsure: set[int] = set()
         cache.watch()
@@ -151,14 +146,14 @@ class TierEvents:
         Args:
             stored: new pages, each after its parent.
             removed: numbers of pages that have left the device.
-            cleared: whether SGLang first told its subscribers that no tier has any page.
+            cleared: whether SGLang first published that no tier has any page.
         """
         if cleared:
             self._removed.clear()
-            for told in self._told.values():
-                told.clear()
+            for published in self._published.values():
+                published.clear()
             for reported in self._reported.values():
-                known = [number for number, is_told in reported.items() if is_told]
+                known = [number for number, is_known in reported.items() if is_known]
                 reported.update(dict.fromkeys(known, False))
                 self._described |= dict.fromkeys(known)
             self._leave(self._pages)
@@ -169,15 +164,15 @@ class TierEvents:
         self._leave(removed)
 
     def offered(self, keys: Sequence[bytes]) -> None:
-        """Pages are about to be stored. A cache that others share gives them what SGLang has said
+        """Pages are about to be stored. A cache that others share gives them SGLang's description
         of these, and gets it before it publishes them."""
         if self._cache.info.is_shared:
             self._keep(dict(self._numbered(keys[i] for i in self._cache.missing(keys))))
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[TierEvent]:
         """The events since the last call: removals first, then stored pages, each after its
-        parent. If an error comes before `confirm`, the next call takes back all that was told, and
-        all pages that are there are told anew."""
+        parent. If an error comes before `confirm`, the next call takes back all published events,
+        and reports all present pages again."""
         if self._is_torn:
             self._begin_anew()
         self._is_torn = True
@@ -188,46 +183,42 @@ class TierEvents:
         described, self._described = self._described, {}
         for medium, reported in self._reported.items():
             new |= {(medium, number): None for number in described if number in reported}
-        stored: list[tuple[int, Told]] = []
+        stored: list[tuple[int, TierEvent]] = []
         for medium, number in new:
             reported = self._reported[medium]
             if number in self._pages and not reported[number]:
                 order, text = self._pages[number]
                 reported[number] = True
-                stored.append((order, Told(medium, Page(number, *_read(text)), True)))
+                stored.append((order, TierEvent(medium, Page(number, *_read(text)), True)))
         status = self._cache.status
         if not (status.has_changes or status.awaits_changes):
             self._forget()
         stored.sort(key=lambda each: each[0])
         return removed + [each for _, each in stored]
 
-    def confirm(self, told: Iterable[Told]) -> None:
+    def confirm(self, events: Iterable[TierEvent]) -> None:
         """Subscribers get what `take` has returned."""
-        for each in told:
-            known = self._told[each.medium]
+        for each in events:
+            known = self._published[each.medium]
             (known.add if each.stored else known.discard)(each.page.number)
         self._is_torn = False
 
     def forget_all(self, epoch: bytes) -> None:
         """Forget all pages in tiers: no lookup finds them again. The next `take` reports their
-        removal.
-
-        Args:
-            epoch: the end of all keys from now on.
-        """
+        removal."""
         self._epoch = epoch
         for medium, reported in self._reported.items():
             self._removed += [
-                Told(medium, Page(n), False) for n, is_told in reported.items() if is_told
+                TierEvent(medium, Page(n), False) for n, is_known in reported.items() if is_known
             ]
             reported.clear()
         self._unsure |= self._left
 
     def _begin_anew(self) -> None:
         self._removed = [
-            Told(medium, Page(number), False)
-            for medium, told in self._told.items()
-            for number in told
+            TierEvent(medium, Page(number), False)
+            for medium, published in self._published.items()
+            for number in published
         ]
         for reported in self._reported.values():
             reported.clear()
@@ -239,13 +230,13 @@ class TierEvents:
         self._described[number] = None
 
     def _apply(
-        self, changes: Changes, new: dict[tuple[Medium, int], None], removed: list[Told]
+        self, changes: Changes, new: dict[tuple[Medium, int], None], removed: list[TierEvent]
     ) -> None:
         """Follow the changes of a medium; add its new pages to `new`, and events to `removed`."""
         reported = self._reported[changes.medium]
         for number, _ in self._numbered(changes.removed):
             if reported.pop(number, False):
-                removed.append(Told(changes.medium, Page(number), False))
+                removed.append(TierEvent(changes.medium, Page(number), False))
             self._unsure.add(number)
         added = dict(self._numbered(changes.added))
         on_disk = changes.medium is Medium.DISK
@@ -314,23 +305,17 @@ def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
     Args:
         events: SGLang's events, in order; unchanged.
         ours: learns the pages' tokens from them.
-        page_size: tokens of a page.
     """
     early, ours.early = ours.early, []
     _learn(events, ours)
-    told = ours.take() if ours.begun else []
-    published = [*early, *events, *_to_sglang(told, page_size)]
-    ours.confirm(told)
+    own = ours.take() if ours.begun else []
+    published = [*early, *events, *_to_sglang(own, page_size)]
+    ours.confirm(own)
     return published
 
 
 def learn_early(events: list[Any], ours: TierEvents) -> None:
-    """Learn from events of SGLang that `follow` is to publish.
-
-    Args:
-        events: in order.
-        ours: keeps them until then.
-    """
+    """Learn from events of SGLang that `follow` is to publish."""
     ours.early += events
     _learn(events, ours)
 
@@ -359,7 +344,7 @@ def _pages_of(event: Any) -> Iterator[Page]:
         parent = number
 
 
-def _to_sglang(told: Iterable[Told], page_size: int) -> list[Any]:
+def _to_sglang(events: Iterable[TierEvent], page_size: int) -> list[Any]:
     """FlexKV's events as SGLang's, adjacent pages joined as SGLang joins its own."""
     from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
     from sglang.srt.mem_cache.events import KVCacheEventRecorder
@@ -367,7 +352,7 @@ def _to_sglang(told: Iterable[Told], page_size: int) -> list[Any]:
     # Shared stores report no changes.
     media = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
     recorder = KVCacheEventRecorder(enabled=True, page_size=page_size)
-    for each in told:
+    for each in events:
         page, medium = each.page, media[each.medium]
         if not each.stored:
             recorder.enqueue(BlockRemoved(block_hashes=[page.number], medium=medium))
@@ -382,5 +367,5 @@ def _to_sglang(told: Iterable[Told], page_size: int) -> list[Any]:
                 medium=medium,
             )
         )
-    events: list[Any] = recorder.take()
-    return events
+    made: list[Any] = recorder.take()
+    return made

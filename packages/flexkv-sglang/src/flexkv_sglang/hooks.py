@@ -28,8 +28,7 @@ from flexkv_sglang.waiting import WINDOW
 logger = logging.getLogger("flexkv.sglang")
 
 _MATCHED_TOKENS = 1 << 15
-"""Tokens of a step's new requests for which SGLang's own cache is searched: about 0.2 ms. Not
-tuned."""
+"""Tokens of a step's new requests for which SGLang's own cache is searched: about 0.2 ms."""
 
 _REST_SECONDS = 0.001
 """Seconds that SGLang's loop sleeps if all requests wait for lower tiers. Without the sleep, the
@@ -42,8 +41,7 @@ longest prompt of Mooncake's conversation trace takes of a pool of 5,000 pages. 
 else."""
 
 _OFFLOADED_TOKENS = 1 << 14
-"""Tokens after which no further delayed offload begins in a step: two chunks of a prompt. Not
-tuned."""
+"""Tokens after which no further delayed offload begins in a step: two chunks of a prompt."""
 
 _ADMISSION = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 _DECODE = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue"
@@ -214,7 +212,7 @@ def _schedule_ready(
     with side.boundary.guard("resting", "SGLang's loop goes on at once", loses=False):
         batch, running = made
         idle = batch is None and running.is_empty() and scheduler.last_batch is None
-        if idle and not (side.requests is not None and side.requests.looks_ahead):
+        if idle and not (side.requests is not None and side.requests.waiting.looks_ahead):
             time.sleep(_REST_SECONDS)
     return made
 
@@ -389,7 +387,6 @@ def _begin_delayed(side: RankSide, due: Callable[[RankSide], Iterator[int]]) -> 
     """Begin offloads that waited; all ranks begin the same.
 
     Args:
-        side: of this rank.
         due: returns the nodes to offload; called on the rank that decides. Those beyond `AT_ONCE`
             are not taken.
     """
@@ -490,7 +487,7 @@ def _look_ahead(side: RankSide, requests: SglangRequests, scheduler: Any) -> Non
         with side.boundary.guard(
             "searching SGLang's cache", "the request is looked up at its turn", loses=False
         ):
-            if requests.is_new(request.rid):
+            if requests.waiting.is_new(request.rid):
                 tokens += len(request.origin_input_ids)
                 most = requests.limit(request)
                 # Streaming sessions keep their pages outside the tree, and nothing is loaded.
@@ -498,4 +495,4 @@ def _look_ahead(side: RankSide, requests: SglangRequests, scheduler: Any) -> Non
                     states = side.trailing.have_states
                     missing = missing_pages(tree, request, has_states=states, most=most)
                     requests.look_ahead(request, missing)
-    requests.go_on_looking()
+    requests.waiting.go_on()

@@ -39,7 +39,7 @@ logger = logging.getLogger("flexkv.sglang")
 _READING = "reading SGLang's page numbers"
 
 FLUSH_SECONDS = 2.5
-"""How long blocks may still be written to lower tiers when SGLang ends on its own. Not tuned."""
+"""How long blocks may still be written to lower tiers when SGLang ends on its own."""
 
 
 class FlexKVLinker(UnifiedCacheLinker):

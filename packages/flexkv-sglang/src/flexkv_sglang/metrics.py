@@ -26,14 +26,13 @@ PREFIX = "sglang:flexkv_"
 _THIS = 0
 
 LINE_SECONDS = 60.0
-"""Seconds between two lines of the log. Not tuned."""
+"""Seconds between two lines of the log."""
 
 
 class Metrics:
     """The metrics of one rank.
 
     Args:
-        config: FlexKV's settings.
         labels: SGLang's own labels of its metrics; None if SGLang's metrics are off.
         leads: whether this rank reports the gauges and writes the log's lines.
     """

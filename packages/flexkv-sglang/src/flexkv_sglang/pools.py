@@ -12,13 +12,7 @@ from flexkv_sglang.pages import NO_DRAFTS, DraftPools, Pages, describe_pages
 
 
 def draft_of(server_args: Any, settings: Any, params: Any) -> Any:
-    """SGLang's configuration of the draft model; None if no draft keeps KV.
-
-    Args:
-        server_args: SGLang's settings.
-        settings: the same, resolved.
-        params: SGLang's parameters of the prefix cache.
-    """
+    """SGLang's configuration of the draft model; None if no draft keeps KV."""
     if not _draft_pools(params):
         return None
     path, revision = draft_model(settings)
@@ -32,9 +26,6 @@ def pages_of(pool: Any, params: Any, model: Any, draft: Any, ranks: int) -> Page
 
     Args:
         pool: of the target; recurrent states are in SGLang's pool of requests.
-        params: SGLang's parameters of the prefix cache.
-        model: SGLang's configuration of the target.
-        draft: that of the draft; None without one.
         ranks: number of ranks that share a page.
 
     Raises:

@@ -59,11 +59,7 @@ class Ranks(Protocol):
 
     def first_error(self, text: str | None) -> tuple[int, str] | None:
         """The lowest rank that has an error, and the error's text; None if no rank has one. The
-        same on all ranks. Waits until all ranks have called.
-
-        Args:
-            text: of this rank's error; None if it has none.
-        """
+        same on all ranks. Waits until all ranks have called."""
         ...
 
 
@@ -101,12 +97,7 @@ class Exchanges:
 
     A rank that left one out would make the others wait, or read its next message in place of this
     one. What a rank contributes is therefore made within the exchange, and an error becomes a
-    value.
-
-    Args:
-        ranks: of the engine; borrowed.
-        boundary: where errors end.
-    """
+    value."""
 
     def __init__(self, ranks: Ranks, boundary: ErrorBoundary) -> None:
         self.ranks = ranks

@@ -48,11 +48,6 @@ class RequestReports:
     """The reports of one engine, on the rank that decides.
 
     Args:
-        cache: the engine's cache; borrowed.
-        chooser: learns of hits that are not loaded; borrowed.
-        page_keys: makes the keys of pages; borrowed.
-        page_size: tokens of a page.
-        trailing: the pages of which a hit needs the last.
         recorder: of the requests; None if nothing is recorded. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
 

@@ -34,14 +34,9 @@ class SglangRequests:
     """The requests of one engine. Single-threaded, but for operators; see `in_turns`.
 
     Args:
-        cache: the engine's cache; borrowed.
-        chooser: decides what is worth loading and waiting for; borrowed.
-        page_size: tokens of a page, which is a block.
-        page_keys: makes the keys of pages; borrowed.
         boundary: where errors of single requests end.
         recorder: of the requests; None if nothing is recorded. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
-        trailing: the pages of which a hit needs the last.
 
     Attributes:
         boundary: as given.
@@ -95,22 +90,9 @@ class SglangRequests:
 
     # Requests that wait.
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether pages of waiting requests are left to look up."""
-        return self.waiting.looks_ahead
-
-    def is_new(self, rid: str) -> bool:
-        """See `WaitingRequests.is_new`."""
-        return self.waiting.is_new(rid)
-
     def look_ahead(self, request: Any, prompt: Prompt) -> None:
         """See `WaitingRequests.look_up`."""
         self.waiting.look_up(self._track(request), prompt)
-
-    def go_on_looking(self) -> None:
-        """See `WaitingRequests.go_on`."""
-        self.waiting.go_on()
 
     def held(self, rids: Sequence[str], ended_batch: int) -> list[bool]:
         """See `WaitingRequests.held`. `ended_batch`: the last batch whose loads have ended."""
@@ -118,12 +100,7 @@ class SglangRequests:
         return self.waiting.held(rids)
 
     def matched(self, request: Any, own_tokens: int) -> None:
-        """SGLang has searched its own cache for a request, and looks it up next.
-
-        Args:
-            request: SGLang's request; borrowed until it ends.
-            own_tokens: tokens that SGLang has for it.
-        """
+        """SGLang has searched its own cache for a request, and looks it up next."""
         self._track(request).own_tokens = own_tokens
 
     def limit(self, request: Any) -> int | None:

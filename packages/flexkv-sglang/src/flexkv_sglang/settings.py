@@ -57,12 +57,7 @@ def engines_of(settings: Any) -> int:
 
 def share_of_engine(config: CacheConfig, engines: int) -> CacheConfig:
     """The settings of one engine of a server with data parallelism: each size that is given is that
-    of the server, and each engine has an equal part of it.
-
-    Args:
-        config: the settings of the server.
-        engines: engines of the server.
-    """
+    of the server, and each engine has an equal part of it."""
     return dataclasses.replace(
         config,
         cpu_cache_gb=_part(config.cpu_cache_gb, engines),
@@ -82,11 +77,7 @@ def report_ignored(config: CacheConfig) -> None:
 
 
 def linker_config(path: str | None) -> dict[str, Any]:
-    """The value of `--unified-cache-external-linker-config` that `--enable-flexkv` stands for.
-
-    Args:
-        path: the path from `--flexkv-config-file`, or None.
-    """
+    """The value of `--unified-cache-external-linker-config` that `--enable-flexkv` stands for."""
     return {
         "linker": "FlexKVLinker",
         "linker_module_path": LINKER_MODULE,

@@ -64,13 +64,9 @@ class RankSide:
 
     Args:
         worker: copies this rank's shard.
-        ranks: of the engine.
         cache: of the engine, on rank 0; None on the others.
-        page_size: tokens of a page, which is a block.
-        chooser: decides on rank 0 what is worth loading and waiting for.
         may_wait: whether a request may have to wait for a lower tier; the same on all ranks.
         trailing: the pages of which a hit needs the last; the same on all ranks.
-        boundary: where errors of single requests end.
         recorder, options: see `RequestReports`.
 
     Attributes:

@@ -15,11 +15,7 @@ class PageNumbers:
     """Reads slots of all pools by one copy to the host.
 
     On a GPU the kernels and the copy have a stream of their own, so that nothing is added to the
-    scheduler's stream, and the scheduler's thread waits once: for the work that makes the slots.
-
-    Args:
-        device: the device of the slots.
-    """
+    scheduler's stream, and the scheduler's thread waits once: for the work that makes the slots."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -86,9 +86,6 @@ class StagedLoads:
     stages, which is when the result of the batch arrives, SGLang keeps the request's pages out of
     its tree.
 
-    Args:
-        links: to the other stages; borrowed.
-
     Attributes:
         failed: ids of requests that SGLang is to abort; None if that is not decided now.
     """
@@ -115,8 +112,6 @@ class StagedLoads:
         """This stage has computed a batch with loads, or at least queued all of it.
 
         Args:
-            batch: number of the batch.
-            rids: ids of the requests that load.
             landed: whether all loads have succeeded on all ranks of this stage.
         """
         links, queued = self._links, self._queued

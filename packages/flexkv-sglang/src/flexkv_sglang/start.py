@@ -32,12 +32,11 @@ _ONE_PAGE = 1
 prompt the run begins. The boundaries of larger blocks would therefore be unknown."""
 _STORED_STEPS = 3
 """Steps whose pages may be stored before the first of them are published: the one that computes,
-the one that copies, and with SGLang's overlap one more; and one for each further stage. Not tuned.
-"""
+the one that copies, and with SGLang's overlap one more; and one for each further stage."""
 _STEP_STATES = 4
-"""States that a step leaves at the ends of its prompts and answers. Not tuned."""
+"""States that a step leaves at the ends of its prompts and answers."""
 _SMALL_BLOCK = 64 << 10
-"""Bytes of a block below which its fixed cost exceeds the cost of copying its bytes. Not tuned."""
+"""Bytes of a block below which its fixed cost exceeds the cost of copying its bytes."""
 _LARGE_PAGE = 64
 """Tokens of the page size that the warning about small blocks advises. FlashMLA supports only this
 size, and TensorRT-LLM's MLA kernels support no larger one."""
@@ -48,10 +47,6 @@ class Engine:
     """The parts of SGLang that the start of a rank needs; all borrowed.
 
     Attributes:
-        settings: SGLang's resolved settings.
-        model: SGLang's configuration of the model.
-        version: SGLang's version.
-        page_size: tokens of a page.
         is_bigram: whether SGLang hashes pairs of tokens.
         engines: engines of the server (data parallelism), of which this is one.
         draft: SGLang's configuration of the draft model; None if no draft keeps KV.

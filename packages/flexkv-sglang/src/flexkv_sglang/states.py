@@ -20,9 +20,9 @@ _POOL = "MambaPool"
 """SGLang's class of the pool whose rows are whole states, as its prefix cache keeps them."""
 _UNITS = (256, 16, 1)
 """Rows are cut at multiples of the first of these that divides them, in bytes: short pieces cost a
-GPU as much as long ones. Not tuned."""
+GPU as much as long ones."""
 _MOST_PARTS = 4096
-"""Parts of a row at most. A slot is then larger than a page of full attention. Not tuned."""
+"""Parts of a row at most. A slot is then larger than a page of full attention."""
 
 
 class CutStates(NamedTuple):
@@ -45,8 +45,6 @@ def describe_states(pool: Any, first_layer: int, most: int) -> list[CutStates]:
     """Describe the pool of states of one rank.
 
     Args:
-        pool: SGLang's; borrowed.
-        first_layer: of the model's layers on this rank.
         most: bytes of a part over all layers, if rows can be cut so short.
 
     Raises:

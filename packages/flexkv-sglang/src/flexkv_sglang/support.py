@@ -173,10 +173,6 @@ def check_model(settings: Any, model: Any) -> None:
     """Refuse a model and a draft that keep state in a way of their own, as far as that is known
     before SGLang has read weights; `check_cache` refuses the rest.
 
-    Args:
-        settings: SGLang's resolved settings.
-        model: SGLang's configuration of the model.
-
     Raises:
         ConfigError: the settings name a draft whose KV FlexKV does not store.
         LayoutError: there is state of another kind. The message names it.

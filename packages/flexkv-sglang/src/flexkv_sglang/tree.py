@@ -9,11 +9,7 @@ from typing import Any, cast
 
 
 class PageHashes:
-    """The hashes of one engine's pages.
-
-    Args:
-        tree: SGLang's cache; borrowed.
-    """
+    """The hashes of one engine's pages."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
@@ -31,8 +27,6 @@ class PageHashes:
         pages. SGLang does not compute the last token of an answer.
 
         Args:
-            request: SGLang's request.
-            pages: how many pages to leave out.
             before: the hash of the last of them; None if there are none.
         """
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -57,7 +51,6 @@ class MissingPages:
         key: SGLang's key of the whole prompt; borrowed.
         first: tokens of the prompt that SGLang's cache has, whole pages.
         before: the hash of the last of these pages; None if there are none.
-        page_size: tokens of a page.
         most: the most tokens that the request may load; None for no limit.
     """
 
@@ -98,7 +91,6 @@ def missing_pages(
 
     Args:
         tree: SGLang's cache. It does not change, and does not count the match as a use.
-        request: SGLang's request.
         has_states: whether the model has recurrent states. SGLang computes on from the last one.
         most: the most tokens that the request may load; None for no limit.
     """

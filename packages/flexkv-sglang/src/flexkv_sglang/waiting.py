@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flexkv.client import CacheClient
-from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.engine import RequestSpans
@@ -194,20 +194,16 @@ class _Look:
     end: int = 0
 
 
+@in_turns
 class WaitingRequests:
-    """The waiting requests of one engine, on the rank that decides. Single-threaded.
+    """The waiting requests of one engine, on the rank that decides. Single-threaded, but for
+    operators; see `in_turns`.
 
     Args:
-        cache: the engine's cache; borrowed.
-        chooser: decides which fetches are worth waiting for; borrowed.
-        page_size: tokens of a page.
-        keys_of: returns the keys of pages for SGLang's hashes.
-        boundary: where errors of single requests end.
-        trailing: the pages of which a hit needs the last.
         spans: takes what was fetched for requests; None if SGLang does not trace them.
-        clock: returns the time in seconds.
 
     Attributes:
+        boundary: where errors of single requests end.
         shared: the requests whose first missing page another request loads.
     """
 
@@ -229,7 +225,7 @@ class WaitingRequests:
         self._fetches = Fetches(cache, False, chooser.fetched, spans)
         self._page_size = page_size
         self._keys_of = keys_of
-        self._boundary = boundary
+        self.boundary = boundary
         self._trailing = trailing
         self._clock = clock
         self._seen: dict[str, _Look | None] = {}
@@ -264,7 +260,7 @@ class WaitingRequests:
             rid, look = next(iter(self._unfinished.items()))
             goes_on = False
             # An error of SGLang's hashes loses no fetch of any other request.
-            with self._boundary.guard(
+            with self.boundary.guard(
                 "looking ahead", "lower tiers read no more for the request", loses=bool(look.keys)
             ):
                 goes_on = self._fetch(look) if look.keys else self._hash(look)

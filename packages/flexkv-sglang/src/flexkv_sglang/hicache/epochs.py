@@ -33,9 +33,5 @@ def engine_name() -> str:
 @functools.cache
 def epoch_of(fingerprint: str) -> KeyEpoch:
     """The epoch of the keys of these pages. It outlives a backend: one that SGLang attaches later
-    must not find what was cleared.
-
-    Args:
-        fingerprint: of the pages.
-    """
+    must not find what was cleared."""
     return KeyEpoch(f"{engine_name()} {fingerprint}".encode())

@@ -53,13 +53,7 @@ def leading(present: Sequence[bool]) -> int:
 
 
 def find_hit(name: str, kv: Sequence[bool], others: Mapping[str, PoolPages]) -> Hit:
-    """Find the prefixes that can be restored.
-
-    Args:
-        name: name of the KV pool.
-        kv: for each page of the prompt whether its KV is stored.
-        others: the other pools, by name.
-    """
+    """Find the prefixes that can be restored."""
     pages = leading(kv)
     by_pool = {name: pages} if pages else {}
     restorable = set(range(1, pages + 1))

@@ -38,10 +38,6 @@ class Place:
     def of(cls, config: Any, copies: int) -> Place:
         """Read the ranks from HiCache's configuration.
 
-        Args:
-            config: HiCache's `HiCacheStorageConfig`.
-            copies: see the attribute.
-
         Raises:
             ConfigError: a kind of parallelism is not supported.
         """

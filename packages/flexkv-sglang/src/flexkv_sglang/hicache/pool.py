@@ -90,7 +90,6 @@ class PagePool:
 
         Args:
             indices: indices of all tokens of the pages, int64, page after page.
-            pages: the number of pages.
 
         Returns:
             The pages, valid as long as SGLang keeps them allocated.

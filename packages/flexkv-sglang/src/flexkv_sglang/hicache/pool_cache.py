@@ -29,16 +29,11 @@ from flexkv_sglang.hicache.pool import PagePool
 logger = logging.getLogger("flexkv.sglang")
 
 _STORED_BYTES = 64 << 20
-"""Bytes of the slots that are granted ahead: a drive of 4 GB/s writes them in 16 ms. Not tuned."""
+"""Bytes of the slots that are granted ahead: a drive of 4 GB/s writes them in 16 ms."""
 
 
 class HostPageMover:
-    """Copies pages of a pool in the caller's thread: each copy has ended when `submit` returns.
-
-    Args:
-        pool: the pool; borrowed.
-        arena: borrowed.
-    """
+    """Copies pages of a pool in the caller's thread: each copy has ended when `submit` returns."""
 
     def __init__(self, pool: PagePool, arena: Arena) -> None:
         self._pool = pool
@@ -198,13 +193,9 @@ def open_pool_cache(
     """Attach a pool to the service.
 
     Args:
-        config: FlexKV's settings, with `service`.
         pool: the pool; borrowed until the cache is closed.
         model: the name by which the service finds the sizes of its pool.
         fingerprint: names the pages that share the service's pool.
-        identity: its parts.
-        epoch: of the keys.
-        call_seconds: see `PoolCache`.
 
     Raises:
         ArenaError: no service answers, or it refuses the pool.
@@ -228,9 +219,7 @@ def first_tokens(pool: PagePool, indices: torch.Tensor, pages: int) -> Sequence[
     """The indices of the first tokens of pages.
 
     Args:
-        pool: their pool.
         indices: indices of all their tokens, int64, page after page.
-        pages: the number of pages.
 
     Raises:
         ValueError: the number of indices does not match `pages`.

@@ -45,8 +45,7 @@ from flexkv_sglang.support import load_page_hash
 
 _KV = str(PoolName.KV)
 _MOST_CALLS = 1024
-"""The most calls, for reads and for writes each, whose figures are kept until SGLang fetches them.
-Not tuned."""
+"""The most reads, and writes, whose figures are kept until SGLang fetches them."""
 
 
 class FlexKVStorage(HiCacheStorage):
@@ -54,7 +53,6 @@ class FlexKVStorage(HiCacheStorage):
 
     Args:
         config: HiCache's configuration: the ranks, and FlexKV's settings in `extra_config`.
-        options: options of SGLang's loader; unused.
 
     Raises:
         FlexKVError: a setting, SGLang's version or a kind of parallelism is not allowed.

@@ -33,9 +33,9 @@ CALL_SECONDS = 8.0
 """The most seconds of a call. SGLang waits 10 s for its threads before it gives up a flush."""
 _MEMORY_GB = 1.0
 """Host memory of a rank's pools together, in GiB, if the settings have none: pages pass through it
-to and from lower tiers. A call brings 128 pages. Not tuned."""
+to and from lower tiers. A call brings 128 pages."""
 _MOST_NAME = 200
-"""Characters of a model's name that the names of its pools begin with. Not tuned."""
+"""Characters of a model's name that the names of its pools begin with."""
 
 
 class PoolStores:
@@ -45,10 +45,8 @@ class PoolStores:
     call does.
 
     Args:
-        config: FlexKV's settings.
         place: the place of this rank.
         model: all that the bytes of a page depend on, except pool, rank and key.
-        boundary: counts and logs errors.
         served_as: the name by which SGLang serves the model.
 
     Raises:
@@ -87,7 +85,6 @@ class PoolStores:
         refused with a warning, and all of its pages are misses.
 
         Args:
-            name: SGLang's name of the pool.
             pool: the pool; borrowed until `close`.
 
         Raises:
@@ -129,8 +126,6 @@ class PoolStores:
         """For each page whether it can be read now.
 
         Args:
-            pool: name of the pool.
-            keys: SGLang's keys of the pages.
             before: keys of the pages before them in the prompt, which SGLang has itself. They count
                 as used.
         """
@@ -152,8 +147,6 @@ class PoolStores:
         """Read pages into the host pool, up to the first that is missing. Waits for lower tiers.
 
         Args:
-            pool: name of the pool.
-            keys: SGLang's keys of the pages.
             indices: indices of all their tokens in the host pool, int64; None for no tokens.
             before: see `contains`.
 
@@ -180,7 +173,6 @@ class PoolStores:
         get them afterwards.
 
         Args:
-            pool: name of the pool.
             keys: SGLang's keys of the pages, in the order of the prompt.
             indices: indices of all their tokens in the host pool, int64; None for no tokens.
             before: see `contains`.
