@@ -137,7 +137,7 @@ def test_blocks_whose_pages_sglang_has_back_are_never_found(
 
 
 @pytest.mark.parametrize(
-    ("owner", "fallback"), [("_worker", "stop_copying"), ("_cache", "discard")]
+    ("owner", "fallback"), [("_worker", "stop_copying"), ("_cache", "end_transfer")]
 )
 def test_pages_stay_locked_until_their_copies_have_ended(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, owner: str, fallback: str

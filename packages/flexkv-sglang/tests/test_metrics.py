@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
-from sglang_requests import OwnPages, Request
+from sglang_requests import OwnPages
 from sglang_world import Rank, hashes_of
 
 from flexkv import CacheConfig
@@ -46,8 +46,9 @@ def test_what_a_rank_counts_is_reported(make_rank: Callable[..., Rank]) -> None:
         metrics.report(rank.side)
     assert value("stored_blocks_total", tier="host") == 2
     assert value("blocks", tier="host") == 2
+    rank.lookup("r", hashes_of("a", 2))
     rank.load("r", hashes_of("a", 2), [3, 4])
-    rank.requests.scheduled([Request("r", [1] * 9, prefix=8)], [], OwnPages())
+    rank.requests.scheduled([rank.request("r", range(9), 8)], [], OwnPages())
     metrics.report(rank.side)
     assert value("hit_tokens_total", tier="host") == 8
     assert value("hit_blocks_sum") == 2
@@ -69,8 +70,9 @@ def test_rank_0_logs_its_figures_once_a_minute_without_metrics_too(
     rank = make_rank()
     metrics = Metrics(CacheConfig(), None, leads=leads)
     rank.store(hashes_of("a", 2), [1, 2])
+    rank.lookup("r", hashes_of("a", 2))
     rank.load("r", hashes_of("a", 2), [3, 4])
-    rank.requests.scheduled([Request("r", [1] * 9, prefix=8)], [], OwnPages())
+    rank.requests.scheduled([rank.request("r", range(9), 8)], [], OwnPages())
     with caplog.at_level(logging.INFO, logger="flexkv.sglang"):
         for _ in range(3):  # the third minute has nothing to say
             clock.skip(59)

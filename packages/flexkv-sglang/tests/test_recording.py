@@ -28,8 +28,8 @@ def recorded(rank: Rank, tmp_path: Path) -> TraceFile:
 def test_a_request_is_recorded_once_with_its_answer(rank: Rank, tmp_path: Path) -> None:
     hashes = hashes_of("a", 3)
     rank.store(hashes[1:2], [1])
-    request = Request("a", list(range(10)), prefix=8)
-    assert rank.lookup("a", hashes[1:2]) == [1]
+    request = rank.request("a", range(10), 8)
+    assert rank.lookup("a", hashes[1:2], 4) == [1]
     assert rank.load("a", hashes[1:2], [2])
     pages = OwnPages(hashes[:1], hashes[2:])
     rank.requests.scheduled([request], [], pages)
