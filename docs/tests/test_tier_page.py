@@ -66,6 +66,14 @@ def test_the_example_is_short() -> None:
     assert sum(len(each.splitlines()) for each in blocks()[:1]) <= MOST_LINES
 
 
+def test_settings_know_the_store_for_one_that_engines_share(path: str) -> None:
+    code = "CacheConfig(sqlite_path='/kv', max_age_seconds=60)"
+    command = [sys.executable, "-c", f"from flexkv import CacheConfig; {code}"]
+    environ = os.environ | {"PYTHONPATH": path}
+    refused = subprocess.run(command, env=environ, text=True, capture_output=True, check=False)
+    assert "max_age_seconds is 60, and sqlite_path is set, whose store keeps" in refused.stderr
+
+
 def test_two_processes_share_blocks_and_a_clear_hides_them(
     start: Callable[[], Remote], path: str, tmp_path: Path
 ) -> None:

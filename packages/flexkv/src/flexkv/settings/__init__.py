@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
-from flexkv.settings.config import GIB, MOST_PIN_SECONDS, SETTINGS, CacheConfig
+from flexkv.settings.config import (
+    GIB,
+    MOST_PIN_SECONDS,
+    SETTINGS,
+    CacheConfig,
+    address_setting,
+)
 from flexkv.settings.config_sources import configure_logging, load_config
 from flexkv.settings.settings_file import CONFIG_PATH_VARIABLE
 
@@ -13,6 +19,7 @@ __all__ = [
     "MOST_PIN_SECONDS",
     "SETTINGS",
     "CacheConfig",
+    "address_setting",
     "configure_logging",
     "load_config",
 ]

@@ -8,6 +8,7 @@ import os
 import stat
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 from flexkv.eviction import AUTO, OTHERWISE
 from flexkv.settings.kinds import (
@@ -29,6 +30,7 @@ from flexkv.settings.kinds import (
 )
 from flexkv.settings.setting import ReadBy, declared, setting
 from flexkv.types.admission import ADMISSIONS
+from flexkv.types.changes import Medium
 from flexkv.types.errors import ConfigError
 
 GIB = 1 << 30
@@ -441,7 +443,7 @@ class CacheConfig:
                 raise each.lacks_needed(given[each.name], f"CacheConfig({each.name}=...)")
             object.__setattr__(self, each.name, each.default)  # a size of 0 turns it off
         if self.max_age_seconds is not None and self.names_shared_store:
-            store = "objects_url" if self.mooncake_master is None else "mooncake_master"
+            store = next(each for each in _ADDRESSES if getattr(self, each) is not None)
             raise ConfigError(
                 f"max_age_seconds is {self.max_age_seconds}, and {store} is set, whose store keeps "
                 "blocks for other engines; allowed: one of them, and for a bucket its own rules "
@@ -451,19 +453,18 @@ class CacheConfig:
     @property
     def names_lower_tier(self) -> bool:
         """Whether blocks are kept beyond the process, on disk or in a shared store."""
-        stores = (self.ssd_cache_gb, self.mooncake_master, self.objects_url)
-        return any(each is not None for each in stores)
+        return self.ssd_cache_gb is not None or self.names_shared_store
 
     @property
     def names_shared_store(self) -> bool:
         """Whether blocks are kept where other engines find them."""
-        return self.mooncake_master is not None or self.objects_url is not None
+        return any(getattr(self, each) is not None for each in _ADDRESSES)
 
     def without_shared_stores(self) -> CacheConfig:
         """The same settings without stores that engines share."""
-        return dataclasses.replace(
-            self, mooncake_master=None, mooncake_metadata=None, objects_url=None
-        )
+        named = [each for each in SETTINGS.values() if {each.name, each.needs} & set(_ADDRESSES)]
+        without: dict[str, Any] = dict.fromkeys((each.name for each in named), None)
+        return dataclasses.replace(self, **without)
 
     @property
     def session_root(self) -> str:
@@ -473,3 +474,11 @@ class CacheConfig:
 
 SETTINGS = declared(CacheConfig)
 """The settings by name, in the order of the settings page."""
+
+
+def address_setting(medium: Medium) -> str:
+    """Name of the setting with the address of a shared store."""
+    return SETTINGS[f"{medium.value}_admission"].acts_with
+
+
+_ADDRESSES = [address_setting(medium) for medium in Medium if medium.is_shared]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from flexkv.settings import CacheConfig
+from flexkv.settings import CacheConfig, address_setting
 from flexkv.tiers.epochs import EpochRecord
 from flexkv.tiers.remote import BlockStore, RemoteLimits
 from flexkv.types.admission import ADMISSIONS, Admission
@@ -34,14 +34,14 @@ class SharedStore(ABC):
     Those that need the store's client import it, and raise ConfigError where it is not installed.
 
     Args:
-        medium: its name in settings, metrics and events.
-        setting: name of the setting with its address.
+        medium: its name in settings, metrics and events. The setting `NAME_admission` acts with
+            that of its address.
         client: name of the module that imports the client.
     """
 
-    def __init__(self, medium: Medium, setting: str, client: str) -> None:
+    def __init__(self, medium: Medium, client: str) -> None:
         self.medium = medium
-        self.setting = setting
+        self.setting = address_setting(medium)
         self._client = client
 
     @abstractmethod

@@ -75,4 +75,4 @@ class _Mooncake(SharedStore):
         return [open_record(config, each) for each in fingerprints]
 
 
-STORE = _Mooncake(Medium.MOONCAKE, "mooncake_master", "flexkv.tiers.mooncake.open_mooncake")
+STORE = _Mooncake(Medium.MOONCAKE, "flexkv.tiers.mooncake.open_mooncake")

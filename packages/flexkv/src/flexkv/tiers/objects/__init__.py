@@ -63,4 +63,4 @@ class _Objects(SharedStore):
         return connect(str(config.objects_url), config.objects_timeout_seconds)
 
 
-STORE = _Objects(Medium.OBJECTS, "objects_url", "flexkv.tiers.objects.open_objects")
+STORE = _Objects(Medium.OBJECTS, "flexkv.tiers.objects.open_objects")
