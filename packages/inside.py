@@ -17,8 +17,8 @@ from flexkv.figures.definitions import TierReading
 from flexkv.host.arena import Arena
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.index.block_index import BlockIndex, IndexReader
-from flexkv.service.engine_page import EnginePage
 from flexkv.service.line import Line
+from flexkv.service.page import EnginePage
 from flexkv.service.served_cache import ServedCache
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.server import NodeServer

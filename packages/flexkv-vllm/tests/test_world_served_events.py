@@ -16,7 +16,8 @@ from served_world import MakeService, ServedWorld
 from subscriber import DISK, HOST, Subscriber, drain, loadable
 from traffic import Traffic, make_stems
 
-from flexkv.service import attached, membership, pool_changes, reattachment
+from flexkv.service import attach as attaching
+from flexkv.service import attached, pool_changes
 from flexkv_vllm import events
 from packages.flexkv.tests.service.served import Service
 from packages.inside import stores_of
@@ -136,8 +137,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexkv.service.pool_descriptions._PART", 4)
     monkeypatch.setattr(pool_changes, "_AT_ONCE", 4)
     monkeypatch.setattr(events, "_BLOCKS_PER_CALL", 8)
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from flexkv.client import FetchId, FetchState, Reset, Transfer, TransferEnd
 from flexkv.eviction import RequestContext
-from flexkv.service import announcements, reattachment
+from flexkv.service import attach as attaching
 from flexkv.service import messages as wire
-from flexkv.service.announcements import AnnouncedKeys, Announcements
+from flexkv.service import pool_keys
 from flexkv.service.attached import AttachedEngine
 from flexkv.service.lobby import RefusalError
+from flexkv.service.pool_keys import AnnouncedKeys, Announcements
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import (
@@ -45,7 +46,7 @@ SLOTS = 128
 @pytest.fixture(autouse=True)
 def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing ends because it takes long."""
-    monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 1e9)
+    monkeypatch.setattr(pool_keys, "ANNOUNCED_SECONDS", 1e9)
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_nobody_waits_longer_for_an_engine_that_hangs(
     one, other = attach(service), attach(service)
     transfer = ordered(one, KEYS, range(6))
     fetch = awaited(other, KEYS)
-    monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 0.0)
+    monkeypatch.setattr(pool_keys, "ANNOUNCED_SECONDS", 0.0)
     assert state(other, fetch).arrived == 0
     other.cache.end_fetch(fetch)
     one.copy(transfer)
@@ -247,7 +248,7 @@ def test_blocks_of_a_disk_and_of_another_engine_come_as_one_prefix(
 def test_a_new_service_knows_no_announcement_of_the_last(
     service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
     one, other = attach(service), attach(service)
     transfer = ordered(one, KEYS, range(6))
     fetch = awaited(other, KEYS)
@@ -306,7 +307,7 @@ def test_what_a_request_does_not_compute_or_store_ends_the_wait(
     elif how == "has a failed store":
         one.copy(ordered(one, KEYS[:4], [3]), Status.FAILED)
     elif how == "hangs":
-        monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 0.0)
+        monkeypatch.setattr(pool_keys, "ANNOUNCED_SECONDS", 0.0)
     else:
         one.close()
     if how != "leaves":

@@ -8,8 +8,7 @@ import pytest
 
 from flexkv.client import AwaitedBlocks, FetchState
 from flexkv.service import messages as wire
-from flexkv.service.engine_page import FETCH_ROW_BYTES, FETCH_ROWS
-from flexkv.service.fetch_rows import FetchRows
+from flexkv.service.page import FETCH_ROW_BYTES, FETCH_ROWS, FetchRows
 from flexkv.types.changes import Medium
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
 from packages.flexkv.tests.service.test_served_tiers import leave_memory

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from flexkv.client import Transfer, TransferEnd
-from flexkv.service import engine_fetches, engine_holds
+from flexkv.service import engine_fetches, page
 from flexkv.service.attached import AttachedEngine
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -178,7 +178,7 @@ def _held(one: Scheduler, keys: list[bytes]) -> list[tuple[bytes, int]]:
 def test_loads_that_do_not_end_are_stalled(
     service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_holds, "STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(page, "STALLED_SECONDS", 0.05)
     one, other = attach(service, step_blocks=4), attach(service, step_blocks=4)
     (prompt,) = stored(one, "a")
     transfer = begun(one, prompt)

@@ -11,7 +11,7 @@ import pytest
 from flexkv.service import messages as wire
 from flexkv.service.ask import clear_pools
 from flexkv.service.pool_descriptions import ENTRY_BYTES, PoolDescriptions, joined
-from flexkv.service.tier_keys import TierKeys
+from flexkv.service.pool_keys import TierKeys
 from flexkv.types.changes import Changes, Medium
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from flexkv.service import attached, membership, reattachment
+from flexkv.service import attach as attaching
+from flexkv.service import attached
 from flexkv.service.pool_sizes import (
     NoRoomError,
     PoolSize,
@@ -237,8 +238,8 @@ def test_a_pool_keeps_its_size_over_a_restart_with_another_file(
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
 ) -> None:
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
     service = make_service(16)
     one = attach(service)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from flexkv.service import attached, membership, pool_changes, reattachment, server
+from flexkv.service import attach as attaching
+from flexkv.service import attached, pool_changes, server
 from flexkv.service import messages as wire
 from flexkv.service.ask import clear_pools
 from flexkv.service.attach import Attached
@@ -39,8 +40,8 @@ Attach = Callable[..., Scheduler]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long before another try."""
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
 
 
@@ -351,7 +352,7 @@ def test_changes_while_an_engine_is_not_attached_are_told(
 ) -> None:
     """In memory and on the disk, by the same service and by the next one."""
     monkeypatch.setattr(pool_changes, "_AT_ONCE", 2)
-    monkeypatch.setattr(reattachment, "_MOST_SECONDS", 0.02)
+    monkeypatch.setattr(attaching, "_MOST_SECONDS", 0.02)
     one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
     follower = Follower(one)
     for number in range(8):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from ages_clock import AgesClock
 
-from flexkv.service import attached, reattachment
+from flexkv.service import attach as attaching
+from flexkv.service import attached
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import (
@@ -29,7 +30,7 @@ Attach = Callable[..., Scheduler]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long before another try."""
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
 
 

@@ -14,8 +14,8 @@ from flexkv.host.board import CELLS
 from flexkv.service import line
 from flexkv.service import messages as wire
 from flexkv.service.ask import clear_pools
-from flexkv.service.engine_page import PUBLISHED
 from flexkv.service.line import MOST_WAITING, READ, SENT
+from flexkv.service.page import PUBLISHED
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from flexkv.eviction import RequestContext
-from flexkv.service import attached, membership, reattachment
+from flexkv.service import attach as attaching
+from flexkv.service import attached
 from flexkv.service import messages as wire
 from flexkv.types.tenants import NO_TENANT, tenant_number
 from packages.flexkv.tests.service.served import (
@@ -83,8 +84,8 @@ def test_a_store_has_blocks_of_several_tenants(service: Service, attach: Attach)
 def test_tenants_outlive_the_service(
     service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
     one, other = attach(service, tenant="a"), attach(service)
     one.store(keys_of("a", 3))

@@ -17,12 +17,12 @@ from flexkv.cli.stat_service import print_service
 from flexkv.client import FetchId, FetchState, Reset
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
-from flexkv.service import engine_queries, served_tiers
+from flexkv.service import engine_fetches, served_tiers
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
 from flexkv.service.ask import state_of
-from flexkv.service.engine_page import READ
-from flexkv.service.tier_keys import TierKeys
+from flexkv.service.page import READ
+from flexkv.service.pool_keys import TierKeys
 from flexkv.transfer import fetcher
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
@@ -370,7 +370,7 @@ def test_a_question_whose_answer_is_forgotten_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in a pool that is cleared meanwhile: the service comes to rest."""
-    monkeypatch.setattr(engine_queries, "LACKS_SECONDS", 0.2)
+    monkeypatch.setattr(engine_fetches, "LACKS_SECONDS", 0.2)
     service = make_service(16, objects_url=bucket)
     one = attach(service)
     monkeypatch.setattr(KVCache, "presence", lambda _, keys: [Presence.UNKNOWN] * len(keys))
@@ -387,7 +387,7 @@ def test_a_question_without_an_answer_ends(
 ) -> None:
     """Of a service that lives: of another, no tier is asked."""
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(engine_queries.EngineQueries, "answers", lambda *_: iter(()))
+    monkeypatch.setattr(engine_fetches.EngineQueries, "answers", lambda *_: iter(()))
     one = attach(make_service(16, objects_url=bucket))
     keys = keys_of("a", 4)
     assert one.cache.query(keys)

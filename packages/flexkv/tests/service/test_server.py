@@ -28,7 +28,7 @@ from flexkv.service import pool
 from flexkv.service.ask import state_of
 from flexkv.service.attach import Attached, join_pool, open_pool
 from flexkv.service.lobby import Newcomer
-from flexkv.service.pool_maker import PoolMaker
+from flexkv.service.pool import PoolMaker
 from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo

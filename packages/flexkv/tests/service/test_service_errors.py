@@ -18,7 +18,8 @@ import pytest
 import flexkv.service
 from flexkv.client import Hold, Reset, Transfer, TransferEnd
 from flexkv.eviction import RequestContext
-from flexkv.service import announcements, attached, membership, pool, reattachment, server
+from flexkv.service import attach as attaching
+from flexkv.service import attached, pool, pool_keys, server
 from flexkv.service import messages as wire
 from flexkv.service.ask import ServiceError, clear_pools, state_of
 from flexkv.service.pool import SharedPool
@@ -76,12 +77,12 @@ def is_spared(file: str, function: str) -> bool:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long before another try or for what has ended."""
-    monkeypatch.setattr(reattachment, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(reattachment, "_MOST_SECONDS", 0.02)
-    monkeypatch.setattr(membership, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(attaching, "_MOST_SECONDS", 0.02)
+    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
     monkeypatch.setattr(server, "_GONE_SECONDS", 0.01)
-    monkeypatch.setattr(announcements, "ANNOUNCED_SECONDS", 0.5)
+    monkeypatch.setattr(pool_keys, "ANNOUNCED_SECONDS", 0.5)
 
 
 class Engine:

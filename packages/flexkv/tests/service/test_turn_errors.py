@@ -81,7 +81,7 @@ def test_a_pool_that_cannot_be_polled_stops_nothing(
     "part",
     [
         "lobby.Lobby.serve",
-        "pool_maker.PoolMaker.drain",
+        "pool.PoolMaker.drain",
         "operators.Operators.serve",
         "pool.SharedPool.poll",
         "pool.SharedPool.busy",

@@ -3,29 +3,206 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import mmap
 import os
+import random
+import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.memory_file import check_seals
 from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.key_set import KeySet, key_set
 from flexkv.service import messages as wire
-from flexkv.service.engine_page import EnginePage
-from flexkv.service.membership import Membership
-from flexkv.service.reattachment import Attachment
+from flexkv.service.page import EnginePage
 from flexkv.session import Session
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
+from flexkv.system.forks import close_in_children
 from flexkv.types.errors import ArenaError
 from flexkv.types.tenants import NO_TENANT
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 1.0
+"""Seconds between two greetings while the service is gone, up to half of it more or less. Not
+tuned."""
+
+
+class Membership:
+    """The service knows of this process by its connection and a pidfd, and if another service
+    comes, by a lock on the memory, until this process has greeted that one, too. A thread does so.
+
+    Args:
+        connection: to the service; owned.
+        lock: on the memory; owned.
+        join: greets the service again.
+    """
+
+    def __init__(
+        self, connection: socket.socket, lock: MemoryLock, join: Callable[[], socket.socket]
+    ) -> None:
+        connection.settimeout(None)
+        self._connection = connection
+        self._lock = lock
+        self._join = join
+        self._guard = threading.Lock()
+        self._closed = threading.Event()
+        close_in_children(self)
+        threading.Thread(target=self._stay, name="flexkv-membership", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave the service. Idempotent."""
+        with self._guard:
+            self._closed.set()
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._connection.close()
+        self._lock.close()
+
+    def leave_to_parent(self) -> None:
+        """See `flexkv.system.forks.Owner`."""
+        self._connection.close()
+
+    def _stay(self) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(OSError):
+                while self._connection.recv(1):
+                    pass
+            self._attach_again()
+
+    def _attach_again(self) -> None:
+        while not self._closed.wait(_AGAIN_SECONDS * random.uniform(0.5, 1.5)):
+            try:
+                connection = self._join()
+            except (ArenaError, OSError) as error:  # its scheduler logs it, too
+                logger.debug("not attached again: %s", error)
+                continue
+            with self._guard:
+                self._connection.close()
+                self._connection = connection
+                connection.settimeout(None)
+                if self._closed.is_set():
+                    connection.close()
+            return
+
+
+_FIRST_SECONDS, _MOST_SECONDS = 1.0, 5.0
+"""Pauses before the first try and between later ones, each up to half of it more or less; each is
+twice as long as the one before. A service waits longer for engines that live. Not tuned."""
+_LASTS_SECONDS = 60.0
+"""An attachment that has lasted so long ended by chance: the pauses begin anew. Not tuned."""
+
+
+class Attachment(NamedTuple):
+    """What a service has given to a scheduler.
+
+    Attributes:
+        connection: to the service.
+        below: what the disks of the pool have.
+        announced: the blocks that engines of the pool are storing.
+        has_shares: whether tenants have shares of the memory.
+    """
+
+    connection: socket.socket
+    below: KeySet
+    announced: KeySet
+    has_shares: bool
+
+
+class Reattachment:
+    """Watches a connection, and attaches again whenever the service has closed it.
+
+    Args:
+        connection: the first one; borrowed for the call.
+        attach: attaches again; may raise ArenaError and OSError. Called in the thread.
+    """
+
+    def __init__(self, connection: socket.socket, attach: Callable[[], Attachment]) -> None:
+        self._attach = attach
+        self._stops = threading.Event()
+        self._made: deque[Attachment] = deque()  # one at most; each call on it is atomic
+        self._taken: Attachment | None = None
+        threading.Thread(
+            target=self._stay, args=(connection.dup(),), name="flexkv-reattachment", daemon=True
+        ).start()
+
+    @property
+    def has_made(self) -> bool:
+        """Whether `take` gives an attachment: the one before it has ended."""
+        return bool(self._made)
+
+    def take(self) -> Attachment | None:
+        """The new attachment, which is the caller's; None if there is none yet."""
+        with contextlib.suppress(IndexError):
+            self._taken = self._made.popleft()
+            return self._taken
+        return None
+
+    def reject(self) -> None:
+        """What `take` has given last is of no use. Attaches again, unless that has ended before."""
+        if self._taken is not None:
+            with contextlib.suppress(OSError):
+                self._taken.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Try no more. A thread that waits for the service ends after that. The caller shuts down
+        its connection. Idempotent."""
+        self._stops.set()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Close an attachment that nobody has taken."""
+        with contextlib.suppress(IndexError):
+            self._made.popleft().connection.close()
+
+    def _stay(self, watched: socket.socket) -> None:
+        pause = _FIRST_SECONDS
+        while True:
+            since = time.monotonic()
+            with watched:
+                ends = select.poll()
+                ends.register(watched, 0)  # POLLHUP is always told
+                ends.poll()
+            if time.monotonic() - since > _LASTS_SECONDS:
+                pause = _FIRST_SECONDS
+            made, pause = self._try(pause)
+            if made is None:
+                return
+            attachment, watched = made
+            self._drop()  # an idle engine has seen several services end
+            self._made.append(attachment)
+            if self._stops.is_set():
+                self._drop()
+
+    def _try(self, pause: float) -> tuple[tuple[Attachment, socket.socket] | None, float]:
+        """The attachment and a connection to watch, or None after `close`; and the pause before the
+        next try."""
+        said = ""
+        while not self._stops.wait(pause * random.uniform(0.5, 1.5)):
+            pause = min(2 * pause, _MOST_SECONDS)
+            try:
+                attachment = self._attach()
+                try:
+                    return (attachment, attachment.connection.dup()), pause
+                except OSError:
+                    attachment.connection.close()
+                    raise
+            except (ArenaError, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("not attached to the service again yet: %s", error)
+        return None, pause
+
 
 _PATIENCE_SECONDS = 120.0
 """Seconds to wait for the answer to a greeting: the service fills the memory of a new pool first,
@@ -36,8 +213,6 @@ _START_SECONDS = 30.0
 `flexkv.session.meet.MEET_SECONDS`. Not tuned."""
 _RETRY_SECONDS = 0.1
 """Pause between two looks. Not tuned."""
-
-logger = logging.getLogger(__name__)
 
 
 class Attached:

@@ -17,16 +17,13 @@ from itertools import chain
 
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
-from flexkv.service.announcements import Announcements
-from flexkv.service.engine_fetches import EngineFetches
-from flexkv.service.engine_holds import EngineHolds
-from flexkv.service.engine_page import PUBLISHED, READ, SENT
-from flexkv.service.engine_queries import EngineQueries
+from flexkv.service.engine_fetches import EngineFetches, EngineQueries
 from flexkv.service.engine_uses import EngineUses
-from flexkv.service.fetch_rows import FetchRows
 from flexkv.service.lobby import RefusalError
+from flexkv.service.page import PUBLISHED, READ, SENT, EngineHolds, FetchRows
 from flexkv.service.pool import SharedPool
 from flexkv.service.pool_descriptions import joined
+from flexkv.service.pool_keys import Announcements
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
 from flexkv.types.tenants import NO_TENANT

@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 from flexkv.client import Hold
 from flexkv.service import messages as wire
-from flexkv.service.announcements import Announcements
 from flexkv.service.lobby import RefusalError
 from flexkv.service.pool import SharedPool
+from flexkv.service.pool_keys import Announcements
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
 _MOST_PROMPT = 1 << 20

@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from flexkv.service import messages as wire
-from flexkv.service.engine_page import PUBLISHED, READ, SENT
+from flexkv.service.page import PUBLISHED, READ, SENT
 
 MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots

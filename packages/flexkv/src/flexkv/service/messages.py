@@ -24,7 +24,7 @@ from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
 PROTOCOL = 7
-"""Both sides must have the same, and the same layout of `engine_page`."""
+"""Both sides must have the same, and the same layout of `page`."""
 
 SOCKET = "flexkv service"
 """The name of the service in its runtime directory."""
@@ -343,7 +343,7 @@ class Joined(Message, frozen=True, tag="joined"):
 
 class Scheduled(Message, frozen=True, tag="scheduled"):
     """The answer to `Schedule`, with descriptors of the memory of the index, of the holds, of what
-    disks have (`tier_keys`), and of what engines are storing (`announcements`).
+    disks have and of what engines are storing (`pool_keys`).
 
     Attributes:
         media: the lower tiers, the fastest first.
@@ -388,7 +388,7 @@ class Recall(Message, frozen=True, tag="recall"):
 
 class Fetched(Message, frozen=True, tag="fetched"):
     """The state of a fetch now; None if no tier has a block to add. Keys and places that the state
-    names are those of the whole fetch. Mostly it is not sent: see `flexkv.service.fetch_rows`."""
+    names are those of the whole fetch. Mostly it is not sent: see `flexkv.service.page`."""
 
     fetch: int
     state: FetchState | None

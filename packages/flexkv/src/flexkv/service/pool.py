@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import NamedTuple
 
 from flexkv.cache import KVCache
 from flexkv.client import Reset
@@ -18,12 +20,12 @@ from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.block_index import index_bytes, publish
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import ages_of, closed_on_error, host_policy, open_tiers, policy_maker
-from flexkv.service.announcements import AnnouncedKeys
-from flexkv.service.engine_page import MOST_ENGINES, EnginePage, file_bytes
+from flexkv.service.lobby import Newcomer
 from flexkv.service.messages import PoolBlocks
+from flexkv.service.page import MOST_ENGINES, EnginePage, file_bytes
 from flexkv.service.pool_descriptions import PoolDescriptions
+from flexkv.service.pool_keys import AnnouncedKeys, TierKeys
 from flexkv.service.state import TenantState
-from flexkv.service.tier_keys import TierKeys
 from flexkv.session.meet import Session
 from flexkv.session.reservation import Reservation
 from flexkv.session.wire import SessionInfo
@@ -405,3 +407,62 @@ def _format_of(blocks: PoolBlocks) -> BlockFormat:
 def _plan(block_format: BlockFormat, config: CacheConfig, promised: Sequence[Promise]) -> ArenaSpec:
     spec = plan_arena(block_format, config.cpu_cache_gb, promised, grows=config.memory_grows)
     return replace(spec, boards=1 + MOST_ENGINES)
+
+
+class Made(NamedTuple):
+    """What has come of a pool.
+
+    Attributes:
+        blocks: the blocks of its engines.
+        newcomer: who needs it.
+        result: the pool, the caller's; or why there is none.
+    """
+
+    blocks: PoolBlocks
+    newcomer: Newcomer
+    result: SharedPool | Exception
+
+
+class PoolMaker:
+    """Makes one pool after the other. All methods are the loop's.
+
+    Args:
+        wake: lets the loop begin a turn. Called in the thread.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(1, "flexkv-pools")
+        self._making: dict[PoolBlocks, tuple[Newcomer, Future[SharedPool]]] = {}
+
+    def is_making(self, blocks: PoolBlocks) -> bool:
+        """Whether a pool is being made, or waits to be, or has not been drained."""
+        return blocks in self._making
+
+    def begin(self, blocks: PoolBlocks, newcomer: Newcomer, make: Callable[[], SharedPool]) -> None:
+        """Make a pool for a newcomer by calling `make` in the thread."""
+        # In one statement: no error loses a pool that is being made.
+        self._making[blocks] = newcomer, (future := self._thread.submit(make))
+        future.add_done_callback(lambda _: self._wake())
+
+    def drain(self) -> Iterator[Made]:
+        """What has come of pools since the last call. What is not taken comes again."""
+        for blocks, (newcomer, future) in list(self._making.items()):
+            if future.done():
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield Made(blocks, newcomer, error or future.result())
+                del self._making[blocks]
+
+    def close(self) -> None:
+        """Make no more. A pool that is being made is closed once it is there."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for _, future in self._making.values():
+            future.add_done_callback(_close)
+        self._making.clear()
+
+
+def _close(future: Future[SharedPool]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close(0.0)

@@ -8,7 +8,7 @@ from itertools import compress, islice
 from typing import Protocol
 
 from flexkv.service import messages as wire
-from flexkv.service.tier_keys import TierKeys
+from flexkv.service.pool_keys import TierKeys
 from flexkv.types.changes import Changes, Medium
 
 ENTRY_BYTES = 200

@@ -34,12 +34,10 @@ from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
 from flexkv.index.slot_times import young_reader
 from flexkv.service import messages as wire
-from flexkv.service.attach import Attached
-from flexkv.service.fetch_rows import FetchRows
+from flexkv.service.attach import Attached, Reattachment
 from flexkv.service.line import Line
-from flexkv.service.load_holds import LoadHolds
+from flexkv.service.page import FetchRows, LoadHolds
 from flexkv.service.pool_changes import PoolChanges
-from flexkv.service.reattachment import Reattachment
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
 from flexkv.service.served_uses import ServedUses
