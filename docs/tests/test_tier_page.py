@@ -86,7 +86,7 @@ def test_two_processes_share_blocks_and_a_clear_hides_them(
         whole = [sys.executable, "-m", "flexkv", *command]
         return subprocess.check_output(whole, env=environ, text=True, timeout=PATIENCE_SECONDS)
 
-    cleared = flexkv("clear", "--yes", "--fingerprint", FINGERPRINT)
+    cleared = flexkv("clear", "stores", FINGERPRINT, "--yes")
     assert cleared == f"cleared {tmp_path / 'blocks.db'}, fingerprint {FINGERPRINT}\n"
     third = start()
     assert third.do("fetch", "abc") == ""

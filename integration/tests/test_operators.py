@@ -39,13 +39,13 @@ class Operator:
         return _print_of(command, self._prompt, self.root)
 
     def remove(self) -> str:
-        return _print_of("clear", self.root, "--prefix", self._prompt, "--yes")
+        return _print_of("clear", "prompt", self._prompt, self.root, "--yes")
 
     def remove_session(self, name: str) -> str:
-        return _print_of("clear", self.root, "--session", name, "--yes")
+        return _print_of("clear", "session", name, self.root, "--yes")
 
     def clear(self) -> str:
-        return _print_of("clear", self.root, "--engine", "--yes")
+        return _print_of("clear", "engines", "all", self.root, "--yes")
 
     def tiers(self) -> list[int]:
         """Blocks of the prompt in each tier."""

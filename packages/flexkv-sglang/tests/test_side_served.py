@@ -196,6 +196,6 @@ def test_an_operator_cannot_have_an_engine_clear_what_is_the_services(
 ) -> None:
     one = engine(serve())
     stores(one, HASHES, [1, 2, 3])
-    with pytest.raises(AskError, match=r"those of the node's service; allowed: `flexkv clear DIR`"):
+    with pytest.raises(AskError, match=r"the node's service; allowed: `flexkv clear service`"):
         call_door(str(tmp_path / "run"), "/clear", blocks="all")
     assert one.lookup("r", HASHES) == [3]

@@ -59,7 +59,7 @@ def test_after_a_reset_or_a_clear_nothing_of_before_is_found(
     one, other = start(), start()
     one.do("store", "abc")
     monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
-    ended = flexkv("clear", "--yes")
+    ended = flexkv("clear", "stores", "all", "--yes")
     assert (ended.code, ended.out) == (0, f"cleared file://{folder}, fingerprint {FINGERPRINT}\n")
     assert other.do("fetch", "abc") == ""
     one.do("store", "de")
@@ -80,12 +80,12 @@ def test_old_blocks_are_removed_and_engines_go_on(
     for path in (old, left):
         os.utime(path, (1e9, 1e9))
     monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
-    dry = flexkv("clear", "--dry-run", "--older-than", "7d")
+    dry = flexkv("clear", "older", "7d", "--dry-run")
     assert dry.code == 0
     assert dry.out.startswith(f"would remove 2 blocks of file://{folder}, ")
     assert old.exists()
     assert left.exists()
-    ended = flexkv("clear", "--yes", "--older-than", "7d")
+    ended = flexkv("clear", "older", "7d", "--yes")
     assert ended.code == 0
     assert dry.out == f"would remove{ended.out.removeprefix('removed')}"
     assert ended.out.startswith(f"removed 2 blocks of file://{folder}, ")
@@ -103,22 +103,18 @@ def test_old_blocks_are_removed_and_engines_go_on(
 @pytest.mark.parametrize(
     ("arguments", "url", "said"),
     [
-        (["--older-than", "7"], "file:///x", "--older-than is '7'"),
-        (
-            ["--older-than", "7d", "DIR"],
-            "file:///x",
-            "--older-than is on the command line with DIR",
-        ),
-        (["--older-than", "7d"], "s3://bucket", "objects_url is 's3://bucket'"),
-        (["--older-than", "7d"], "", "objects_url is not set; allowed: with objects_url=file"),
-        (["--older-than", "7d"], "file:///nowhere/kv", "No such file or directory"),
+        (["7"], "file:///x", "AGE is '7'"),
+        (["7d", "DIR"], "file:///x", "unrecognized arguments: DIR"),
+        (["7d"], "s3://bucket", "objects_url is 's3://bucket'"),
+        (["7d"], "", "objects_url is not set; allowed: with objects_url=file"),
+        (["7d"], "file:///nowhere/kv", "No such file or directory"),
     ],
 )
 def test_clear_says_what_is_wrong_with_an_age(
     flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch, arguments: list[str], url: str, said: str
 ) -> None:
     monkeypatch.setenv("FLEXKV_OBJECTS_URL", url)
-    ended = flexkv("clear", "--yes", *arguments)
+    ended = flexkv("clear", "older", *arguments, "--yes")
     assert ended.code == 2
     assert said in ended.err
 
@@ -131,9 +127,9 @@ def test_removing_old_blocks_asks_first(
 ) -> None:
     start().do("store", "a")
     monkeypatch.setenv("FLEXKV_OBJECTS_URL", f"file://{folder}")
-    ended = flexkv_on_terminal("clear", "--older-than", "0s", answer="n\n")
+    ended = flexkv_on_terminal("clear", "older", "0s", answer="n\n")
     assert ended.code == 1
     assert f"Remove blocks older than 0s in file://{folder}?" in ended.out
     assert file_of(folder, "a").exists()
-    assert flexkv_on_terminal("clear", "--older-than", "0s", answer="y\n").code == 0
+    assert flexkv_on_terminal("clear", "older", "0s", answer="y\n").code == 0
     assert not list((folder / "blocks").iterdir())

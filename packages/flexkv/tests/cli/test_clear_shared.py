@@ -55,10 +55,10 @@ def test_nothing_of_before_is_found_and_running_nodes_go_on_sharing(
 ) -> None:
     one, other = start(), start()
     one.do("store", "abc")
-    dry = flexkv("clear", "--dry-run")
+    dry = flexkv("clear", "stores", "all", "--dry-run")
     assert (dry.code, dry.out) == (0, f"would clear {URL}, fingerprint {FINGERPRINT}\n")
     assert start().do("fetch", "abc") == "abc"
-    ended = flexkv("clear", "--yes")
+    ended = flexkv("clear", "stores", "all", "--yes")
     assert (ended.code, ended.out) == (0, f"cleared {URL}, fingerprint {FINGERPRINT}\n")
     assert other.do("fetch", "abc") == ""
     assert start().do("fetch", "abc") == ""
@@ -72,7 +72,7 @@ def test_a_directory_on_the_command_line_leaves_shared_stores_alone(
 ) -> None:
     cache.fill(1)
     start().do("store", "def")
-    ended = flexkv("clear", cache.root, "--yes")
+    ended = flexkv("clear", "folders", cache.root, "--yes")
     assert ended.code == 0
     assert not cache.folder.exists()
     assert start().do("fetch", "def") == "def"
@@ -80,7 +80,7 @@ def test_a_directory_on_the_command_line_leaves_shared_stores_alone(
 
 def test_other_fingerprints_are_left_alone_if_one_is_given(start: Start, flexkv: Flexkv) -> None:
     start().do("store", "ghi")
-    ended = flexkv("clear", "--yes", "--fingerprint", "0" * 32)
+    ended = flexkv("clear", "stores", "0" * 32, "--yes")
     said = f"nothing to clear in {URL}, fingerprint {'0' * 32}\n"
     assert (ended.code, ended.out) == (1, said)
     assert start().do("fetch", "ghi") == "ghi"
@@ -90,7 +90,7 @@ def test_what_is_no_record_of_ours_is_left_alone(start: Start, flexkv: Flexkv) -
     start()
     store = connect(URL, PATIENCE_SECONDS)
     obstore.put(store, "epochs/readme", b"mine")
-    ended = flexkv("clear", "--yes")
+    ended = flexkv("clear", "stores", "all", "--yes")
     assert (ended.code, ended.out) == (0, f"cleared {URL}, fingerprint {FINGERPRINT}\n")
     assert bytes(obstore.get(store, "epochs/readme").bytes()) == b"mine"
     obstore.delete(store, "epochs/readme")
@@ -100,10 +100,10 @@ def test_a_bucket_that_does_not_answer_is_named(
     start: Start, flexkv: Flexkv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    ended = flexkv("clear", "--yes")
+    ended = flexkv("clear", "stores", "all", "--yes")
     assert ended.code == 2
     assert f"objects_url is '{URL}', which cannot be listed" in ended.err
-    ended = flexkv("clear", "--yes", "--fingerprint", FINGERPRINT)
+    ended = flexkv("clear", "stores", FINGERPRINT, "--yes")
     assert ended.code == 1
     assert f"skipped {URL}, fingerprint {FINGERPRINT}: GenericError: " in ended.out
     assert "Connection refused" in ended.out
@@ -135,10 +135,10 @@ def test_mooncake_is_cleared_by_fingerprint(
     try:
         one, other = start(), start()
         one.do("store", "abc")
-        ended = flexkv("clear", "--yes")
+        ended = flexkv("clear", "stores", "all", "--yes")
         assert ended.code == 2
-        assert "--fingerprint is missing on the command line" in ended.err
-        ended = flexkv("clear", "--yes", "--fingerprint", FINGERPRINT)
+        assert "NAME is 'all' on the command line, and mooncake at" in ended.err
+        ended = flexkv("clear", "stores", FINGERPRINT, "--yes")
         store = master.settings["mooncake_master"]
         assert (ended.code, ended.out) == (0, f"cleared {store}, fingerprint {FINGERPRINT}\n")
         assert other.do("fetch", "abc") == ""

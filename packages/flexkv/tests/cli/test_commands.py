@@ -16,8 +16,9 @@ from flexkv import cli
 from packages.flexkv.tests.cli.stores import Cache, Flexkv
 
 NOBODY = 65534
-COMMANDS = ["stat", "verify", "clear"]
+COMMANDS = ["stat", "verify", "clear folders"]
 """Those that work on cache directories."""
+CLEAR = COMMANDS[-1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -27,7 +28,7 @@ def test_an_empty_directory_does_not_mean_the_current_one(
     """A script's variable may be empty."""
     cache.fill(1)
     monkeypatch.chdir(cache.root)
-    ended = flexkv(name, "", *(["--yes"] if name == "clear" else []))
+    ended = flexkv(*name.split(), "", *(["--yes"] if name == CLEAR else []))
     assert ended.code == 2
     assert "'' from DIR on the command line is empty; allowed: " in ended.err
     assert len(cache.records()) == 1
@@ -37,7 +38,7 @@ def test_an_empty_directory_does_not_mean_the_current_one(
 def test_a_directory_that_does_not_exist_is_one_clear_error(
     flexkv: Flexkv, tmp_path: Path, name: str
 ) -> None:
-    ended = flexkv(name, tmp_path / "none")
+    ended = flexkv(*name.split(), tmp_path / "none")
     assert ended.code == 2
     assert ended.out == ""
     assert f"'{tmp_path}/none' from DIR on the command line does not exist" in ended.err
@@ -50,7 +51,7 @@ def test_a_path_that_cannot_be_followed_is_not_said_to_be_missing(
     flexkv: Flexkv, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    ended = flexkv(name, tmp_path / "loop")
+    ended = flexkv(*name.split(), tmp_path / "loop")
     assert (ended.code, ended.out) == (2, "")
     assert "cannot be read (Too many levels of symbolic links); allowed: " in ended.err
 
@@ -58,7 +59,7 @@ def test_a_path_that_cannot_be_followed_is_not_said_to_be_missing(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_is_no_cache_directory(flexkv: Flexkv, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
-    ended = flexkv(name, tmp_path / "file")
+    ended = flexkv(*name.split(), tmp_path / "file")
     assert ended.code == 2
     assert "is not a directory; allowed: " in ended.err
 
@@ -68,7 +69,7 @@ def test_a_directory_without_a_cache_is_bad_use_and_stays_as_it_is(
     flexkv: Flexkv, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "mine").mkdir()
-    ended = flexkv(name, tmp_path)
+    ended = flexkv(*name.split(), tmp_path)
     assert ended.code == 2
     assert "holds no cache" in ended.err
     assert (tmp_path / "mine").is_dir()
@@ -82,7 +83,7 @@ def test_what_is_only_named_like_a_cache_is_bad_use_and_stays_as_it_is(
     folder.mkdir()
     for file in ("lock", "precious.txt", "table"):
         (folder / file).write_text("mine")
-    ended = flexkv(name, tmp_path, *(["--yes"] if name == "clear" else []))
+    ended = flexkv(*name.split(), tmp_path, *(["--yes"] if name == CLEAR else []))
     assert ended.code == 2
     assert "holds no cache of FlexKV" in ended.err
     assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
@@ -98,16 +99,16 @@ def test_a_fifo_or_a_file_of_any_size_is_not_waited_for(
     cache.fill(2)
     os.truncate(cache.folder / file, 1 << 42)
     path = cache.folder / file
-    yes = ["--yes"] if name == "clear" else []
-    if name != "clear":
-        assert flexkv(name, cache.root).code in (0, 1)
+    yes = ["--yes"] if name == CLEAR else []
+    if name != CLEAR:
+        assert flexkv(*name.split(), cache.root).code in (0, 1)
     path.unlink()
     os.mkfifo(path)
-    ended = flexkv(name, cache.root, *yes)
+    ended = flexkv(*name.split(), cache.root, *yes)
     needs = {
         "stat": ["lock", "counters.json"],
         "verify": ["slab-00000"],
-        "clear": ["lock", "counters.json", "slab-00000"],
+        CLEAR: ["lock", "counters.json", "slab-00000"],
     }
     assert ended.code == (2 if file == "table" else int(file in needs[name]))
     assert path.is_fifo()
@@ -124,7 +125,7 @@ def test_several_directories_are_looked_at_together(
     expected = [str(each.folder) for each in caches]
 
     def found(*arguments: str) -> list[str]:
-        folders = flexkv(name, *arguments, "--json").json["folders"]
+        folders = flexkv(*name.split(), *arguments, "--json").json["folders"]
         return [folder.get("path") or folder["folder"] for folder in folders]
 
     assert found(given) == expected
@@ -141,9 +142,10 @@ def test_without_a_directory_and_a_setting_there_is_one_clear_error(
 ) -> None:
     # Processes that share a store report it in the user's own one, also those of other tests.
     monkeypatch.setenv("FLEXKV_RUNTIME_DIR", str(tmp_path))
-    ended = flexkv(name)
+    ended = flexkv(*name.split(), *(["all"] if name == CLEAR else []))
     assert ended.code == 2
-    assert "DIR is missing on the command line, and ssd_cache_dir is not set" in ended.err
+    given = "'all'" if name == CLEAR else "missing"
+    assert f"DIR is {given} on the command line, and ssd_cache_dir is not set" in ended.err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
@@ -163,7 +165,7 @@ def test_a_folder_that_cannot_be_read_is_no_success(
     closed.chmod(0)
     os.seteuid(NOBODY)
     try:
-        code = cli.main([name, str(cache.root), *(["--yes"] if name == "clear" else [])])
+        code = cli.main([*name.split(), str(cache.root), *(["--yes"] if name == CLEAR else [])])
     finally:
         os.seteuid(0)
         left = [path.name for path in cache.root.iterdir()]
@@ -173,7 +175,7 @@ def test_a_folder_that_cannot_be_read_is_no_success(
     assert str(closed) in shown.out + shown.err
     assert "Permission denied" in shown.out + shown.err
     assert "all intact" not in shown.out
-    assert sorted(left) == sorted([closed.name] + ([cache.folder.name] if name != "clear" else []))
+    assert sorted(left) == sorted([closed.name] + ([cache.folder.name] if name != CLEAR else []))
 
 
 def test_an_unknown_command_is_bad_use(flexkv: Flexkv) -> None:
@@ -185,7 +187,7 @@ def test_help_lists_every_command(flexkv: Flexkv) -> None:
     ended = flexkv("--help")
     assert ended.code == 0
     for command in cli.COMMANDS:
-        assert command.HELP in ended.out
+        assert command.help in ended.out
     assert flexkv("stat", "--help").out.count("--json") == 2
 
 

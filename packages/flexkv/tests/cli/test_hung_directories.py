@@ -24,7 +24,13 @@ from packages.flexkv.tests.cli.hung_mount import hanging, hangs_at_once, hung
 from packages.flexkv.tests.cli.screen import Screen, on_terminal
 from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache
 
-COMMANDS = (("stat",), ("stat", "--json"), ("verify",), ("clear", "--yes"))
+COMMANDS = (
+    (("stat",), ()),
+    (("stat",), ("--json",)),
+    (("verify",), ()),
+    (("clear", "folders"), ("--yes",)),
+)
+"""The words before and behind the directories."""
 
 
 def started(*arguments: str, **settings: str) -> Fork:
@@ -60,6 +66,11 @@ class Waiting:
     hang: contextlib.ExitStack
 
 
+def all_of(words: tuple[str, ...]) -> list[str]:
+    """What says that the directories of the settings are meant."""
+    return ["all"] if words[0] == "clear" else []
+
+
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
     """All commands run at the same time."""
@@ -81,7 +92,9 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
             stack.callback(process.kill)
             return process
 
-        screen = stack.enter_context(on_terminal("clear", str(late.root), patch=hangs_at_once))
+        screen = stack.enter_context(
+            on_terminal("clear", "folders", str(late.root), patch=hangs_at_once)
+        )
         screen.wait_for("Remove 1 folder")
         stack.enter_context(hung(folder))
         stack.enter_context(hung(lonely))
@@ -89,15 +102,18 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
         hang.enter_context(hung(late.root))
         screen.press("y\n")
         beside = {}
-        for name, *options in COMMANDS:
-            other = cleared if name == "clear" else good.root
-            beside[" ".join((name, *options))] = start(name, f"{folder};{other}", *options)
+        for words, options in COMMANDS:
+            other = cleared if words[0] == "clear" else good.root
+            beside[" ".join(words + options)] = start(*words, f"{folder};{other}", *options)
         alone = {
-            " ".join((name, *options)): start(name, str(lonely), *options)
-            for name, *options in COMMANDS
+            " ".join(words + options): start(*words, str(lonely), *options)
+            for words, options in COMMANDS
         }
         on_file = [
-            *(start(*each, FLEXKV_CONFIG_PATH=file) for each in COMMANDS),
+            *(
+                start(*words, *all_of(words), *options, FLEXKV_CONFIG_PATH=file)
+                for words, options in COMMANDS
+            ),
             start("stat", FLEXKV_RUNTIME_DIR=file, FLEXKV_OBJECTS_URL="s3://bucket"),
             start("plan", file, "--token-bytes", "1"),
             start("plan", trace, "--model", file),
@@ -117,7 +133,7 @@ def test_a_hung_directory_is_named_and_a_good_one_served(waiting: Waiting) -> No
     assert ended["stat --json"].json["totals"]["used_slots"] == 3
     assert f"{good.folder}: 3 blocks" in ended["verify"].out
     assert f"0 bad, no answer from {waiting.folder}; read" in ended["verify"].out
-    assert f"removed {cleared / FINGERPRINT}, " in ended["clear --yes"].out
+    assert f"removed {cleared / FINGERPRINT}, " in ended["clear folders --yes"].out
     assert not (cleared / FINGERPRINT).exists()
 
 
@@ -151,12 +167,12 @@ def test_a_file_that_hangs_is_one_error(waiting: Waiting) -> None:
         assert "has not answered for 15 s: the drive, the network or the driver" in each.err
 
 
-@pytest.mark.parametrize("command", ["stat", "verify", "clear"])
-def test_ctrl_c_ends_a_command_that_hangs(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [("stat",), ("verify",), ("clear", "folders")])
+def test_ctrl_c_ends_a_command_that_hangs(tmp_path: Path, command: tuple[str, ...]) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
     with hung(folder):
-        process = Fork(command, folder)  # not patched: it waits 15 s
+        process = Fork(*command, folder)  # not patched: it waits 15 s
         wait_until_it_sleeps(process)
         process.send_signal(signal.SIGINT)
         ended = process.end()

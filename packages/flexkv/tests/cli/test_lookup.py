@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +132,20 @@ def test_engines_that_do_not_answer_are_named(flexkv: Flexkv, tmp_path: Path, pr
     assert "no engine vllm, process" in ended.err
     for each in reports:
         each.close()
+
+
+def test_a_pipe_is_read_to_its_end(flexkv: Flexkv, run: Path, tmp_path: Path) -> None:
+    """As a shell passes it for `<(COMMAND)`."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    text = " " * 100_000 + str(PROMPT)  # more than a pipe holds
+    writer = threading.Thread(target=fifo.write_text, args=(text, "utf-8"))
+    writer.start()
+    assert flexkv("lookup", fifo, run).code == 0
+    writer.join()
+
+
+def test_what_has_no_end_is_an_error_and_not_read_in_part(flexkv: Flexkv, tmp_path: Path) -> None:
+    ended = flexkv("lookup", "/dev/zero", tmp_path)
+    assert ended.code == 2
+    assert f"larger than {64 << 20} bytes; allowed: a " in ended.err

@@ -102,8 +102,12 @@ def test_a_fingerprint_that_no_engine_has_is_named_with_the_known_ones(
     run = str(tmp_path / "run")
     (report,) = read_states(run, Subject.HEALTH)
     said = f"no engine has the fingerprint 'ab12'; allowed: {report['fingerprint']}\n"
-    for command in (["warm", prompt], ["unpin"], ["clear", "--engine", "--dry-run"]):
-        ended = flexkv(*command, run, "--fingerprint", "ab12")
+    for command in (
+        ["warm", prompt, run],
+        ["unpin", run],
+        ["clear", "prompt", prompt, run, "--yes"],
+    ):
+        ended = flexkv(*command, "--fingerprint", "ab12")
         assert (ended.code, ended.out, ended.err) == (1, "", said)
 
 
@@ -142,17 +146,15 @@ def test_a_prompt_is_removed_everywhere_for_good(
     world.settle()
     flexkv("warm", prompt, run)
     flexkv("pin", prompt, run)
-    ended = flexkv("clear", "--prefix", prompt, run)
+    ended = flexkv("clear", "prompt", prompt, run)
     assert (ended.code, "--yes is missing" in ended.err) == (2, True)
-    ended = flexkv("clear", "--prefix", prompt, run, "--yes")
+    ended = flexkv("clear", "prompt", prompt, run, "--yes")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith(": removed 3 (12 tokens) of 3 blocks\n")
     assert flexkv("lookup", prompt, run).code == 1
-    assert flexkv("clear", "--prefix", prompt, run, "--yes").out.endswith(
+    assert flexkv("clear", "prompt", prompt, run, "--yes").out.endswith(
         ": removed nothing of 3 blocks\n"
     )
     world.restart()
     assert world.hits(other) == 3
     assert world.hits(PROMPT) == 0
-    ended = flexkv("clear", "--prefix", prompt, run, "--yes", "--dry-run")
-    assert (ended.code, "--prefix is on the command line with --dry-run" in ended.err) == (2, True)

@@ -207,31 +207,31 @@ def test_the_first_line_names_the_port_that_was_free(tmp_path: Path, address: st
 
 
 def test_clear_drops_what_the_service_has(flexkv: Flexkv, node: Node, engine: Scheduler) -> None:
-    would = flexkv("clear", node.root, "--dry-run")
+    would = flexkv("clear", "service", "all", node.root, "--dry-run")
     assert (would.code, would.out) == (0, f"would clear {node.root}, fingerprint same\n")
-    asked = flexkv("clear", node.root)
+    asked = flexkv("clear", "service", "all", node.root)
     assert (asked.code, "--yes is missing" in asked.err) == (2, True)
     for how in ("--yes", "--dry-run"):
-        wrong = flexkv("clear", node.root, how, "--fingerprint", "0" * 32)
+        wrong = flexkv("clear", "service", "0" * 32, node.root, how)
         said = f"no pool of {node.root} has the fingerprint '{'0' * 32}'\n"
         assert (wrong.code, wrong.out) == (1, said)
     assert engine.cache.lookup(keys_of("a", 3)) == 3
-    ended = flexkv("clear", node.root, "--yes")
+    ended = flexkv("clear", "service", "all", node.root, "--yes")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == f"cleared {node.root}, fingerprint same, 3 blocks of host memory\n"
     assert engine.cache.lookup(keys_of("a", 3)) == 0
 
 
 def test_a_service_without_engines_has_nothing_to_clear(flexkv: Flexkv, node: Node) -> None:
-    ended = flexkv("clear", node.root, "--yes")
+    ended = flexkv("clear", "service", "all", node.root, "--yes")
     said = f"nothing to clear in {node.root}: no engine has attached yet\n"
     assert (ended.code, ended.out) == (0, said)
 
 
 def test_clear_takes_services_or_caches(flexkv: Flexkv, node: Node, cache: Cache) -> None:
     cache.fill(5)
-    ended = flexkv("clear", node.root, cache.root, "--yes")
-    assert (ended.code, "directories of services alone" in ended.err) == (2, True)
+    ended = flexkv("clear", "folders", node.root, cache.root, "--yes")
+    assert (ended.code, "cache directories, or `flexkv clear service`" in ended.err) == (2, True)
     assert flexkv("stat", cache.root).out.count("5 used") == 2
 
 
@@ -239,12 +239,16 @@ def test_a_service_that_was_killed_or_hangs_is_named(
     flexkv: Flexkv, node: Node, engine: Scheduler
 ) -> None:
     node.process.send_signal(signal.SIGSTOP)
-    ended = flexkv("clear", node.root, "--yes")
+    ended = flexkv("clear", "service", "all", node.root, "--yes")
     assert (ended.code, "does not answer" in ended.err) == (1, True)
     node.process.kill()
     node.process.wait()
-    for command in (["stat"], ["clear", "--yes"], ["top", "--once"]):
-        ended = flexkv(command[0], node.root, *command[1:])
+    for words, options in (
+        (["stat"], []),
+        (["clear", "service", "all"], ["--yes"]),
+        (["top"], ["--once"]),
+    ):
+        ended = flexkv(*words, node.root, *options)
         assert ended.code == 1
         assert "no service of FlexKV runs in" in ended.err + ended.out
 

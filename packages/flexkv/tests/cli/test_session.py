@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flexkv release` and `flexkv clear --session` over the door of a toy engine at rest."""
+"""`flexkv release` and `flexkv clear session` over the door of a toy engine at rest."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_a_conversation_is_removed_with_its_answers_while_others_stay(
     salted = say(world, ONE, "a", cache_salt="tenant")
     (count, _), rest = tiers(world, one), tiers(world, other)
     assert count > 5
-    ended = flexkv("clear", run, "--session", "a", "--yes")
+    ended = flexkv("clear", "session", "a", run, "--yes")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith(f": removed {count - 2} blocks\n")
     assert tiers(world, one) == [2, 2]
     assert tiers(world, other) == rest
     assert tiers(world, salted)[0] > 5
-    ended = flexkv("clear", run, "--session", "a", "--salt", "tenant", "--yes")
+    ended = flexkv("clear", "session", "a", run, "--salt", "tenant", "--yes")
     assert ended.code == 0
     assert tiers(world, salted) == [0, 0]
-    again = flexkv("clear", run, "--session", "a", "--yes")
+    again = flexkv("clear", "session", "a", run, "--yes")
     assert (again.code, again.out.endswith(": knows no such conversation\n")) == (1, True)
 
 
@@ -78,7 +78,7 @@ def test_a_released_conversation_is_retained_no_longer_and_evicted_first(
     other = say(world, OTHER, "b", **{"flexkv.retain_seconds": 1000})
     assert index_of(world.engine.cache).pinned_blocks > 0
     before = tiers(world, one), tiers(world, other)
-    ended = flexkv("release", run, "--session", "b")
+    ended = flexkv("release", "b", run)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith(f": released {before[1][0]} blocks\n")
     assert index_of(world.engine.cache).pinned_blocks == 0
@@ -89,21 +89,18 @@ def test_a_released_conversation_is_retained_no_longer_and_evicted_first(
         number += 1
     # The other one was used later.
     assert tiers(world, one)[0] > len(SYSTEM) // BLOCK
-    assert flexkv("release", run, "--session", "none").code == 1
+    assert flexkv("release", "none", run).code == 1
 
 
-@pytest.mark.parametrize("command", ["release", "clear"])
+@pytest.mark.parametrize("command", [("release",), ("clear", "session", "--yes")])
 def test_a_name_that_no_conversation_can_have_is_refused(
-    flexkv: Flexkv, make_world: Callable[..., ToyWorld], tmp_path: Path, command: str
+    flexkv: Flexkv, make_world: Callable[..., ToyWorld], tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     make_world()
-    words = ["--yes"] if command == "clear" else []
     for name, length in (("", 0), ("x" * 4097, 4097)):
-        ended = flexkv(command, tmp_path / "run", "--session", name, *words)
+        ended = flexkv(*command, name, tmp_path / "run")
         assert ended.code == 2
         assert f"has {length} characters; allowed: 1 to 4096" in ended.err
-    ended = flexkv("clear", tmp_path / "run", "--session", "a", "--prefix", "p", "--yes")
-    assert (ended.code, "--session is on the command line with --prefix" in ended.err) == (2, True)
 
 
 def test_nothing_is_removed_without_a_yes(
@@ -111,5 +108,5 @@ def test_nothing_is_removed_without_a_yes(
 ) -> None:
     world = make_world()
     one = say(world, ONE, "a")
-    assert flexkv("clear", tmp_path / "run", "--session", "a").code != 0
+    assert flexkv("clear", "session", "a", tmp_path / "run").code != 0
     assert tiers(world, one)[0] > 5

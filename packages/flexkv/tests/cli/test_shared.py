@@ -15,12 +15,12 @@ CONFIG = CacheConfig(mooncake_master="127.0.0.1:9", mooncake_metadata="http://12
 
 def test_the_fingerprints_of_mooncake_are_those_of_the_folders() -> None:
     folders = [f"/kv/{FINGERPRINT}", f"/kv/{FINGERPRINT}-1", "/kv/a folder that was renamed"]
-    found = shared_blocks(CONFIG, None, folders)
+    found = shared_blocks(CONFIG, None, lambda: folders)
     assert [(each.store, each.fingerprint) for each in found] == [
         (CONFIG.mooncake_master, FINGERPRINT)
     ]
 
 
 def test_folders_that_were_renamed_name_no_fingerprint() -> None:
-    with pytest.raises(ConfigError, match="--fingerprint is missing on the command line"):
-        shared_blocks(CONFIG, None, ["/kv/a folder that was renamed"])
+    with pytest.raises(ConfigError, match="NAME is 'all' on the command line, and mooncake "):
+        shared_blocks(CONFIG, None, lambda: ["/kv/a folder that was renamed"])

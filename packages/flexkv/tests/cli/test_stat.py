@@ -144,7 +144,7 @@ def test_a_lost_table_is_shown_and_the_folder_can_be_removed(
     for command in ("stat", "verify"):
         ended = flexkv(command, cache.root)
         assert (ended.code, "header of the table is damaged, missing or" in ended.out) == (1, True)
-    assert flexkv("clear", cache.root, "--yes").code == 0
+    assert flexkv("clear", "folders", cache.root, "--yes").code == 0
     assert list(cache.root.iterdir()) == []
 
 

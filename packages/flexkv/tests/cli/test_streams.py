@@ -17,7 +17,7 @@ from flexkv import cli
 from packages.flexkv.tests.cli.command import Fork, command_line
 from packages.flexkv.tests.cli.stores import Cache, Ended
 
-COMMANDS = [command.NAME for command in cli.COMMANDS if command.NAME != "serve"]
+COMMANDS = [command.name for command in cli.COMMANDS if command.name != "serve"]
 """Those that end by themselves."""
 OF_ENGINES = ["lookup", "warm", "demote", "pin", "unpin", "release"]
 """Those that print what running engines answer; none runs here."""
@@ -28,8 +28,8 @@ ARGUMENTS = {
     "demote": "$PROMPT $EMPTY",
     "pin": "$PROMPT $EMPTY",
     "unpin": "$EMPTY",
-    "release": "$EMPTY --session a",
-    "clear": "$DIR --yes",
+    "release": "a $EMPTY",
+    "clear": "folders $DIR --yes",
     "doctor": "--seconds 0",
     "plan": "$TRACE --token-bytes 1000 --prefill-rate 1000 --max-memory-gb 1",
 }
@@ -162,7 +162,7 @@ def test_a_terminal_without_the_characters_gets_escapes(streams: Streams) -> Non
 
 
 def test_clear_without_an_input_needs_yes(streams: Streams, cache: Cache) -> None:
-    ended = streams.run("clear $DIR", closed=(0,))
+    ended = streams.run("clear folders $DIR", closed=(0,))
     assert ended.code == 2
     assert "--yes is missing" in ended.err
     assert cache.folder.exists()

@@ -407,9 +407,9 @@ def test_a_clear_that_a_disk_refuses_is_exit_code_1(
     until(lambda: all(with_disk.pool.cache.where(keys)[Medium.DISK]))
     with monkeypatch.context() as patch:
         refuse_writes(patch)
-        assert cli.main(["clear", with_disk.root, "--yes"]) == 1
+        assert cli.main(["clear", "service", "all", with_disk.root, "--yes"]) == 1
     assert "blocks on disk may be found again: the reset of " in capsys.readouterr().out
-    assert cli.main(["clear", with_disk.root, "--yes"]) == 0
+    assert cli.main(["clear", "service", "all", with_disk.root, "--yes"]) == 0
 
 
 def test_no_engine_waits_for_a_clear_that_a_drive_delays(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `flexkv`. `COMMANDS` lists the modules here, one for each command.
+"""The command `flexkv`. `COMMANDS` is the table of its commands.
 
 Exit codes: 0 for success, 2 for wrong usage, 130 after Ctrl-C. 1 and 3 mean that a command has
 found something wrong, which its own description names; 1 also that the output could not be written.
@@ -13,24 +13,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
-from flexkv.cli import (
-    clear,
-    demote_prompt,
-    doctor,
-    health,
-    lookup,
-    pin,
-    plan,
-    release,
-    serve,
-    stat,
-    top,
-    unpin,
-    verify,
-    warm,
-)
+from flexkv.cli import clear, doctor, engine_commands, health, plan, serve, stat, top, verify
+from flexkv.cli.common import Command
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import FlexKVError
 from flexkv.version import __version__
@@ -44,48 +30,16 @@ INTERRUPTED = 130
 """128 plus the number of SIGINT, as shells report it."""
 
 
-class Command(Protocol):
-    """A module with one command."""
-
-    NAME: str
-    """The command's first argument, as in `flexkv stat`."""
-    HELP: str
-    """One line for `flexkv --help`. The command's own `--help` prints the module's docstring."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's own arguments to `parser`."""
-        ...
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the command and return its exit code.
-
-        Args:
-            args: the values of the arguments that `add_arguments` has added. Numbers are texts, so
-                that errors about them look like all others.
-
-        Raises:
-            FlexKVError: wrong usage; `main` prints it and returns 2.
-            OSError: the output cannot be written; `main` prints it and returns 1.
-            KeyboardInterrupt: Ctrl-C; `main` returns 130.
-        """
-        ...
-
-
 COMMANDS: tuple[Command, ...] = (
-    serve,
-    stat,
-    verify,
-    clear,
-    lookup,
-    warm,
-    demote_prompt,
-    pin,
-    unpin,
-    release,
-    plan,
-    top,
-    health,
-    doctor,
+    serve.COMMAND,
+    stat.COMMAND,
+    verify.COMMAND,
+    clear.COMMAND,
+    *engine_commands.COMMANDS,
+    plan.COMMAND,
+    top.COMMAND,
+    health.COMMAND,
+    doctor.COMMAND,
 )
 
 
@@ -117,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(argv)
         command: Command = args.command
-        name = f"flexkv {command.NAME}"
+        name = f"flexkv {command.name}"
         code = command.run(args)
         sys.stdout.flush()
     except FlexKVError as error:
@@ -204,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        own = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
+        own = commands.add_parser(command.name, help=command.help, description=command.text)
         command.add_arguments(own)
         own.set_defaults(command=command)
     return parser

@@ -1,180 +1,236 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove all caches of directories that no engine owns. Files that are not FlexKV's stay. Without
-DIR, the command also clears the shared stores that the settings name: no engine finds their old
-blocks any more, and running engines go on sharing. The command asks first; without a terminal to
-ask on, it needs --yes. With --dry-run it only says what it would do. With --older-than it only
-removes old blocks of a shared folder. If DIR is that of a `flexkv serve` that runs, the service
-drops all blocks of its memory and its disks; shared stores keep theirs. With --engine, the running
-engines in the runtime directory DIR drop all their blocks, with --prefix those of one prompt, with
---session those that only one conversation has. Exit code 0 if all were removed, 1 if any was
-skipped or if the answer was no."""
+"""Remove blocks. The first word says whose: those of cache directories, of shared stores, of
+running services or engines, or those of one prompt or conversation. Each has options of its own,
+and *all* is said by a word. The command asks first; without a terminal to ask on, it needs --yes.
+Exit code 0 if all were removed, 1 if any was skipped or if the answer was no."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from flexkv.cli import clear_engine
-from flexkv.cli.clear_prefix import add_prefix, clear_prefix
-from flexkv.cli.clear_session import clear_session
-from flexkv.cli.common import (
-    Found,
-    add_directories,
-    find_folders,
-    read_settings,
-    split_services,
+from flexkv.cli.common import Command, Found, find_folders, read_settings, split_services
+from flexkv.cli.engine_commands import (
+    add_prompt,
+    add_session,
+    change_prompt,
+    change_session,
+    directory_of,
+    print_failed,
+    prompt_of,
+    session_of,
 )
-from flexkv.cli.shared import SharedBlocks, is_fingerprint, remove_older, shared_blocks
+from flexkv.cli.shared import SharedBlocks, is_fingerprint, shared_blocks
 from flexkv.cli.stat_service import ask_services
-from flexkv.service.ask import ServiceError, clear_pools
+from flexkv.operators.ask_door import AskError, ask_engines, engines_in
+from flexkv.operators.verbs import CLEAR, REMOVE, REMOVE_SESSION, ClearEffect, ClearQuestion
+from flexkv.service.ask import clear_pools
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.folder import describe_owner, disk_bytes
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
-from flexkv.tiers.shared_store import all_stores, shared_stores
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable, size
 
-NAME = "clear"
-HELP = "remove the caches that no engine owns, and clear shared stores"
-
-
-READS: Mapping[str, Sequence[str]] = {
-    "--engine": ("DIR", "--yes", "--dry-run", "--fingerprint"),
-    "--session": ("DIR", "--yes", "--fingerprint", "--salt"),
-    "--prefix": ("DIR", "--yes", "--fingerprint", "--salt", "--hashes"),
-    "--older-than": ("--yes", "--dry-run"),
-    "": ("DIR", "several DIR", "--yes", "--dry-run", "--fingerprint"),
-}
-"""By mode, which is the option that chooses it, the other options that it reads."""
+_ALL = "all"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
-    add_directories(parser)
-    parser.add_argument("--yes", action="store_true", help="remove without asking")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only say what would be removed and cleared"
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="what to clear", metavar="WHAT", required=True)
+
+    def kind(
+        name: str,
+        clear: Callable[[argparse.Namespace], int],
+        text: str,
+        *,
+        has_dry_run: bool = True,
+    ) -> argparse.ArgumentParser:
+        own = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        own.add_argument("--yes", action="store_true", help="remove without asking")
+        if has_dry_run:
+            own.add_argument(
+                "--dry-run", action="store_true", help="only say what would be removed"
+            )
+        own.set_defaults(clear=clear)
+        return own
+
+    own = kind(
+        "folders",
+        _clear_folders,
+        "remove the folders of cache directories that no engine owns; files that are not FlexKV's "
+        "stay",
     )
-    parser.add_argument(
-        "--fingerprint",
-        metavar="NAME",
-        help="in shared stores, clear only the blocks of this fingerprint; folders are removed "
-        "whatever their fingerprint",
+    own.add_argument(
+        "directories",
+        metavar="DIR",
+        nargs="+",
+        help="a cache directory, or several separated by `;`; `all` for those of the setting "
+        "ssd_cache_dir",
     )
-    parser.add_argument(
-        "--older-than",
-        metavar="AGE",
-        help="only remove the blocks that were written longer ago into the folder of "
-        "objects_url=file:///PATH: a number and s, m, h or d, for example 7d",
+    own = kind(
+        "stores",
+        _clear_stores,
+        "clear the shared stores that the settings name: no engine finds their old blocks any "
+        "more, and running engines go on sharing",
     )
-    parser.add_argument(
-        "--engine",
-        action="store_true",
-        help="have the running engines whose runtime_dir is DIR drop all blocks, in host memory "
-        "and on disks",
+    _add_fingerprint(own, "blocks")
+    own = kind(
+        "service",
+        _clear_services,
+        "have running services drop all blocks of their memory and their disks; shared stores keep "
+        "theirs",
     )
-    add_prefix(parser)
+    _add_fingerprint(own, "the pool")
+    own.add_argument(
+        "directories",
+        metavar="DIR",
+        nargs="*",
+        help="directory of a `flexkv serve`; default: the setting `service`",
+    )
+    own = kind(
+        "engines",
+        _clear_engines,
+        "have this user's running engines drop all their blocks, in host memory and on disks",
+    )
+    _add_fingerprint(own, "the engines")
+    own.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="an engine's runtime_dir; default: that setting",
+    )
+    own = kind(
+        "prompt",
+        _clear_prompt,
+        "have this user's running engines remove the blocks of the prompt in FILE; see `flexkv "
+        "lookup`",
+        has_dry_run=False,
+    )
+    add_prompt(own)
+    own = kind(
+        "session",
+        _clear_session,
+        "have this user's running engines remove the blocks that only this conversation has",
+        has_dry_run=False,
+    )
+    add_session(own)
+    own = kind(
+        "older",
+        _clear_older,
+        "remove the blocks that were written longer ago into the folder of objects_url=file:///PATH",
+    )
+    own.add_argument("age", metavar="AGE", help="a number and s, m, h or d, for example 7d")
+
+
+def _add_fingerprint(parser: argparse.ArgumentParser, whose: str) -> None:
     parser.add_argument(
-        "--session",
-        metavar="NAME",
-        help="have the running engines whose runtime_dir is DIR remove the blocks that only this "
-        "conversation has",
+        "fingerprint", metavar="NAME", help=f"fingerprint of {whose}, or `all` for all"
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
-    given = [_word(name) for name, value in vars(args).items() if _is_given(name, value)]
-    mode = next((each for each in READS if each in given), "")
-    if len(args.directories) > 1:
-        given.append("several DIR")
-    # An option that is not read may have been meant to limit what is removed.
-    unread = next((each for each in given if each != mode and each not in READS[mode]), None)
-    if unread is not None:
-        raise ConfigError(
-            f"{mode or 'clear'} is on the command line with {unread}; allowed: "
-            f"{', '.join(READS[mode])}"
-        )
-    if mode == "--engine":
-        return clear_engine.clear_engine(args, _agrees)
-    if mode == "--session":
-        return clear_session(args, _agrees)
-    if mode == "--prefix":
-        return clear_prefix(args, _agrees)
-    return _remove_older(args) if mode else _clear_all(args)
+COMMAND = Command(
+    "clear", "remove blocks", __doc__, _add_arguments, lambda args: int(args.clear(args))
+)
 
 
-def _is_given(name: str, value: object) -> bool:
-    return name != "command" and value is not None and value is not False and value != []
-
-
-def _word(name: str) -> str:
-    return "DIR" if name == "directories" else f"--{name.replace('_', '-')}"
-
-
-def _clear_all(args: argparse.Namespace) -> int:
-    """Clear directories, and the shared stores of the settings."""
-    services, directories = split_services(args.directories)
-    if services:
-        return _clear_services(services, directories, args)
-    shared, found = _chosen(args.directories, args.fingerprint)
-    if found.silent and not found.folders and not shared:
+def _clear_folders(args: argparse.Namespace) -> int:
+    found = _folders(args.directories)
+    if found.silent and not found.folders:
         return 1
     if args.dry_run:
         would = [
             _outcome(path, would_remove, "would remove", "would skip") for path in found.folders
         ]
-        for each in shared:
-            print(f"would clear {each.store}, fingerprint {each.fingerprint}")
         return 0 if all(would) and not found.silent else 1
-    if not args.yes and not _confirmed(found.folders, shared):
-        print("nothing removed")
+    count = "1 folder" if len(found.folders) == 1 else f"{len(found.folders)} folders"
+    if not _agrees(args, f"Remove {count} (folders in use are skipped)?", found.folders):
         return 1
     removed = [_outcome(path, remove, "removed", "skipped") for path in found.folders]
-    cleared = [_clear(each) for each in shared]
-    lacks = args.fingerprint is not None and not any(cleared)
-    return 0 if all(removed) and False not in cleared and not lacks and not found.silent else 1
+    return 0 if all(removed) and not found.silent else 1
 
 
-def _clear_services(
-    services: Sequence[str], directories: Sequence[str], args: argparse.Namespace
-) -> int:
-    if directories:
+def _folders(given: Sequence[str]) -> Found:
+    """The folders to remove.
+
+    Raises:
+        ConfigError: a directory is that of a service, or the settings name none.
+        DiskError: a directory cannot be read or holds no cache.
+    """
+    if list(given) == [_ALL]:
+        if not read_settings().ssd_cache_dir:
+            raise ConfigError(
+                "DIR is 'all' on the command line, and ssd_cache_dir is not set; allowed: with "
+                "this setting, or directories"
+            )
+        return find_folders([], leftovers=True)
+    services, _ = split_services(given)
+    if services:
         raise ConfigError(
-            f"DIR is {directories[0]!r} on the command line beside {services[0]!r}, the directory "
-            f"of a service; allowed: directories of services alone, or cache directories alone"
+            f"DIR is {services[0]!r} on the command line, the directory of a service; allowed: "
+            "cache directories, or `flexkv clear service`"
         )
-    _check_fingerprint(args.fingerprint)
-    states, failed = ask_services(services)
+    return find_folders(given, leftovers=True)
+
+
+def _clear_stores(args: argparse.Namespace) -> int:
+    chosen = _fingerprint(args)
+    config = read_settings()
+    silent: list[str] = []
+
+    def folders() -> list[str]:
+        found = find_folders([], leftovers=True) if config.ssd_cache_dir else Found([], [])
+        silent.extend(found.silent)
+        return found.folders
+
+    shared = shared_blocks(config, chosen, folders)
+    lines = [f"{each.store}, fingerprint {each.fingerprint}" for each in shared]
+    if args.dry_run:
+        for line in lines:
+            print(f"would clear {line}")
+        return 1 if silent else 0
+    if not _agrees(args, f"Clear {len(lines)} of shared stores for all engines?", lines):
+        return 1
+    cleared = [_clear(each, line) for each, line in zip(shared, lines, strict=True)]
+    lacks = chosen is not None and not any(cleared)
+    return 1 if lacks or silent or False in cleared else 0
+
+
+def _clear_services(args: argparse.Namespace) -> int:
+    chosen = _fingerprint(args)
+    roots = args.directories or [read_settings().service]
+    if roots == [None]:
+        raise ConfigError(
+            "DIR is missing on the command line, and service is not set; allowed: one of them"
+        )
+    states, failed = ask_services(roots)
     pools = [
         f"{root}, fingerprint {pool.fingerprint}"
         for root, state in states.items()
         for pool in state.pools
-        if args.fingerprint in (None, pool.fingerprint)
+        if chosen in (None, pool.fingerprint)
     ]
-    if args.fingerprint is not None and states and not pools:
-        print(f"no pool of {', '.join(states)} has the fingerprint {args.fingerprint!r}")
+    if chosen is not None and states and not pools:
+        print(f"no pool of {', '.join(states)} has the fingerprint {chosen!r}")
         return 1
     if args.dry_run:
         for each in pools:
             print(f"would clear {each}")
         return int(failed)
-    if not args.yes and not _agrees(f"Clear {len(pools)} pools of running services?", pools):
-        print("nothing removed")
+    if not _agrees(args, f"Clear {len(pools)} pools of running services?", pools):
         return 1
-    cleared = [_clear_service(root, args.fingerprint) for root in states]
+    cleared = [_clear_service(root, chosen) for root in states]
     return 0 if all(cleared) and not failed else 1
 
 
 def _clear_service(root: str, fingerprint: str | None) -> bool:
     try:
         cleared = clear_pools(root, fingerprint)
-    except ServiceError as error:
+    except AskError as error:
         print(f"skipped {root}: {error}")
         return False
     if cleared.reason:
@@ -186,82 +242,97 @@ def _clear_service(root: str, fingerprint: str | None) -> bool:
     return not cleared.reason
 
 
-def _remove_older(args: argparse.Namespace) -> int:
-    age = re.fullmatch(r"([0-9]{1,9})([smhd])", args.older_than)
+def _clear_engines(args: argparse.Namespace) -> int:
+    root, chosen = directory_of(args), _fingerprint(args)
+    engines = engines_in(root, chosen)
+    if args.dry_run and engines:
+        for each in engines:
+            print(f"would clear {each}")
+        return 0
+    question = f"Clear the caches of {len(engines)} running engines in {root}?"
+    if engines and not _agrees(args, question, engines):
+        return 1
+    cleared, failed = ask_engines(root, chosen, CLEAR, ClearQuestion("all"))
+    print_failed(failed)
+    for effect in cleared:
+        print(_line(effect))
+    return 1 if failed or not cleared or any(effect.reason for effect in cleared) else 0
+
+
+def _line(effect: ClearEffect) -> str:
+    """What an engine has dropped, for people."""
+    name = f"{effect.engine}, process {effect.process}, fingerprint {effect.fingerprint}"
+    reason = f"; {effect.reason}" if effect.reason else ""
+    return printable(f"{name}: cleared; host memory had {blocks(effect.blocks)}{reason}")
+
+
+def _clear_prompt(args: argparse.Namespace) -> int:
+    question = prompt_of(args)
+    where = directory_of(args)
+    if not _agrees(args, f"Remove the blocks of this prompt in the engines of {where}?"):
+        return 1
+    effects, failed = change_prompt(args, REMOVE, question, "removed")
+    stays = any(each.places.found or each.reason for each in effects)
+    return 1 if failed or stays or not effects else 0
+
+
+def _clear_session(args: argparse.Namespace) -> int:
+    shown, where = printable(session_of(args).session), directory_of(args)
+    if not _agrees(args, f"Remove the blocks of {shown!r} in the engines of {where}?"):
+        return 1
+    return change_session(args, REMOVE_SESSION, "removed")
+
+
+def _clear_older(args: argparse.Namespace) -> int:
+    age = re.fullmatch(r"([0-9]{1,9})([smhd])", args.age)
     if age is None:
         raise ConfigError(
-            f"--older-than is {args.older_than!r} on the command line; allowed: a number and s, m, "
-            "h or d, for example 7d"
+            f"AGE is {args.age!r} on the command line; allowed: a number and s, m, h or d, for "
+            "example 7d"
         )
-    config = read_settings()
-    asks = not args.yes and not args.dry_run
-    if asks and not _agrees(f"Remove blocks older than {age[0]} in {config.objects_url}?"):
-        print("nothing removed")
+    url = read_settings().objects_url
+    if url is None or not url.startswith("file://"):
+        given = "is not set" if url is None else f"is {url!r}"
+        raise ConfigError(
+            f"objects_url {given}; allowed: with objects_url=file:///PATH (a bucket's own "
+            "lifecycle rules expire blocks)"
+        )
+    if not args.dry_run and not _agrees(args, f"Remove blocks older than {age[0]} in {url}?"):
         return 1
+    from flexkv.tiers.objects.shared_folder import remove_older
+
     try:
-        files, count = remove_older(config, int(age[1]) * _UNITS[age[2]], args.dry_run)
+        files, count = remove_older(url, int(age[1]) * _UNITS[age[2]], args.dry_run)
     except OSError as error:
-        print(f"skipped {config.objects_url}: {reason_of(error)}")
+        print(f"skipped {url}: {reason_of(error)}")
         return 1
     done = "would remove" if args.dry_run else "removed"
-    print(f"{done} {files} blocks of {config.objects_url}, {size(count)}")
+    print(f"{done} {files} blocks of {url}, {size(count)}")
     return 0
 
 
-def _chosen(
-    directories: Sequence[str], fingerprint: str | None
-) -> tuple[list[SharedBlocks], Found]:
-    """The blocks to clear in shared stores, and the folders to remove.
+def _fingerprint(args: argparse.Namespace) -> str | None:
+    """The fingerprint on the command line; None for all.
 
     Raises:
-        ConfigError: the settings are wrong or name nothing, a bucket cannot be listed, no
-            fingerprint is known, or the given one is malformed or chooses nothing.
-        DiskError: a directory cannot be read or holds no cache; see `find_folders`.
-        StoreSettingError: a store cannot be used as the settings name it.
+        ConfigError: it cannot be one, so that it would clear nothing and say so.
     """
-    _check_fingerprint(fingerprint)
-    if directories:
-        if fingerprint is not None:
-            raise _needless(fingerprint, "DIR is cleared, and no shared store")
-        return [], find_folders(directories, leftovers=True)
-    config = read_settings()
-    has_store = any(shared_stores(config))
-    if fingerprint is not None and not has_store:
-        raise _needless(fingerprint, "the settings name no shared store")
-    found = Found([], [])
-    if config.ssd_cache_dir or not has_store:
-        found = find_folders([], leftovers=True)
-    return shared_blocks(config, fingerprint, found.folders), found
-
-
-def _check_fingerprint(text: str | None) -> None:
-    """Refuse a text that cannot be a fingerprint, which would clear nothing and say so."""
-    if text is not None and not is_fingerprint(text):
+    text = str(args.fingerprint)
+    if text == _ALL:
+        return None
+    if not is_fingerprint(text):
         raise ConfigError(
-            f"--fingerprint is {text!r} on the command line; allowed: a fingerprint as an engine "
+            f"NAME is {text!r} on the command line; allowed: `all`, or a fingerprint as an engine "
             "logs it when it starts, in lower-case hexadecimal digits"
         )
+    return text
 
 
-def _needless(fingerprint: str, why: str) -> ConfigError:
-    """A fingerprint chooses blocks of shared stores. Where none is cleared, the user may expect
-    that it chooses folders, all of which would be removed."""
-    return ConfigError(
-        f"--fingerprint is {fingerprint!r} on the command line, but {why}; allowed: without DIR, "
-        f"and with {' or '.join(each.setting for each in all_stores())} set"
-    )
-
-
-def _confirmed(folders: list[str], shared: list[SharedBlocks]) -> bool:
-    lines = [*folders, *(f"{each.store}, fingerprint {each.fingerprint}" for each in shared)]
-    what = f"Remove {_count(folders)} (folders in use are skipped)"
-    if shared:
-        what += f", and clear {len(shared)} of shared stores for all engines"
-    return _agrees(f"{what}?", lines)
-
-
-def _agrees(question: str, lines: Sequence[str] = ()) -> bool:
-    """Ask a question behind the given lines. Returns whether the answer is yes."""
+def _agrees(args: argparse.Namespace, question: str, lines: Sequence[str] = ()) -> bool:
+    """Ask a question behind the given lines, unless the command line has --yes. Returns whether the
+    answer is yes."""
+    if args.yes:
+        return True
     if not sys.stdin.isatty():
         raise ConfigError(
             "--yes is missing on the command line, and standard input is not a terminal; allowed: "
@@ -269,15 +340,11 @@ def _agrees(question: str, lines: Sequence[str] = ()) -> bool:
         )
     for line in lines:
         print(line)
-    try:
-        answer = input(f"{question} [y/N] ")
-    except EOFError:
-        return False
-    return answer.strip().lower() in {"y", "yes"}
-
-
-def _count(folders: list[str]) -> str:
-    return "1 folder" if len(folders) == 1 else f"{len(folders)} folders"
+    with contextlib.suppress(EOFError):
+        if input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}:
+            return True
+    print("nothing removed")
+    return False
 
 
 def _outcome(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> bool:
@@ -310,10 +377,9 @@ def _try(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> t
     return True, f"{done} {path}, {size(count)}"
 
 
-def _clear(shared: SharedBlocks) -> bool | None:
+def _clear(shared: SharedBlocks, what: str) -> bool | None:
     """Clear one fingerprint of a shared store and print the outcome. False if it was skipped, None
     if the store has nothing of it."""
-    what = f"{shared.store}, fingerprint {shared.fingerprint}"
     try:
         is_cleared = shared.clear()
     except OSError as error:

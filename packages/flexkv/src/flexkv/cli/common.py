@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flexkv.service.ask import is_service
@@ -19,6 +19,27 @@ from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
 from flexkv.tiers.disk.folder import folders as folders_below
 from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.types.errors import ConfigError, DiskError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of `flexkv`.
+
+    Attributes:
+        name: its first argument, as in `flexkv stat`.
+        help: one line for `flexkv --help`.
+        text: what its own `--help` prints.
+        add_arguments: adds its arguments. Numbers are texts, so that errors about them look like
+            all others.
+        run: runs it and returns its exit code. FlexKVError is wrong usage: `main` prints it and
+            returns 2. OSError is an output that cannot be written: `main` returns 1.
+    """
+
+    name: str
+    help: str
+    text: str | None
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def add_directories(parser: argparse.ArgumentParser) -> None:

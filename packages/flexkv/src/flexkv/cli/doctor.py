@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from flexkv.cli.common import add_json, print_json
+from flexkv.cli.common import Command, add_json, print_json
 from flexkv.preflight.checks import all_checks
 from flexkv.preflight.findings import Finding, Level, problem_of, run_checks, unanswered
 from flexkv.settings import SETTINGS, CacheConfig, load_config
@@ -20,16 +20,12 @@ from flexkv.types.deadline import ANSWER_SECONDS, call_within
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import printable
 
-NAME = "doctor"
-HELP = "check what an engine with FlexKV needs, and say what to change"
-
 _SPEED_SECONDS = 1.0
 """Seconds to measure a drive by default. Not tuned."""
 _MOST_SECONDS = 60.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         default=str(_SPEED_SECONDS),
@@ -39,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
+def _run(args: argparse.Namespace) -> int:
     seconds = _seconds(args.seconds)
     # The file of the settings may lie where nothing answers.
     read = call_within({"settings": _settings}, ANSWER_SECONDS)
@@ -106,3 +101,12 @@ def _seconds(text: str) -> float:
             f"--seconds is {text!r} on the command line; allowed: 0 to {_MOST_SECONDS:g}"
         )
     return value
+
+
+COMMAND = Command(
+    "doctor",
+    "check what an engine with FlexKV needs, and say what to change",
+    __doc__,
+    _add_arguments,
+    _run,
+)

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flexkv.cli.common import add_json, print_json, read_settings
+from flexkv.cli.common import Command, add_json, print_json, read_settings
 from flexkv.figures.health_samples import health_text, problems_of, state_of
 from flexkv.service.ask import ServiceError, is_service
 from flexkv.service.ask import state_of as service_state
@@ -21,9 +21,6 @@ from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import printable
 from flexkv.types.troubles import HealthState, Problem, Trouble
-
-NAME = "health"
-HELP = "print whether caches are ok, degraded or off"
 
 _CODES = {HealthState.OK: 0, HealthState.DEGRADED: 3, HealthState.OFF: 1}
 
@@ -43,16 +40,14 @@ class CacheHealth:
     text: str
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directories", metavar="DIR", nargs="*", help="an engine's runtime_dir, or a service's DIR"
     )
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
+def _run(args: argparse.Namespace) -> int:
     roots: list[str] = args.directories or [_default()]
     found = [each for root in roots for each in _health_in(root)]
     if args.json:
@@ -143,3 +138,8 @@ def _problems(reported: object) -> list[Problem] | None:
 
 def _health(name: str, problems: list[Problem]) -> CacheHealth:
     return CacheHealth(name, state_of(problems), health_text(problems))
+
+
+COMMAND = Command(
+    "health", "print whether caches are ok, degraded or off", __doc__, _add_arguments, _run
+)

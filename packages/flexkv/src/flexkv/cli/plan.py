@@ -10,7 +10,7 @@ import argparse
 import functools
 
 from flexkv.cli import plan_options
-from flexkv.cli.common import print_json
+from flexkv.cli.common import Command, print_json
 from flexkv.cli.plan_options import Options, read_options
 from flexkv.cli.plan_progress import ProgressShown
 from flexkv.cli.plan_report import Report, as_json, print_report, setting_gib
@@ -24,15 +24,8 @@ from flexkv.types.deadline import call_beside
 from flexkv.types.errors import TraceError
 from flexkv.types.texts import exact, size
 
-NAME = "plan"
-HELP = "replay a trace: what memory, disk and policies would bring"
 
-add_arguments = plan_options.add_arguments
-"""See `Command.add_arguments`."""
-
-
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
+def _run(args: argparse.Namespace) -> int:
     options = read_options(args)
     if options.plot is not None:
         call_beside(options.plot, functools.partial(plot.check_plot, options.plot))
@@ -139,3 +132,12 @@ def _blocks(gib: float, block_bytes: float) -> int:
 def _settable(block_bytes: float, blocks: int, most: int | None) -> int:
     found = _blocks(setting_gib(blocks, block_bytes), block_bytes)
     return found if most is None else min(found, most)
+
+
+COMMAND = Command(
+    "plan",
+    "replay a trace: what memory, disk and policies would bring",
+    __doc__,
+    plan_options.add_arguments,
+    _run,
+)

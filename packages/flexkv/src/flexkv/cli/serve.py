@@ -6,7 +6,7 @@ The settings of the cache (`cpu_cache_gb`, `eviction_policy`, `ssd_cache_gb`, ..
 environment or the file that FLEXKV_CONFIG_PATH names, as in an engine. Each model gets host memory
 of `cpu_cache_gb` and disk space of `ssd_cache_gb`, or what a file with --pools names for it.
 
-Only this user's engines are served. `flexkv stat DIR`, `top DIR` and `clear DIR` ask the service;
+Only this user's engines are served. `flexkv stat DIR`, `top DIR` and `clear service` ask it;
 with --http it also serves /metrics and /health. Exit code 2 if another service runs in DIR.
 """
 
@@ -17,7 +17,7 @@ import signal
 import socket
 from dataclasses import replace
 
-from flexkv.cli.common import read_settings
+from flexkv.cli.common import Command, read_settings
 from flexkv.operators.door import listen_at
 from flexkv.preflight.checks import check_start
 from flexkv.preflight.host import refuse_memory
@@ -27,9 +27,6 @@ from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.tiers.disk.files import reason_of
 from flexkv.types.errors import ConfigError
-
-NAME = "serve"
-HELP = "run one cache for all engines of a node"
 
 _LOCAL = "127.0.0.1"
 _MOST_PORT = 65535
@@ -42,8 +39,7 @@ _IGNORED = engines_settings("a service runs no engine: set it for the engines")
 """The settings that have no effect in a service, with the reason."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -66,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
+def _run(args: argparse.Namespace) -> int:
     config = read_settings()
     root = args.directory or config.service
     if not root:
@@ -114,3 +109,6 @@ def _listen(text: str) -> socket.socket:
             f"--http is {text!r} on the command line, which cannot be used: {reason_of(error)}; "
             f"allowed: [HOST:]PORT of an address of this machine that no other process uses"
         ) from None
+
+
+COMMAND = Command("serve", "run one cache for all engines of a node", __doc__, _add_arguments, _run)

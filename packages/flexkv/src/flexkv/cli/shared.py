@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk.folder import fingerprint_of
-from flexkv.tiers.shared_store import SharedStore, shared_stores
+from flexkv.tiers.shared_store import SharedStore, all_stores, shared_stores
 from flexkv.types.errors import ConfigError
 
 _FINGERPRINT = re.compile("[0-9a-f]{32}")
@@ -43,35 +43,13 @@ class SharedBlocks:
         return epochs.clear(self.record)
 
 
-def remove_older(config: CacheConfig, seconds: float, dry_run: bool) -> tuple[int, int]:
-    """Remove the old blocks in a shared folder, or only count them.
-
-    Returns:
-        The number of files, and their bytes.
-
-    Raises:
-        ConfigError: the settings name no shared folder.
-        StoreSettingError: the folder cannot be used.
-        OSError: a file cannot be removed.
-    """
-    if not (config.objects_url or "").startswith("file://"):
-        given = "is not set" if config.objects_url is None else f"is {config.objects_url!r}"
-        raise ConfigError(
-            f"--older-than is on the command line, and objects_url {given}; "
-            "allowed: with objects_url=file:///PATH (a bucket's own lifecycle rules expire blocks)"
-        )
-    from flexkv.tiers.objects.shared_folder import remove_older
-
-    return remove_older(str(config.objects_url), seconds, dry_run)
-
-
 def is_fingerprint(text: str) -> bool:
     """Whether `text` has the form of a fingerprint."""
     return _FINGERPRINT.fullmatch(text) is not None
 
 
 def shared_blocks(
-    config: CacheConfig, fingerprint: str | None, folders: Sequence[str]
+    config: CacheConfig, fingerprint: str | None, folders: Callable[[], Sequence[str]]
 ) -> list[SharedBlocks]:
     """List the blocks in the shared stores that the settings name.
 
@@ -79,15 +57,20 @@ def shared_blocks(
         config: the settings.
         fingerprint: the only fingerprint to list; None for all. A bucket lists its fingerprints.
             For a store that does not, they are those of the others and of `folders`.
-        folders: paths of the folders in the cache directories.
+        folders: finds the paths of the folders in the cache directories.
 
     Raises:
-        ConfigError: no fingerprint is known, a store cannot be listed, or its client is not
-            installed.
+        ConfigError: the settings name no shared store, no fingerprint is known, a store cannot be
+            listed, or its client is not installed.
         StoreSettingError: a store cannot be used as the settings name it.
     """
     given = [] if fingerprint is None else [fingerprint]
     stores = list(shared_stores(config))
+    if not stores:
+        raise ConfigError(
+            "the settings name no shared store; allowed: with "
+            f"{' or '.join(each.setting for each in all_stores())} set"
+        )
     listed: dict[SharedStore, list[str] | None] = {}
     for store in stores:
         try:
@@ -95,23 +78,23 @@ def shared_blocks(
         except OSError as error:
             raise ConfigError(
                 f"{store.setting} is {store.address(config)!r}, which cannot be listed ({error}); "
-                "allowed: a store that answers and that this user may list, or --fingerprint"
+                "allowed: a store that answers and that this user may list, or a fingerprint"
             ) from None
         # Whoever can write to a bucket chooses the names there, which a terminal may obey.
         listed[store] = None if found is None else list(filter(is_fingerprint, found))
-    known = given or sorted(
-        {each for found in listed.values() for each in found or ()}
-        | {name for path in folders if (name := fingerprint_of(path))}
-    )
+    known = given
+    if not given and None in listed.values():
+        of_others = {each for found in listed.values() for each in found or ()}
+        of_folders = map(fingerprint_of, folders())
+        known = sorted(of_others.union(filter(None, of_folders)))
     blocks = []
     for store in stores:
         found = listed[store]
         address, own = str(store.address(config)), known if found is None else found
         if not own and found is None:
             raise ConfigError(
-                f"--fingerprint is missing on the command line, and {store.medium.value} at "
-                f"{address} does not list fingerprints; allowed: one that an engine logs when it "
-                "starts"
+                f"NAME is 'all' on the command line, and {store.medium.value} at {address} does "
+                "not list fingerprints; allowed: one that an engine logs when it starts"
             )
         records = store.records(config, own)
         blocks += [SharedBlocks(address, *each) for each in zip(own, records, strict=True)]

@@ -19,6 +19,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from msgspec import to_builtins
 
 from flexkv.cli.common import (
+    Command,
     Found,
     add_directories,
     add_json,
@@ -36,9 +37,6 @@ from flexkv.tiers.shared_store import shared_stores
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ArenaError, ConfigError, DiskError
 from flexkv.types.texts import blocks, size
-
-NAME = "stat"
-HELP = "print contents of caches, and the state of shared stores"
 
 
 @dataclass(slots=True)
@@ -96,14 +94,12 @@ class StoreState:
 _TEXTS = ("store", "tier", "fingerprint", "reads", "writes")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_directories(parser)
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
+def _run(args: argparse.Namespace) -> int:
     services, directories = _services(args.directories)
     answers, failed = ask_services(services)
     asks_folders = bool(directories) or not services
@@ -244,3 +240,12 @@ def _print_figures(of: FolderState | Totals) -> None:
 
 def _print_line(name: str, value: str) -> None:
     print(f"  {name:<13}{value}")
+
+
+COMMAND = Command(
+    "stat",
+    "print contents of caches, and the state of shared stores",
+    __doc__,
+    _add_arguments,
+    _run,
+)

@@ -20,6 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from flexkv.cli.common import Command
 from flexkv.cli.top_keys import open_keys
 from flexkv.cli.top_metrics import Reading
 from flexkv.cli.top_sources import (
@@ -34,9 +35,6 @@ from flexkv.cli.top_sources import (
 from flexkv.cli.top_view import EngineHistory, show_directory, show_engine
 from flexkv.tiers.disk.inspect import FolderState
 from flexkv.types.errors import ConfigError
-
-NAME = "top"
-HELP = "show live what engines and cache directories do"
 
 _INTERVAL_SECONDS = 2.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.2, 3600.0
@@ -59,8 +57,7 @@ class _Shown:
     render: Callable[[], RenderableType]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "targets",
         metavar="TARGET",
@@ -76,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`. Ctrl-C ends the live view as q does, without a KeyboardInterrupt."""
+def _run(args: argparse.Namespace) -> int:
+    """Ctrl-C ends the live view as q does, without a KeyboardInterrupt."""
     interval = _interval(args.interval)
     targets: list[str] = args.targets
     if len(targets) > _MOST_TARGETS:
@@ -149,3 +146,8 @@ def _interval(text: str) -> float:
             f"{_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
         )
     return value
+
+
+COMMAND = Command(
+    "top", "show live what engines and cache directories do", __doc__, _add_arguments, _run
+)

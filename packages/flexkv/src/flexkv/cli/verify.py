@@ -21,29 +21,24 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from flexkv.cli.common import add_directories, add_json, find_folders, print_json
+from flexkv.cli.common import Command, add_directories, add_json, find_folders, print_json
 from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
 from flexkv.types.deadline import call_beside
 from flexkv.types.errors import DiskError
 from flexkv.types.texts import blocks, size
 
-NAME = "verify"
-HELP = "read every block and verify its checksum"
-
 _LINES = 10
 """The most bad blocks of a folder with the same reason that are printed line by line. More become
 one line; JSON lists all of them. Not tuned."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `Command.add_arguments`."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_directories(parser)
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """See `Command.run`."""
+def _run(args: argparse.Namespace) -> int:
     found = find_folders(args.directories)
     begun = time.monotonic()
     reports, unreadable = [], 0
@@ -128,3 +123,8 @@ def _print_bad(reason: str, bad: list[BadBlock]) -> None:
     for block in bad:
         place = "table" if block.slot is None else f"slot {block.slot}  key {block.key}"
         print(f"  bad: {place}  {reason}")
+
+
+COMMAND = Command(
+    "verify", "read every block and verify its checksum", __doc__, _add_arguments, _run
+)

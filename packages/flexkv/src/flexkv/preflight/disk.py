@@ -140,7 +140,7 @@ def _folders(name: str, path: str) -> Iterator[Finding]:
 
 
 def _refused_folder(name: str, why: str) -> Finding:
-    change = "flexkv clear, or another directory; a newer FlexKV's blocks need that FlexKV"
+    change = "flexkv clear folders, or another directory; a newer FlexKV's blocks need that FlexKV"
     return Finding(name, Level.PROBLEM, f"an engine of that model refuses it: {why}", change)
 
 

@@ -216,7 +216,7 @@ class OperatorCalls:
                 "engine's log"
             )
         left = await_removals(self._turn(self._cache.sync))
-        shared = f"{self._shared} keep theirs: `flexkv clear` without DIR clears shared stores"
+        shared = f"{self._shared} keep theirs: `flexkv clear stores` clears them"
         return before, _joined(left, shared if self._shared else "")
 
     def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
@@ -269,8 +269,8 @@ class OperatorCalls:
     def _refuse_shared(self) -> None:
         if self._cache.info.is_shared:
             raise RefusedError(
-                "the blocks are those of the node's service; allowed: `flexkv clear DIR`, which "
-                "drops all blocks of the service"
+                "the blocks are those of the node's service; allowed: `flexkv clear service`, "
+                "which drops all blocks of the service"
             )
 
     def _clear_all(self) -> int | None:
