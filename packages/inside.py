@@ -13,6 +13,7 @@ import pytest
 from flexkv.cache import KVCache
 from flexkv.client import FetchId, Reset
 from flexkv.engine.epoch_cache import EpochCache
+from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import TierReading
 from flexkv.host.arena import Arena
 from flexkv.host.board import CELLS, CompletionBoard
@@ -143,10 +144,9 @@ def block_bytes_of(cache: KVCache) -> int:
     return cache._block_bytes
 
 
-def arena_of(owner: Any) -> Arena:
-    """The host memory that a worker or an open cache shares with others."""
-    arena: Arena = owner._session.arena
-    return arena
+def arena_of(worker: WorkerSide) -> Arena:
+    """The host memory that a worker shares with others."""
+    return worker.session.arena
 
 
 def cache_of(side: Any) -> Any:

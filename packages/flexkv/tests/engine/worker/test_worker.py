@@ -13,7 +13,7 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import EVERYTHING, CopyOrder, StepOrders
 from flexkv.engine.worker.layers import LayerParts
 from flexkv.engine.worker.pages import PlacedPages
-from flexkv.engine.worker.rank_copies import BlockSizes
+from flexkv.engine.worker.rank_copies import BlockSizes, RankCopies
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat, KVLayout, TensorView
@@ -101,17 +101,16 @@ def make_side(
     arena: Arena, mover: RecordingMover, work_so_far: Callable[[], int], *, alone: bool = True
 ) -> WorkerSide:
     session: Any = OnlyArena(arena)
-    return WorkerSide(
-        session,
+    copies = RankCopies(
+        arena,
         mover,
         0,
         block_step=1024,
         sizes=BlockSizes([PAGES]),
-        parts=PARTS,
         work_so_far=work_so_far,
         boundary=ErrorBoundary(),
-        alone=alone,
     )
+    return WorkerSide(session, copies, PARTS, alone=alone)
 
 
 def test_every_copy_follows_the_work_at_the_time_of_its_order(arena: Arena) -> None:

@@ -5,14 +5,13 @@ loaded one after another, while layers with loaded parts compute."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.worker.pages import PlacedPages
-from flexkv.engine.worker.rank_copies import RankCopies, StepMarks
+from flexkv.engine.worker.rank_copies import RankCopies
 from flexkv.layout import PlacedPlane
 from flexkv.types.mover import LAYER_PARTS, Direction, Status
 
@@ -122,21 +121,11 @@ class LayerwiseLoads:
         bad_blocks: what `take_bad_blocks` will return.
     """
 
-    def __init__(
-        self,
-        copies: RankCopies,
-        parts: LayerParts,
-        work_so_far: Callable[[], int],
-        marks: StepMarks,
-        boundary: ErrorBoundary,
-    ) -> None:
+    def __init__(self, copies: RankCopies, parts: LayerParts) -> None:
         self.failed: set[int] = set()
         self.bad_blocks: set[int] = set()
         self._copies = copies
         self._parts = parts
-        self._work_so_far = work_so_far
-        self._marks = marks
-        self._boundary = boundary
         self.running: list[LayerwiseLoad] = []
 
     def start(self, orders: Sequence[CopyOrder], after: int) -> None:
@@ -196,7 +185,7 @@ class LayerwiseLoads:
     def _start_part(self, load: LayerwiseLoad, planes: range, after: int) -> None:
         if self._copies.suspended:
             return
-        with self._boundary.guard("load of blocks", "they count as a miss"):
+        with self._copies.boundary.guard("load of blocks", "they count as a miss"):
             load.tickets.append(
                 self._copies.mover.submit(
                     Direction.LOAD,
@@ -204,7 +193,7 @@ class LayerwiseLoads:
                     load.offsets,
                     after,
                     planes=planes,
-                    mark=self._marks.behind(load.order.follows),
+                    mark=self._copies.mark_behind(load.order.follows),
                 )
             )
             self._copies.begun(load.tickets[-1], Direction.LOAD, load.blocks, planes)
@@ -213,8 +202,8 @@ class LayerwiseLoads:
         """Make later work of the engine wait for the first parts of a load."""
         if load.followed >= parts:
             return
-        with self._boundary.guard("waiting for a layer", "its blocks count as not loaded"):
-            stream = self._work_so_far()
+        with self._copies.boundary.guard("waiting for a layer", "its blocks count as not loaded"):
+            stream = self._copies.work_so_far()
             for ticket in load.tickets[load.followed : parts]:
                 self._end_part(load, ticket, self._copies.mover.hold(ticket, stream))
             load.followed = parts

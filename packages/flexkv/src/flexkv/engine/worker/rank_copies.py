@@ -115,10 +115,14 @@ class BlockSizes:
 
 
 class RankCopies:
-    """The copies of one rank's mover. Single-threaded.
+    """The copies of one rank's mover, and marks behind the last steps, so that a load need not wait
+    for later ones. Single-threaded.
 
     Args:
         mover: of this rank's pages; owned by the caller.
+        block_step: bytes from one engine block to the next in a slot.
+        work_so_far: returns the work that a copy submitted now must follow, as `after` of
+            `Mover.submit`.
         boundary: catches errors of single transfers.
 
     Attributes:
@@ -135,14 +139,17 @@ class RankCopies:
         *,
         block_step: int,
         sizes: BlockSizes,
+        work_so_far: Callable[[], int],
         boundary: ErrorBoundary,
     ) -> None:
         self.mover = mover
+        self.work_so_far = work_so_far
+        self.boundary = boundary
         self.figures = CopyFigures(boundary, self._copy_seconds, self._bytes_by_way)
         self.tickets: dict[int, int] = {}
         self.suspended = False
         self._spec = arena.spec
-        self._boundary = boundary
+        self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
         self._slots = RankSlots(arena, rank, block_step)
         self._sizes = sizes
 
@@ -156,7 +163,7 @@ class RankCopies:
         count = max(1, _CALIBRATION_BYTES // (block_bytes or 1))
         blocks = array("Q", range(min(count, len(slots) * step)))
         offsets = self._slots.offsets(slots, count=len(blocks))
-        with self._boundary.guard("measuring copies", "the first loads measure them"):
+        with self.boundary.guard("measuring copies", "the first loads measure them"):
             for _ in range(_CALIBRATIONS):
                 ticket = self.mover.submit(Direction.LOAD, blocks, offsets)
                 status = self.wait_for_end(ticket, "a load that is measured")
@@ -174,7 +181,7 @@ class RankCopies:
             self.report(order, Status.FAILED)
             return None
         place = f"{direction.name.lower()} of blocks"
-        with self._boundary.guard(place, "they count as a miss"):
+        with self.boundary.guard(place, "they count as a miss"):
             offsets = self.offsets(order)
             self.tickets[order.transfer_id] = self._slots.submit(
                 self.mover, direction, order.cell, order.engine_blocks, offsets, after, mark
@@ -202,6 +209,18 @@ class RankCopies:
         """Report a copy that the mover does not report itself."""
         self._slots.report(order.cell, status)
 
+    def step_ended(self, step: int) -> None:
+        """Mark the end of a step, once the engine has queued all of its work on the device. On
+        CPUs, the engine has computed the step by then, and no mark is needed."""
+        with self.boundary.guard("marking a step", "loads wait for all work of the engine"):
+            stream = self.work_so_far()
+            if stream:
+                self._marks.append((step, self.mover.mark(stream)))
+
+    def mark_behind(self, step: int) -> int:
+        """The first mark behind a step, for `Mover.submit`; 0 if there is none."""
+        return next((mark for marked, mark in self._marks if marked >= step), 0)
+
     def wait_for_end(self, ticket: int, what: str) -> Status:
         """Wait for a copy and return its final status."""
         while (status := self.mover.wait(ticket, _PATIENCE_SECONDS)) is Status.PENDING:
@@ -219,28 +238,3 @@ class RankCopies:
 
     def _copy_seconds(self, ticket: int) -> float | None:
         return self.mover.copy_seconds(ticket)
-
-
-class StepMarks:
-    """The marks behind the last steps of one rank, so that a load need not wait for later steps.
-    Single-threaded."""
-
-    def __init__(
-        self, copies: RankCopies, work_so_far: Callable[[], int], boundary: ErrorBoundary
-    ) -> None:
-        self._copies = copies
-        self._work_so_far = work_so_far
-        self._boundary = boundary
-        self._marks: deque[tuple[int, int]] = deque(maxlen=MARKS)
-
-    def step_ended(self, step: int) -> None:
-        """Mark the end of a step, once the engine has queued all of its work on the device. On
-        CPUs, the engine has computed the step by then, and no mark is needed."""
-        with self._boundary.guard("marking a step", "loads wait for all work of the engine"):
-            stream = self._work_so_far()
-            if stream:
-                self._marks.append((step, self._copies.mover.mark(stream)))
-
-    def behind(self, step: int) -> int:
-        """The first mark behind a step, for `Mover.submit`; 0 if there is none."""
-        return next((mark for marked, mark in self._marks if marked >= step), 0)

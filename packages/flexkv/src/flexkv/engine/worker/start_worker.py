@@ -11,7 +11,7 @@ from flexkv.engine.open_rank import open_rank
 from flexkv.engine.worker.layers import layers_of
 from flexkv.engine.worker.pages import Device, PlacedPages, RankPages
 from flexkv.engine.worker.pool_mover import NumberedPages, PoolMover
-from flexkv.engine.worker.rank_copies import BlockSizes
+from flexkv.engine.worker.rank_copies import BlockSizes, RankCopies
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.host.arena import Arena
 from flexkv.settings import CacheConfig
@@ -61,20 +61,18 @@ def start_worker(
         pool_blocks=pages.num_blocks,
         engines=engines,
     )
-    side = WorkerSide(
-        session,
+    copies = RankCopies(
+        session.arena,
         mover,
         pages.rank,
         block_step=pages.layout.head_bytes,
         sizes=BlockSizes(placed),
-        parts=layers_of(placed),
         work_so_far=device.work_so_far,
         boundary=boundary,
-        fails_by_request=fails_by_request,
-        alone=alone,
     )
-    side.calibrate(pages.layout.num_blocks)
-    return side
+    copies.calibrate(pages.layout.num_blocks)
+    parts = layers_of(placed)
+    return WorkerSide(session, copies, parts, fails_by_request=fails_by_request, alone=alone)
 
 
 def _make_mover(device: Device, placed: Sequence[PlacedPages], arena: Arena, threads: int) -> Mover:

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders, StepReport
 from flexkv.engine.worker.layers import LayerParts, LayerwiseLoads
-from flexkv.engine.worker.rank_copies import BlockSizes, RankCopies, StepMarks
+from flexkv.engine.worker.rank_copies import RankCopies
 from flexkv.session import Session
-from flexkv.types.mover import Direction, Mover, Status
+from flexkv.types.mover import Direction, Status
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +39,10 @@ class WorkerSide:
     """All that the engine's model runner calls. One per worker process; single-threaded.
 
     Args:
-        session: with the arena; owned, closed after the mover.
-        block_step: bytes from one engine block to the next in a slot.
-        work_so_far: returns the work that a copy submitted now must follow, as `after` of
-            `Mover.submit`.
-        boundary: catches errors of single transfers.
+        session: with the arena; owned, closed after the mover. A cache in the same process may use
+            it.
+        copies: of this rank; their mover is owned.
+        parts: of a block, for layer-wise loads.
         fails_by_request: whether a load that failed in part counts as failed as a whole, because a
             part is of no use; otherwise its failed blocks are reported.
         alone: whether nothing but the engine and this worker side reads or writes the blocks. If
@@ -55,31 +52,17 @@ class WorkerSide:
     def __init__(
         self,
         session: Session,
-        mover: Mover,
-        rank: int,
-        *,
-        block_step: int,
-        sizes: BlockSizes,
+        copies: RankCopies,
         parts: LayerParts,
-        work_so_far: Callable[[], int],
-        boundary: ErrorBoundary,
+        *,
         fails_by_request: bool = False,
         alone: bool = True,
     ) -> None:
-        self._session = session
-        self._work_so_far = work_so_far
-        self._boundary = boundary
-        self._copies = RankCopies(
-            session.arena,
-            mover,
-            rank,
-            block_step=block_step,
-            sizes=sizes,
-            boundary=boundary,
-        )
-        self.figures = self._copies.figures
-        self._marks = StepMarks(self._copies, work_so_far, boundary)
-        self._layerwise = LayerwiseLoads(self._copies, parts, work_so_far, self._marks, boundary)
+        self.session = session
+        self.fails_by_request = fails_by_request
+        self.figures = copies.figures
+        self._copies = copies
+        self._layerwise = LayerwiseLoads(copies, parts)
         self._alone = alone
         self._begun_loads: set[int] = set()
         self._loads: dict[str, RunningLoad] = {}
@@ -88,19 +71,8 @@ class WorkerSide:
         self._last_store = 0
         self._releases: dict[str, list[int]] = {}
         self._released: set[str] = set()
-        self._fails_by_request = fails_by_request
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-
-    @property
-    def session(self) -> Session:
-        """The session as given, for a cache in the same process. Closed by `close`."""
-        return self._session
-
-    @property
-    def fails_by_request(self) -> bool:
-        """As given."""
-        return self._fails_by_request
 
     def rests(self, orders: StepOrders) -> bool:
         """Whether a step has nothing to do but to compute: its orders begin nothing, no copy is
@@ -130,11 +102,7 @@ class WorkerSide:
     @property
     def has_figures(self) -> bool:
         """Whether to take the figures now."""
-        return self.figures.active or bool(self._boundary.failures)
-
-    def calibrate(self, engine_blocks: int) -> None:
-        """See `RankCopies.calibrate`."""
-        self._copies.calibrate(engine_blocks)
+        return self.figures.active or bool(self._copies.boundary.failures)
 
     def fence(self, orders: StepOrders) -> None:
         """Wait for stores whose source blocks the coming forward may overwrite."""
@@ -173,12 +141,12 @@ class WorkerSide:
         before. Where these are not marked, loads start behind the engine's work so far."""
         self._begun_loads.clear()
         self._copies.tickets.clear()
-        after = self._work_so_far()
+        after = self._copies.work_so_far()
         self._layerwise.start(orders.layerwise, after)
         for request_id, order in orders.loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
             load.complete = order.last
-            mark = self._marks.behind(order.follows)
+            mark = self._copies.mark_behind(order.follows)
             ticket = self._copies.submit(Direction.LOAD, order, after, mark)
             if ticket is None:
                 load.bad_blocks.extend(order.engine_blocks)
@@ -217,7 +185,7 @@ class WorkerSide:
             self._layerwise.end()
         if not orders.stores:
             return
-        after = self._work_so_far()
+        after = self._copies.work_so_far()
         for order in self._not_started(orders):
             if order.built_on in self._layerwise.failed:
                 # Its blocks were computed on a failed load.
@@ -259,8 +227,8 @@ class WorkerSide:
 
     def step_ended(self, orders: StepOrders) -> None:
         """The engine has queued all work of a step. `finished` does this, too."""
-        if orders.step and self._alone and self._work_so_far():
-            self._marks.step_ended(orders.step)
+        if orders.step and self._alone and self._copies.work_so_far():
+            self._copies.step_ended(orders.step)
 
     def poll_later(self, orders: StepOrders) -> None:
         """After `finished` has failed: the next step reports this step's results, except for loads
@@ -285,9 +253,9 @@ class WorkerSide:
         self.fail_stores(orders)
         for load in self._loads.values():
             blocks = [block for part in load.parts.values() for block in part]
-            self._bad_blocks.update([] if self._fails_by_request else [*load.bad_blocks, *blocks])
+            self._bad_blocks.update([] if self.fails_by_request else [*load.bad_blocks, *blocks])
         self._received |= self._loads.keys()
-        self._failed_requests |= self._loads.keys() if self._fails_by_request else set()
+        self._failed_requests |= self._loads.keys() if self.fails_by_request else set()
         self._released |= self._releases.keys() | orders.releases.keys()
         for known in (self._loads, self._stores, self._releases):
             known.clear()
@@ -313,7 +281,7 @@ class WorkerSide:
     def close(self) -> None:
         """End all copies, then leave the session. Idempotent."""
         self._copies.mover.close()
-        self._session.close()
+        self.session.close()
 
     def _wait_a_little(self) -> None:
         loading = next((load.parts for load in self._loads.values() if load.parts), None)
@@ -348,7 +316,7 @@ class WorkerSide:
                 del load.parts[ticket]
                 self.figures.end(ticket, status)
             if load.complete and not load.parts:
-                if not self._fails_by_request:
+                if not self.fails_by_request:
                     self._bad_blocks.update(load.bad_blocks)
                 elif load.bad_blocks:
                     self._failed_requests.add(request_id)
