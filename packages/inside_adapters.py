@@ -135,7 +135,7 @@ def set_idle_clock(owner: Any, clock: Callable[[], float]) -> None:
 def assert_untracked(side: Any, empty_orders: Any) -> None:
     """A scheduler's side knows of no request, load or store, and has no orders."""
     assert side._requests.by_id == {}
-    assert side._loads.unfinished == side._loads._loads._running == {}
+    assert side._loads.unfinished == side._loads._running == {}
     assert side._stores.under_way == {}
     assert side._orders == empty_orders
 

@@ -114,7 +114,7 @@ def test_what_the_engine_has_itself_is_not_prefetched(make_world: MakeWorld) -> 
         world.generate(text)
         world.settle()
     world.add(texts[0])
-    assert all(tracked.early is None for tracked in tracked_requests(world.side).values())
+    assert all(tracked.fetch is None for tracked in tracked_requests(world.side).values())
     world.run()
     assert world.cache.counters.fetched_blocks == 0
 

@@ -176,15 +176,15 @@ def test_an_error_that_loses_a_fetch_ends_it(
     world = make_world(num_blocks=64, slots=12, disk_slots=60)
     texts = prompts(7, 4)
     fill(world, texts)
-    begin, fetches = Fetches.begin_early, []
+    begin, fetches = Fetches.begin, []
 
-    def lose(self: Fetches, tracked: Any, *arguments: Any) -> None:
-        begin(self, tracked, *arguments)
-        fetches.append(tracked.early)
-        tracked.early, tracked.awaited = None, {}
+    def lose(self: Fetches, tracked: Any, *arguments: Any, queued: bool, **others: Any) -> None:
+        begin(self, tracked, *arguments, queued=queued, **others)
+        fetches.append(tracked.fetch)
+        tracked.fetch, tracked.awaited = None, {}
         raise InjectedError
 
-    monkeypatch.setattr(Fetches, "begin_early", lose)
+    monkeypatch.setattr(Fetches, "begin", lose)
     world.generate(texts[0])
     assert fetches[0] is not None
     world.settle()

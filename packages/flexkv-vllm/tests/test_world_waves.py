@@ -21,7 +21,7 @@ from patience import wait_until
 from traffic import Traffic, fetched, make_stems
 from vllm.v1.request import RequestStatus
 
-from flexkv.engine.scheduler.match import Matcher
+from flexkv.engine.scheduler.loads import Loads
 from packages.inside import index_of
 from packages.inside_tiers import store_of
 from packages.tier_blocks import ready_blocks
@@ -124,14 +124,14 @@ def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
 ) -> None:
     """Prompts have up to twice as many blocks as there are slots. Bytes on disk change."""
     rng = random.Random(seed)
-    went_on, next_part = list[int](), Matcher.next_part
+    went_on, next_part = list[int](), Loads._next_slots
 
     def noted(*args: Any) -> Any:
         slots = next_part(*args)
         went_on.extend([slots] if slots else ())
         return slots
 
-    monkeypatch.setattr(Matcher, "next_part", noted)
+    monkeypatch.setattr(Loads, "_next_slots", noted)
     world = make_world(
         ranks=1 + seed % 2,
         num_blocks=40,

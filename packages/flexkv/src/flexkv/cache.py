@@ -309,11 +309,9 @@ class KVCache:
         self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
     ) -> bool:
         """See `CacheClient.extend_fetch`."""
-        if raise_priority:
-            self._below.fetcher.raise_priority(fetch)
         if self._off or self._recovering:
             return False
-        return self._below.fetcher.extend(fetch, keys)
+        return self._below.fetcher.extend(fetch, keys, raise_priority=raise_priority)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """See `CacheClient.fetch_state`."""

@@ -178,6 +178,16 @@ class FetchState:
             missing[medium] += stop - start
         return replace(self, stop=max(self.stop, self.reach), missing=missing)
 
+    def since(self, at: float, then: FetchState) -> FetchState:
+        """The state as if the fetch had begun at the time `at`, when its state was `then`."""
+        gave = {
+            medium: (count - before, last)
+            for medium, (count, last) in self.gave.items()
+            if (before := then.gave.get(medium, (0, 0.0))[0]) < count
+        }
+        begun, first = max(self.begun, at), max(self.first, then.arrived)
+        return replace(self, begun=begun, first=first, gave=gave)
+
     @property
     def done(self) -> bool:
         """Whether no further block can arrive."""
@@ -364,6 +374,7 @@ class CacheClient(Protocol):
             fetch: the fetch.
             keys: keys of the blocks, in order.
             raise_priority: whether a request waits from now on for a fetch that began as `queued`.
+                What tiers have got meanwhile behind its blocks is brought, too.
 
         Returns:
             Whether the fetch can be extended further. If not, no tier has a block to add, or the

@@ -117,24 +117,31 @@ class Fetcher:
         fetch.first = fetch.arrived
         return fetch_id
 
-    def extend(self, fetch_id: FetchId, keys: Sequence[bytes]) -> bool:
-        """Bring the blocks behind a fetch's prefix into the arena, too. Does not wait.
-
-        Args:
-            fetch_id: of the fetch.
-            keys: keys of the blocks, in order.
+    def extend(
+        self, fetch_id: FetchId, keys: Sequence[bytes], *, raise_priority: bool = False
+    ) -> bool:
+        """Bring the blocks behind a fetch's prefix into the arena, too; see
+        `CacheClient.extend_fetch`. Does not wait.
 
         Returns:
             Whether blocks behind these can be of use: the fetch has not ended, and all its blocks
             have arrived or may arrive.
         """
         fetch = self._fetches.get(fetch_id)
-        if fetch is None or fetch.stop + fetch.beyond < len(fetch.keys):
+        if fetch is None:
+            return False
+        looks_again = False
+        if raise_priority and fetch.may_wait:
+            fetch.urgency = fetch.urgency._replace(priority=Priority.LOAD)
+            self.reads.raise_priority(_lacking(fetch), fetch.urgency)
+            looks_again = self._may_go_on(fetch)
+        if not looks_again and fetch.stop + fetch.beyond < len(fetch.keys):
             return False
         with contextlib.ExitStack() as undo:
             undo.callback(self.end, fetch_id)
             fetch.keys += keys
-            self._extend(fetch)
+            if len(fetch.blocks) < len(fetch.keys):
+                self._extend(fetch)
             undo.pop_all()
         return fetch.stop == len(fetch.keys)
 
@@ -153,13 +160,6 @@ class Fetcher:
         for source, unknown in others.items():
             source.query((), unknown)
         return bool(first or others)
-
-    def raise_priority(self, fetch_id: FetchId) -> None:
-        """Raise a prefetch to the priority of a load, because a request waits for it now."""
-        fetch = self._fetches.get(fetch_id)
-        if fetch is not None:
-            fetch.urgency = fetch.urgency._replace(priority=Priority.LOAD)
-            self.reads.raise_priority(_lacking(fetch), fetch.urgency)
 
     def end(self, fetch_id: FetchId) -> FetchState:
         """Release the fetch's leases, and cancel the reads that no other fetch waits for. Returns
@@ -292,6 +292,14 @@ class Fetcher:
         return key in self._announced or any(
             source.contains([key])[0] is not False for source in self._sources
         )
+
+    def _may_go_on(self, fetch: RunningFetch) -> bool:
+        """Whether a fetch ends with a block that no tier had, or for which the arena had no room,
+        and that may come by now."""
+        if not fetch.stop == len(fetch.blocks) < len(fetch.keys):
+            return False
+        key = fetch.keys[fetch.stop]
+        return key in self._index or self._may_come(key)
 
     def _extend(self, fetch: RunningFetch) -> None:
         """Add further blocks to a fetch, up to the first for which a tier has to be queried."""

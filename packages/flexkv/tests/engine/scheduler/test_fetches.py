@@ -85,7 +85,7 @@ def test_reads_have_the_priority_of_their_request(
     node: Node, priority: int | None, turn: int
 ) -> None:
     node.tracked = TrackedRequest(node.tracked.request, RequestOptions(priority=priority))
-    node.fetches.begin_early(node.tracked, KEYS[:2])
+    node.fetches.begin(node.tracked, KEYS[:2], 0, queued=True)
     assert node.offer() is None
     assert {(task.key, task.priority, task.turn) for task in node.disk.tasks} == {
         (key, Priority.LOAD, turn) for key in KEYS
@@ -128,34 +128,37 @@ def test_a_request_for_which_a_wait_is_not_worthwhile_gets_what_is_there(node: N
 def test_blocks_that_came_while_the_request_was_queued_need_no_other_fetch(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.fetches.begin_early(node.tracked, KEYS)
+    node.fetches.begin(node.tracked, KEYS, 0, queued=True)
     node.give_all()
     with monkeypatch.context() as patch:
         patch.setattr(node.cache, "fetch", None)
         patch.setattr(node.cache, "lookup", None)
         assert node.offer() == 4
     assert node.answers == []
-    assert node.tracked.waiting is None
+    assert node.tracked.fetch is not None
+    assert not node.tracked.fetch.queued
     assert node.fetches.media_of(node.tracked) == dict.fromkeys(KEYS, Medium.DISK)
     node.assert_at_rest()
     assert len(node.ended) == 1
 
 
 def test_a_request_waits_for_the_blocks_that_its_early_fetch_still_reads(node: Node) -> None:
-    node.fetches.begin_early(node.tracked, KEYS)
+    node.fetches.begin(node.tracked, KEYS, 0, queued=True)
     node.disk.end(node.disk.of(KEYS[0]))
     node.cache.poll()
     assert node.offer() is None
-    assert node.tracked.early is None
+    assert node.tracked.fetch is not None
+    assert not node.tracked.fetch.queued
     node.give_all()
     assert node.offer() == 4
     assert node.fetches.media_of(node.tracked) == dict.fromkeys(KEYS, Medium.DISK)
-    assert len(node.ended) == 1
     node.assert_at_rest()
+    ((_, last),) = node.ended
+    assert (last.first, last.gave[Medium.DISK][0]) == (1, 3), "what came in the queue says nothing"
 
 
 def test_an_early_fetch_does_not_answer_for_other_blocks(node: Node) -> None:
-    node.fetches.begin_early(node.tracked, KEYS[:3])
+    node.fetches.begin(node.tracked, KEYS[:3], 0, queued=True)
     node.give_all()
     assert node.offer(first=1) is None, "the last of three blocks is still on disk"
     node.give_all()
@@ -165,7 +168,7 @@ def test_an_early_fetch_does_not_answer_for_other_blocks(node: Node) -> None:
 
 @pytest.mark.parametrize("end", [Reset.SUSPEND, Reset.STOP, Reset.RENEW])
 def test_a_cache_that_has_lost_its_blocks_offers_none(node: Node, end: Reset) -> None:
-    node.fetches.begin_early(node.tracked, KEYS)
+    node.fetches.begin(node.tracked, KEYS, 0, queued=True)
     node.give_all()
     node.cache.reset(end)
     assert node.offer() in (0, None)
@@ -173,7 +176,7 @@ def test_a_cache_that_has_lost_its_blocks_offers_none(node: Node, end: Reset) ->
 
 
 def test_a_block_that_another_request_found_unreadable_is_not_offered(node: Node) -> None:
-    node.fetches.begin_early(node.tracked, KEYS)
+    node.fetches.begin(node.tracked, KEYS, 0, queued=True)
     node.give_all()
     node.load(Status.DONE)
     assert node.offer() == 4
@@ -181,3 +184,18 @@ def test_a_block_that_another_request_found_unreadable_is_not_offered(node: Node
     node.disk.blocks.clear()
     assert node.offer() == 0
     node.assert_at_rest()
+
+
+def test_what_a_tier_has_got_while_a_request_was_queued_comes_in_the_same_fetch(
+    node: Node,
+) -> None:
+    later = {key: node.disk.blocks.pop(key) for key in KEYS[2:]}
+    fetch = node.fetches.begin(node.tracked, KEYS, 0, queued=True)
+    node.give_all()
+    node.disk.blocks |= later
+    assert node.offer() is None
+    assert node.tracked.fetch is fetch
+    node.give_all()
+    assert node.offer() == 4
+    node.assert_at_rest()
+    assert len(node.ended) == 1

@@ -106,7 +106,12 @@ class WaitChooser:
                 pace.refuse()
 
     def is_worth_waiting(
-        self, fetch: FetchId, span: Span, announced: bool = False, whole: bool = False
+        self,
+        fetch: FetchId,
+        span: Span,
+        announced: bool = False,
+        whole: bool = False,
+        state: FetchState | None = None,
     ) -> bool:
         """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
 
@@ -125,7 +130,7 @@ class WaitChooser:
             for each in self._waits:
                 ahead.update(self._state_of(each).missing)
             wait = self._waits[fetch] = _Wait(time.monotonic(), announced, ahead)
-        state = self._state_of(fetch)
+        state = state or self._state_of(fetch)
         if whole and state.stop:  # else it waits for room
             state = state.unbounded
         wait.refused = not self._is_worth_waiting(state, span, wait)
@@ -338,6 +343,7 @@ class LoadChooser:
         *,
         announced: bool = False,
         whole: bool = False,
+        state: FetchState | None = None,
     ) -> bool:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
@@ -348,12 +354,13 @@ class LoadChooser:
             announced: whether another engine is said to write blocks of it to a shared store.
             whole: whether the span ends with the blocks for which host memory has no room yet. Each
                 part for which it has room is a load.
+            state: its state, as far as it says how long the wait takes; None for that of the cache.
         """
         computing = self._prefill.seconds(span)
         loads = 1
         if whole:
-            state = self._state_of(fetch)
-            loads = -(-state.reach // max(1, state.stop))
+            now = state or self._state_of(fetch)
+            loads = -(-now.reach // max(1, now.stop))
         if (
             not self._always
             and computing is not None
@@ -361,7 +368,7 @@ class LoadChooser:
         ):
             # Not the tier's fault: its rate is not doubted.
             return False
-        return self._always or self._waits.is_worth_waiting(fetch, span, announced, whole)
+        return self._always or self._waits.is_worth_waiting(fetch, span, announced, whole, state)
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
         """Whether to load blocks beside the forward pass of the same step.

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from flexkv.client import CacheClient, FetchId, FetchState
-from flexkv.engine.scheduler.engine import RequestSpans
+from flexkv.engine.scheduler.engine import Describe, RequestSpans
 from flexkv.engine.scheduler.options import tenant_number_of
-from flexkv.engine.scheduler.request import TrackedRequest, WantedFetch
+from flexkv.engine.scheduler.request import TrackedRequest, Wanted, WantedFetch
 from flexkv.engine.scheduler.spans import add_fetch
 from flexkv.types.changes import Medium
 
@@ -23,13 +23,16 @@ become scarce."""
 class Fetches:
     """The fetches of one engine's requests, at most one for each; each is kept with its request.
 
+    A fetch that began while its request was queued goes on when the request's turn comes.
+
     Args:
         cache: the cache of the engine.
         ahead: whether to offer blocks before they arrive: so the device copies the first while the
             last are read, and a prompt may be larger than host memory. Only for engines that
             recompute a failed load: such a block may fail to arrive.
         ended: called with every fetch that has ended, and its last state.
-        spans: takes every fetch that has ended; None if nobody wants to know.
+        spans: takes every fetch that has ended.
+        describe: describes fetched blocks for events.
     """
 
     def __init__(
@@ -38,29 +41,57 @@ class Fetches:
         ahead: bool,
         ended: Callable[[FetchId, FetchState], None],
         spans: RequestSpans | None = None,
+        describe: Describe | None = None,
     ) -> None:
         self._cache = cache
         self._may_fetch = cache.info.may_fetch
         self._ahead = ahead
-        # A service answers later whether it has room: what lacks room then is computed.
-        self._in_parts = ahead and not cache.info.is_shared
+        # A service answers later what it has room for: what lacks room then is computed.
+        self._answers_later = cache.info.is_shared
+        self._in_parts = ahead and not self._answers_later
         self._ended = ended
         self._spans = spans
+        self._describe = describe
 
-    def begin_early(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], announced: int = 0
-    ) -> None:
-        """Fetch the blocks `keys` of a queued request before its turn comes. Another engine writes
-        the first `announced` of them to a shared store."""
-        tenant = self._tenant_of(tracked)
-        priority = tracked.options.priority or 0
-        fetch = self._cache.fetch(
-            keys, queued=True, tenant=tenant, announced=announced, priority=priority
-        )
-        if fetch is not None:
-            tracked.early = WantedFetch(fetch, keys)
+    def begin(
+        self,
+        tracked: TrackedRequest,
+        keys: Sequence[bytes],
+        start: int,
+        *,
+        queued: bool = False,
+        announced: int = 0,
+    ) -> WantedFetch | None:
+        """Fetch the blocks `keys` of a request instead of what was fetched for it before. None if
+        no tier has one to add.
+
+        Args:
+            start: see `Plan`.
+            queued: whether the request's turn has not come.
+            announced: how many of the blocks, from the first on, another engine writes to a shared
+                store.
+        """
+        begun = self._fetch(tracked, keys, queued=queued, announced=announced)
+        if begun is None:
+            self._replace(tracked, None)
+            return None
+        state = self._cache.fetch_state(begun)
+        fetch = WantedFetch(begun, keys, start, queued)
+        # Only now, so that what is under way goes on for the new one.
+        self._replace(tracked, fetch)
+        if queued:
             tracked.awaited = {}
-            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch))
+        note_media(tracked.awaited, keys, state)
+        return fetch
+
+    def extend(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
+        """Fetch the blocks `keys`, which the engine has hashed since, behind those of `begin`.
+        Returns whether a further call may bring more."""
+        fetch = tracked.fetch
+        if fetch is None:
+            return False
+        fetch.keys = [*fetch.keys, *keys]
+        return self._cache.extend_fetch(fetch.id, keys)
 
     def offer(
         self,
@@ -70,60 +101,36 @@ class Fetches:
         is_worth_waiting: Callable[[FetchId, FetchState, int, bool], bool],
         announced: int = 0,
     ) -> int | None:
-        """How many of the request's blocks from `start` on, `keys`, can be loaded now or soon; None
-        if the engine should ask again later.
+        """How many of the request's blocks `keys` can be loaded now or soon; None if the engine
+        should ask again later.
 
         Fetched blocks stay in host memory until `end`. If waiting for the rest is not worthwhile,
         only the fetched blocks count. `is_worth_waiting` gets the fetch, its state, the position in
         the request where it ends, and whether that is behind the blocks for which host memory has
-        no room yet. Another engine writes the first `announced` of the blocks to a shared store.
+        no room yet. The other arguments are those of `begin`.
         """
         if not (self._may_fetch and keys):  # the engine may have computed them meanwhile
             return self._cache.lookup(keys)
-        fetch = tracked.waiting
-        if fetch is None or fetch.start > start:
-            # The request's turn has come, or the engine has evicted blocks since the fetch began.
-            if self._came_early(tracked, keys):
-                return len(keys)
-            fetch = self.begin(tracked, keys, start, announced)
+        fetch = tracked.fetch
+        if fetch is not None and fetch.queued and not self._raise(fetch, keys, start):
+            fetch = None
+        if fetch is None or fetch.start > start:  # or the engine has evicted blocks since it began
+            fetch = self.begin(tracked, keys, start, announced=announced)
             if fetch is None:
                 return self._cache.lookup(keys)
-        state = self._cache.fetch_state(fetch.id)
+        state = fetch.since_turn(self._cache.fetch_state(fetch.id))
         end = fetch.start + state.reach
         whole = state.stop > 0 and self._is_short(state)
         whole = whole and is_worth_waiting(fetch.id, state, end, True)
         if not whole:
             end = fetch.start + state.stop
             if state.done or not is_worth_waiting(fetch.id, state, end, False):
+                if fetch.keys is keys and state.arrived == len(keys) and not self._cache.status.disabled:
+                    return len(keys)
                 return self._cache.lookup(keys)
         if self._ahead and state.is_steady and state.seconds_left < LOOKAHEAD_SECONDS:
             return end - start
         return None
-
-    def begin(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], start: int, announced: int = 0
-    ) -> WantedFetch | None:
-        """Fetch the blocks `keys`, from block `start` of the request on, in place of its earlier
-        fetches; None if no lower tier has a block to add."""
-        if tracked.early is not None:
-            self._cache.extend_fetch(tracked.early.id, raise_priority=True)
-        tenant = self._tenant_of(tracked)
-        priority = tracked.options.priority or 0
-        begun = self._cache.fetch(keys, tenant=tenant, announced=announced, priority=priority)
-        fetch = None if begun is None else WantedFetch(begun, keys, start)
-        self._replace(tracked, fetch)  # only now, so that what is under way goes on for the new one
-        if fetch is not None:
-            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch.id))
-        return fetch
-
-    def extend(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
-        """Fetch the blocks `keys`, which the engine has hashed since, behind those of `begin`.
-        Returns whether a further call may bring more."""
-        fetch = tracked.waiting
-        if fetch is None:
-            return False
-        tracked.waiting = replace(fetch, keys=[*fetch.keys, *keys])
-        return self._cache.extend_fetch(fetch.id, keys)
 
     def fetch_next(
         self, tracked: TrackedRequest, keys: Sequence[bytes], start: int
@@ -134,7 +141,7 @@ class Fetches:
         Returns:
             The fetch, for calls that follow; None if the blocks cannot come.
         """
-        last = tracked.waiting
+        last = tracked.fetch
         if not self._in_parts or last is None:
             return None
         state, ordered = self._cache.fetch_state(last.id), start - last.start
@@ -142,9 +149,8 @@ class Fetches:
             return None  # it has ended, by a reset or by a block that nobody gave
         fetch = last.id
         if ordered or state.stop:
-            tenant, priority = self._tenant_of(tracked), tracked.options.priority or 0
             # One block first: to begin a fetch of many takes long, and there may be no room.
-            begun = self._cache.fetch(keys[:1], tenant=tenant, priority=priority)
+            begun = self._fetch(tracked, keys[:1])
             if begun is None:
                 return None
             self._replace(tracked, WantedFetch(begun, keys, start))
@@ -159,27 +165,41 @@ class Fetches:
     def media_of(self, tracked: TrackedRequest) -> Mapping[bytes, Medium]:
         """The medium of each block that had to come from a lower tier, as far as it is known now.
         HOST for blocks that no tier has given."""
-        for fetch in (tracked.early, tracked.waiting):
-            if fetch is not None:
-                note_media(tracked.awaited, fetch.keys, self._cache.fetch_state(fetch.id))
+        fetch = tracked.fetch
+        if fetch is not None:
+            note_media(tracked.awaited, fetch.keys, self._cache.fetch_state(fetch.id))
         return tracked.awaited
+
+    def describe(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:
+        """Describe fetched blocks for events, which report them in full once they have arrived."""
+        awaited = tracked.awaited
+        if self._describe is None or not awaited:
+            return
+        for each in wanted:
+            absent = set(self._cache.missing(each.keys))
+            found = (
+                (each.start + i, key)
+                for i, key in enumerate(each.keys)
+                if key in awaited and i not in absent
+            )
+            self._describe(tracked.request, each.group, found)
 
     @staticmethod
     def has_begun(tracked: TrackedRequest) -> bool:
         """Whether blocks are being fetched for the request, or were since the last `end`."""
-        return bool(tracked.early or tracked.waiting or tracked.awaited)
+        return bool(tracked.fetch or tracked.awaited)
 
     def is_waiting(self, tracked: TrackedRequest) -> bool:
         """Whether blocks of the request may still arrive."""
-        waiting = tracked.waiting
-        return waiting is not None and not self._cache.fetch_state(waiting.id).done
+        fetch = tracked.fetch
+        return fetch is not None and not self._cache.fetch_state(fetch.id).done
 
     def awaits_more(self, tracked: TrackedRequest) -> bool:
         """Whether blocks of the request may still arrive, now or once host memory has room."""
-        waiting = tracked.waiting
-        if waiting is None:
+        fetch = tracked.fetch
+        if fetch is None:
             return False
-        state = self._cache.fetch_state(waiting.id)
+        state = self._cache.fetch_state(fetch.id)
         return not state.done or self._is_short(state)
 
     def end(self, tracked: TrackedRequest) -> None:
@@ -188,34 +208,50 @@ class Fetches:
             self._replace(tracked, None)
             tracked.awaited = {}
 
+    def _raise(self, fetch: WantedFetch, keys: Sequence[bytes], start: int) -> bool:
+        """Let a fetch of a queued request go on as one of a request that waits. False if another
+        one has to begin, because its blocks are others or it has ended."""
+        at = start - fetch.start
+        if at < 0 or list(fetch.keys[at : at + len(keys)]) != list(keys):
+            return False
+        state = self._cache.fetch_state(fetch.id)
+        if state.arrived < at + len(keys):
+            self._cache.extend_fetch(fetch.id, raise_priority=True)
+            if state.length == 0 or (self._answers_later and state.stop < state.length):
+                return False
+            fetch.turn = time.monotonic(), state
+        fetch.queued = False
+        if len(fetch.keys) == len(keys):
+            fetch.keys = keys
+        return True
+
+    def _fetch(
+        self,
+        tracked: TrackedRequest,
+        keys: Sequence[bytes],
+        *,
+        queued: bool = False,
+        announced: int = 0,
+    ) -> FetchId | None:
+        tenant = tenant_number_of(tracked.request) if self._cache.info.takes_tenants else None
+        priority = tracked.options.priority or 0
+        return self._cache.fetch(
+            keys, queued=queued, tenant=tenant, announced=announced, priority=priority
+        )
+
     def _is_short(self, state: FetchState) -> bool:
         """Whether the engine can load blocks for which host memory has no room yet."""
         return self._in_parts and state.is_short
 
-    def _tenant_of(self, tracked: TrackedRequest) -> int | None:
-        return tenant_number_of(tracked.request) if self._cache.info.takes_tenants else None
-
-    def _came_early(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
-        """Whether the fetch that began in the queue has brought all of these blocks."""
-        early = tracked.early
-        if early is None or len(early.keys) != len(keys) or list(early.keys) != list(keys):
-            return False
-        return (
-            self._cache.fetch_state(early.id).arrived == len(keys)
-            and not self._cache.status.disabled
-        )
-
     def _replace(self, tracked: TrackedRequest, fetch: WantedFetch | None) -> None:
         """The request waits for `fetch` instead of its previous fetch."""
-        ended = tracked.early, tracked.waiting
-        tracked.early, tracked.waiting = None, fetch
-        for each in ended:
-            if each is not None:
-                state = self._cache.end_fetch(each.id)
-                note_media(tracked.awaited, each.keys, state)
-                self._ended(each.id, state)
-                if self._spans is not None:
-                    add_fetch(self._spans, tracked.request, state)
+        ended, tracked.fetch = tracked.fetch, fetch
+        if ended is not None:
+            state = self._cache.end_fetch(ended.id)
+            note_media(tracked.awaited, ended.keys, state)
+            self._ended(ended.id, ended.since_turn(state))
+            if self._spans is not None:
+                add_fetch(self._spans, tracked.request, state)
 
 
 _NOT_FETCHED = (None, Medium.HOST)

@@ -4,17 +4,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.client import CacheClient, Ended, TransferEnd
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.groups import Group
-from flexkv.engine.scheduler.request import NEVER, Loading, TrackedRequest
+from flexkv.engine.scheduler.request import (
+    NEVER,
+    Loading,
+    Match,
+    TrackedRequest,
+    Wanted,
+)
 from flexkv.engine.scheduler.scheduled_step import Tables
 
 
@@ -177,10 +184,12 @@ class Loads:
     Args:
         engine: the engine's cache.
         fetches: the fetches of its requests.
-        fetch_next: fetches the blocks of a load that are not ordered; see `Matcher.next_part`.
+        chooser: decides which loads and waits are worth their time.
 
     Attributes:
         hits: the hits of the step whose load is not ordered.
+        promises: loads whose order has not been given as a whole.
+        running_requests: how many requests compute in the last step; the caller sets it.
         unfinished: requests of which `continue_all` may order further loads.
         half_loaded: the engine's hashes of the blocks that the step being scheduled computes on
             while they are loaded. The caller clears it once the step is scheduled.
@@ -190,47 +199,53 @@ class Loads:
         self,
         engine: EngineCache,
         fetches: Fetches,
-        fetch_next: Callable[[TrackedRequest, Sequence[bytes], int, Span], int | None],
+        chooser: LoadChooser,
     ) -> None:
         self._cache = engine.cache
         self._groups = engine.groups
         self._keys = engine.keys
         self._boundary = engine.boundary
         self._fetches = fetches
-        self._fetch_next = fetch_next
+        self._chooser = chooser
         self._spans = engine.spans
         self.unfinished: dict[TrackedRequest, None] = {}
         self._running: dict[int, _Running] = {}
         self.half_loaded: set[bytes] = set()
         self._pool: EnginePool | None = None
         self.hits = HeldHits(self._cache)
+        self.promises = Promises(self._groups.members[0])
+        self.running_requests = 0
 
     def bind_pool(self, pool: EnginePool) -> None:
         """Set the engine's pool, from which failed loads remove their blocks."""
         self._pool = pool
 
-    def begin(
-        self,
-        tracked: TrackedRequest,
-        local_tokens: int,
-        tokens: int,
-        orders: StepOrders,
-        *,
-        layerwise: bool,
-    ) -> None:
-        """Order the load of `tokens` tokens behind `local_tokens`, as far as they are in host
-        memory.
+    def hold(self, request_id: str, match: Match) -> bool:
+        """Hold the blocks of a hit. Returns False if one of them has left."""
+        return self.hits.hold(request_id, match.keys[: match.blocks])
 
-        Args:
-            tracked: the request, with the engine's blocks to fill.
-            local_tokens: tokens that the engine has itself.
-            tokens: tokens to load, as `longest_hit` found them.
-            orders: the orders of the step.
-            layerwise: whether the forward pass of this step needs them; then all are in host
-                memory.
-        """
-        make = self._plain if self._groups.plain else self._grouped
-        loading = make(tracked, local_tokens, tokens)
+    def fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Whether `tokens` tokens in host memory are loaded beside the forward pass of this
+        step."""
+        blocks = -(-tokens // self._groups.members[0].block_tokens)
+        return self._chooser.is_layerwise(blocks, self.running_requests, tracked.options.load_mode)
+
+    def begin(self, tracked: TrackedRequest, tokens: int, orders: StepOrders) -> None:
+        """Order the load of `tokens` tokens, as `Matcher.match` has returned them, as far as they
+        are in host memory. The request has the engine's blocks to fill."""
+        if tokens:
+            self._begin(tracked, tracked.match or Match(0), tokens, orders)
+        else:
+            self._fetches.end(tracked)
+        self.hits.release(tracked.id)
+
+    def _begin(
+        self, tracked: TrackedRequest, match: Match, tokens: int, orders: StepOrders
+    ) -> None:
+        local_tokens, layerwise = match.local_tokens, match.layerwise
+        if tracked.match is None:
+            self._fetches.end(tracked)
+        loading = self._loading(tracked, match, tokens)
         if self._groups.plain and local_tokens == 0 and not tracked.options.pin:
             # Host memory has the blocks. If the load fails, all are offered to it again.
             loaded = tokens // self._groups.alignment * self._groups.alignment
@@ -243,7 +258,7 @@ class Loads:
         complete = self._cache.lookup(loading.keys) == len(loading.keys)
         order = loading.next_part(self._cache, more_may_come=False) if complete else None
         if order is None:
-            self.refuse(tracked, loading.engine_blocks, local_tokens, orders, layerwise=True)
+            self._refuse(tracked, loading.engine_blocks, match, orders)
             return
         tracked.built_on = order.transfer_id
         filled = self._blocks_from(tracked, local_tokens)
@@ -281,21 +296,25 @@ class Loads:
             self.fail_rest(tracked, orders)
 
     def refuse(
-        self,
-        tracked: TrackedRequest,
-        engine_blocks: list[int],
-        local_tokens: int,
-        orders: StepOrders,
-        *,
-        layerwise: bool,
+        self, tracked: TrackedRequest, table: Sequence[int], tokens: int, orders: StepOrders
     ) -> None:
-        """Report the promised load of `engine_blocks` behind `local_tokens` as failed."""
-        tracked.fail_from(local_tokens)
-        if layerwise:
+        """Report the load of `tokens` tokens as failed, because `begin` has raised. `table`: the
+        request's engine blocks of the first group."""
+        match = tracked.match or Match(0)
+        size = self._groups.members[0].engine_block_tokens
+        stop = -(-(match.local_tokens + tokens) // size)
+        self._refuse(tracked, list(table[match.local_tokens // size : stop]), match, orders)
+
+    def _refuse(
+        self, tracked: TrackedRequest, engine_blocks: list[int], match: Match, orders: StepOrders
+    ) -> None:
+        """Report the promised load of `engine_blocks` as failed."""
+        tracked.fail_from(match.local_tokens)
+        if match.layerwise:
             # The step computes on these blocks anyway, and the engine discards the result.
             orders.unfilled.extend(engine_blocks)
             tracked.next_fill = NEVER
-            self._disown(self._blocks_from(tracked, local_tokens))
+            self._disown(self._blocks_from(tracked, match.local_tokens))
         else:
             orders.failed_loads[tracked.id] = engine_blocks
         self.end(tracked)
@@ -338,6 +357,10 @@ class Loads:
             tracked.fail_from(loading.tokens_ordered)
             self.end(tracked)
 
+    def end_fetch(self, tracked: TrackedRequest) -> None:
+        """End the fetch of a request, because the engine has seen its load end."""
+        self._fetches.end(tracked)
+
     def end(self, tracked: TrackedRequest) -> None:
         """Order no more loads for the request."""
         tracked.loading = None
@@ -359,31 +382,28 @@ class Loads:
         if self._pool is not None and engine_blocks:
             self._pool.forget(set(engine_blocks))
 
-    def _plain(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
-        (group,) = self._groups.members
-        start = local_tokens // group.engine_block_tokens
-        stop = -(-(local_tokens + tokens) // group.engine_block_tokens)
-        first = start // group.engine_blocks
-        last = -(-stop // group.engine_blocks)
-        keys = () if tracked.match is None else tracked.match.keys[: last - first]
-        return Loading(
-            keys if len(keys) == last - first else self._keys.of(tracked, group, first, last),
-            tracked.engine_blocks[0][start:stop],
-            start - first * group.engine_blocks,
-            group.engine_blocks,
-            start * group.engine_block_tokens,
-            group.engine_block_tokens,
-        )
-
-    def _grouped(self, tracked: TrackedRequest, local_tokens: int, tokens: int) -> Loading:
-        end = local_tokens + tokens
-        keys: list[bytes] = []
+    def _loading(self, tracked: TrackedRequest, match: Match, tokens: int) -> Loading:
+        """The blocks to copy. The engine's first may be inside a FlexKV block, in a model of plain
+        attention."""
+        local_tokens, end, count = match.local_tokens, match.local_tokens + tokens, 0
+        parts: list[tuple[Group, int, int]] = []
         engine_blocks: list[int] = []
+        skip = 0
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
-            stop = end // group.block_tokens
-            start = max(local_tokens // group.block_tokens, group.first_needed(end))
-            keys += self._keys.of(tracked, group, start, stop)
+            size, step = group.engine_block_tokens, group.engine_blocks
+            start = max(local_tokens // size, group.first_needed(end) * step)
+            stop = -(-end // size)
+            first, last = start // step, -(-stop // step)
+            skip = start - first * step
+            count += max(0, last - first)
+            parts.append((group, first, last))
             engine_blocks += table[start:stop]
+        keys = match.keys[:count]
+        if len(keys) < count or not (self._groups.plain or len(match.keys) == count):
+            keys = [key for part in parts for key in self._keys.of(tracked, *part)]
+        if self._groups.plain:
+            (group, first, _), size = parts[0], group.engine_block_tokens
+            return Loading(keys, engine_blocks, skip, step, local_tokens // size * size, size)
         if 0 in engine_blocks or len(keys) != len(engine_blocks):
             raise ValueError(
                 f"the engine has no place for blocks of {tracked.request.request_id}, which should "
@@ -411,9 +431,31 @@ class Loads:
             return False  # a part has failed, and the engine computes what follows it
         first = loading.start // self._groups.members[0].block_tokens + loading.ordered
         span = Span(loading.tokens_ordered, loading.stop)
-        slots = self._fetch_next(tracked, loading.keys[loading.ordered :], first, span)
+        slots = self._next_slots(tracked, loading.keys[loading.ordered :], first, span)
         if slots == 0:
             # The ends of copies free slots. Requests that wait for a step may keep all others.
             comes = any(self._fetches.is_waiting(each) for each in self.unfinished)
             return comes or bool(self._cache.status.under_way)
         return slots is not None
+
+    def _next_slots(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], first: int, span: Span
+    ) -> int | None:
+        """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
+
+        Args:
+            keys: of these blocks; all others of the load have come and are ordered.
+            first: position of the first of them in the request.
+            span: their tokens.
+
+        Returns:
+            How many of the blocks have got a slot, from the first on. None if they cannot come, or
+            if waiting for them is not worthwhile.
+        """
+        fetch, others = self._fetches.fetch_next(tracked, keys, first), self.running_requests
+        if fetch is None or not self._chooser.is_worth_waiting(fetch, span, others, whole=True):
+            return None
+        slots = self._cache.fetch_state(fetch).stop
+        if slots:
+            self._fetches.describe(tracked, [Wanted(self._groups.members[0], first, keys)])
+        return slots

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from flexkv.client import CacheClient, FetchId, FetchState
@@ -15,6 +16,7 @@ from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches, fetched_blocks, slowest
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.scheduler.loads import Loads
 from flexkv.engine.scheduler.request import HitTokens, Match, Plan, TrackedRequest, Wanted, flat
 from flexkv.types.presence import Presence
 
@@ -85,6 +87,9 @@ _FIRST_ASK = 16
 """Blocks in the first question to lower tiers. The number doubles each time that they have all: a
 prefix may end anywhere, and each block costs about half a microsecond."""
 
+_MOST_MORE = 64
+"""Blocks that a further question asks about beyond the first that is needed."""
+
 _OBTAINABLE = (Presence.HOST, Presence.BELOW)
 
 
@@ -128,9 +133,11 @@ class Availability:
         end, known = self._ends.setdefault(group.index, (stop, []))
         first = end - len(known)
         if start < first:
-            keys = self._keys.of(self._tracked, group, start, first)
+            # Some more, because every prefix that ends behind a missing block needs that block.
+            begin = max(0, min(start, first - min(len(known), _MOST_MORE)))
+            keys = self._keys.of(self._tracked, group, begin, first)
             there = self._there(keys)
-            there += [False] * (first - start - len(keys))  # the engine has not hashed them
+            there += [False] * (first - begin - len(keys))  # the engine has not hashed them
             known += reversed(there)
         try:
             return end - 1 - known.index(False, end - stop, end - start)
@@ -158,121 +165,95 @@ class Availability:
 class Matcher:
     """Finds the loadable prefix of a request, and starts fetches from lower tiers.
 
+    A model of plain attention is a group that reaches everywhere: its fetch finds the end of the
+    hit. With other groups the end has to be known first, because each needs other blocks for it.
+
     Args:
-        engine: the engine's cache.
-        fetches: the fetches of the engine's requests.
-        chooser: decides whether a wait or a load is worth its time.
+        load_ahead: see `Fetches`.
+
+    Attributes:
+        loads: the loads of what is found.
     """
 
-    def __init__(self, engine: EngineCache, fetches: Fetches, chooser: LoadChooser) -> None:
+    def __init__(self, engine: EngineCache, chooser: LoadChooser, load_ahead: bool) -> None:
         self._cache = engine.cache
         self._groups = engine.groups
         self._keys = engine.keys
-        self._describe = engine.describe
-        self._fetches = fetches
         self._chooser = chooser
+        self._fetches = Fetches(
+            engine.cache,
+            load_ahead and engine.groups.plain,
+            chooser.fetched,
+            spans=engine.spans,
+            describe=engine.describe,
+        )
+        self.loads = Loads(engine, self._fetches, chooser)
         self._pool: EnginePool | None = None
 
     def bind_pool(self, pool: EnginePool) -> None:
-        """Set the engine's own prefix cache, whose blocks need no prefetch."""
+        """Set the engine's own prefix cache, whose blocks need no prefetch; borrowed."""
         self._pool = pool
+        self.loads.bind_pool(pool)
 
     def prefetch(self, tracked: TrackedRequest) -> None:
         """Begin to fetch the blocks that a queued request will need."""
         request, most = tracked.request, tracked.options.max_load_tokens
         local_tokens = self._cached_by_engine(request)
-        limit: int = request.num_tokens if self._groups.plain else request.num_tokens - 1
+        limit = request.num_tokens if self._groups.plain else request.num_tokens - 1
         if most is not None:
             limit = min(limit, local_tokens + most)
-        if self._groups.plain:
-            (group,) = self._groups.members
-            start, stop = local_tokens // group.block_tokens, limit // group.block_tokens
-            wanted = [Wanted(group, start, self._keys.of(tracked, group, start, stop))]
-            announced = self._announced(tracked, start)
-        elif hit := self._announced_hit(tracked, local_tokens, limit):
-            wanted = self._needed(tracked, local_tokens, hit)
-            announced = len(flat(wanted))
-        else:
-            announced = 0
-            if self._awaits_answers(tracked, limit):
-                return  # `match` fetches
-            obtainable = self._obtainable(tracked)
-            hit = longest_hit(self._groups, obtainable, local_tokens, limit)
-            if obtainable.in_host:
-                return
-            wanted = self._needed(tracked, local_tokens, hit)
-        self._fetches.begin_early(tracked, flat(wanted), announced)
-        self._describe_awaited(tracked, wanted)
+        plan = self._plan(tracked, local_tokens, limit)
+        if plan is not None and not plan.in_host:
+            keys, announced = plan.keys, plan.announced
+            self._fetches.begin(tracked, keys, plan.start, queued=True, announced=announced)
+            self._fetches.describe(tracked, plan.wanted)
 
     def match(
         self, tracked: TrackedRequest, local_tokens: int, others: int
-    ) -> tuple[int, Match] | None:
-        """The number of tokens that can be loaded beyond `local_tokens`, and their `Match`. The
-        engine has `others` other requests.
-
-        None while a lower tier reads them. Fetched blocks stay in host memory until `Fetches.end`.
-        """
-        most = tracked.options.max_load_tokens
-        limit = tracked.request.num_tokens if most is None else local_tokens + most
-        limit = min(limit, tracked.failed_at)
-        if self._groups.plain:
-            return self._match_plain(tracked, local_tokens, limit, others)
-        return self._match_groups(tracked, local_tokens, limit, others)
-
-    def next_part(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], first: int, span: Span, others: int
-    ) -> int | None:
-        """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
-
-        Args:
-            tracked: the request; all that has come of its load is ordered.
-            keys: of the blocks that are not.
-            first: position of the first of them in the request.
-            span: their tokens.
-            others: the number of other requests that the engine computes.
-
-        Returns:
-            How many of the blocks have got a slot, from the first on. None if they cannot come, or
-            if waiting for them is not worthwhile.
-        """
-        group = self._groups.members[0]
-        fetch = self._fetches.fetch_next(tracked, keys, first)
-        if fetch is None or not self._chooser.is_worth_waiting(fetch, span, others, whole=True):
-            return None
-        slots = self._cache.fetch_state(fetch).stop
-        if slots:
-            self._describe_awaited(tracked, [Wanted(group, first, keys)])
-        return slots
-
-    def hit_of(self, tracked: TrackedRequest, match: Match, tokens: int) -> Sequence[bytes]:
-        """Keys of the blocks to load for a hit of `tokens` tokens behind the engine's own."""
-        start, end = match.local_tokens, match.local_tokens + tokens
-        if not self._groups.plain:
-            return flat(self._needed(tracked, start, end))
-        size = self._groups.furthest.block_tokens
-        return match.keys[: -(-end // size) - start // size]
-
-    def blocks_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
-        """Keys of the blocks that a hit of the first `tokens` tokens uses."""
-        return flat(self._needed(tracked, 0, tokens))
-
-    def prompt_of(self, tracked: TrackedRequest) -> Sequence[bytes]:
-        """Keys of all blocks of the prompt in the group that reaches furthest back."""
-        match, tokens = tracked.match, tracked.request.num_tokens
-        if match is not None and match.local_tokens == 0 and match.keys:
-            group = self._groups.furthest
-            if len(match.keys) == tokens // group.block_tokens:
-                return match.keys
-        return self.keys_of(tracked, tokens)
+    ) -> tuple[int | None, bool]:
+        """See `RequestSide.match`. The engine has `others` other requests. Fetched blocks stay in
+        host memory until the load is ordered or the request needs none."""
+        tracked.match, loads = None, self.loads
+        if loads.half_loaded and loads.shares_half_loaded(tracked.request, local_tokens):
+            return None, False
+        if not tracked.may_load:
+            tracked.match = Match(local_tokens)
+            return 0, False
+        found = self._find(tracked, local_tokens, others)
+        if found is None:
+            return None, False
+        tokens, match = found
+        awaits_more = tracked.fetch is not None and self._fetches.awaits_more(tracked)
+        # What a fetch brings stays until its end.
+        if tokens and loads.hits.needed and not awaits_more and not loads.hold(tracked.id, match):
+            tokens, match = 0, Match(local_tokens)
+        if tokens and not awaits_more and loads.fits_this_step(tracked, tokens):
+            # The engine must compute at least one token in the step. The block of this token is
+            # loaded all the same, because it holds the same bytes.
+            tokens = min(tokens, tracked.request.num_tokens - 1 - local_tokens)
+            match = replace(match, layerwise=True)
+        tracked.match = match
+        if tokens == 0:
+            self._fetches.end(tracked)
+        return tokens, tokens > 0 and not match.layerwise
 
     def used_by(
         self, tracked: TrackedRequest, tokens: int
     ) -> tuple[Sequence[bytes], Sequence[bytes]]:
-        """See `blocks_of` and `prompt_of`."""
-        prompt = self.prompt_of(tracked)
-        if self._groups.plain:
-            return prompt[: tokens // self._groups.furthest.block_tokens], prompt
-        return self.blocks_of(tracked, tokens), prompt
+        """The keys of the blocks that a hit of the first `tokens` tokens uses, and of all blocks of
+        the prompt in the group that reaches furthest back."""
+        match, group = tracked.match, self._groups.furthest
+        whole = tracked.request.num_tokens
+        if not self._groups.plain:
+            return self.blocks_of(tracked, tokens), self.keys_of(tracked, whole)
+        prompt = () if match is None or match.local_tokens else match.keys
+        if len(prompt) != whole // group.block_tokens:
+            prompt = self.keys_of(tracked, whole)
+        return prompt[: tokens // group.block_tokens], prompt
+
+    def blocks_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
+        """Keys of the blocks that a hit of the first `tokens` tokens uses."""
+        return flat(self._needed(tracked, 0, tokens))
 
     def keys_of(self, tracked: TrackedRequest, tokens: int) -> Sequence[bytes]:
         """Keys of the complete blocks of the first `tokens` tokens in the group that reaches
@@ -288,154 +269,139 @@ class Matcher:
                 found += self._keys.of(tracked, group, 0, tokens // group.block_tokens)
         return found
 
-    def _match_plain(
-        self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
+    def _find(
+        self, tracked: TrackedRequest, local_tokens: int, others: int
     ) -> tuple[int, Match] | None:
-        (group,) = self._groups.members
-        first = local_tokens // group.block_tokens
-        keys = self._keys.of(tracked, group, first, limit // group.block_tokens)
-        announced = self._announced(tracked, first)
+        """The number of tokens that can be loaded beyond `local_tokens`, and their `Match`; None
+        while a lower tier reads them."""
+        groups, num_tokens = self._groups, tracked.request.num_tokens
+        most = tracked.options.max_load_tokens
+        limit = min(num_tokens if most is None else local_tokens + most, tracked.failed_at)
+        if not groups.plain:
+            if local_tokens % groups.alignment:
+                return 0, Match(local_tokens)
+            limit = min(limit, num_tokens - 1)  # a window needs one more token for the last one
+        plan = self._plan(tracked, local_tokens, limit)
+        if plan is None:
+            return None
+        found, not_awaited = self._offered(tracked, plan, others)
+        if found is None:
+            tracked.plan = plan
+            return None
+        tracked.plan, keys, hit = None, plan.keys, plan.hit
+        size = groups.furthest.block_tokens
+        if groups.plain:
+            hit = (plan.start + found) * size
+        elif found < len(keys):
+            in_host = Availability(self._cache, tracked, self._keys, below=False)
+            hit = longest_hit(groups, in_host, local_tokens, limit)
+            keys = flat(self._needed(tracked, local_tokens, hit))
+            found = len(keys)
+        end = hit = max(local_tokens, hit)
+        choice = self._chooser.choose_load(
+            Span(local_tokens, hit), found, whole=not groups.plain, others=others
+        )
+        left: tuple[tuple[Left, int], ...] = ()
+        if not_awaited > hit:
+            left = ((Left.AWAITED, not_awaited - hit),)
+        if choice.left is not None:
+            blocks_end = (plan.start + choice.blocks) * size if groups.plain else local_tokens
+            end = max(local_tokens, blocks_end)
+            if hit > end:
+                left = (*left, (choice.left, hit - end))
+        fetched: HitTokens = {}
+        if tracked.awaited and end > local_tokens:
+            fetched = self._fetched(tracked, keys[: choice.blocks], end - local_tokens)
+        match = Match(
+            local_tokens,
+            fetched,
+            left=left,
+            divergence=plan.divergence,
+            keys=keys,
+            blocks=choice.blocks,
+        )
+        return end - local_tokens, match
 
-        not_awaited = first
+    def _offered(self, tracked: TrackedRequest, plan: Plan, others: int) -> tuple[int | None, int]:
+        """See `Fetches.offer`. And the end of the tokens for which the request does not wait; 0 if
+        there are none."""
+        fetches, keys, is_plain, not_awaited = self._fetches, plan.keys, self._groups.plain, 0
+        if plan.in_host and not fetches.has_begun(tracked):
+            return len(keys), 0
 
-        def is_worth_waiting(fetch: FetchId, _: FetchState, end: int, whole: bool) -> bool:
+        def is_worth_waiting(fetch: FetchId, state: FetchState, end: int, whole: bool) -> bool:
             nonlocal not_awaited
-            span = Span(local_tokens, end * group.block_tokens)
+            if not is_plain and state.stop < state.length:
+                return False  # a part of the blocks that a window needs is of no use
+            stop = end * self._groups.furthest.block_tokens if is_plain else plan.hit
             worth = self._chooser.is_worth_waiting(
-                fetch, span, others, announced=announced > 0, whole=whole
+                fetch,
+                Span(plan.local_tokens, stop),
+                others,
+                announced=plan.announced > 0,
+                whole=whole,
+                state=state,
             )
-            not_awaited = first if worth else end
+            not_awaited = 0 if worth else stop
             return worth
 
-        hits = self._fetches.offer(tracked, keys, first, is_worth_waiting, announced)
+        found = fetches.offer(tracked, keys, plan.start, is_worth_waiting, plan.announced)
         if tracked.awaited:
-            self._describe_awaited(tracked, [Wanted(group, first, keys)])
-        if hits is None:
-            return None
-        end = max(local_tokens, (first + hits) * group.block_tokens)
-        choice = self._chooser.choose_load(Span(local_tokens, end), hits, others=others)
-        loaded = max(local_tokens, (first + choice.blocks) * group.block_tokens)
-        left: tuple[tuple[Left, int], ...] = ()
-        if not_awaited * group.block_tokens > end:
-            left = ((Left.AWAITED, not_awaited * group.block_tokens - end),)
-        if choice.left is not None and end > loaded:
-            left = (*left, (choice.left, end - loaded))
-        tokens = loaded - local_tokens
-        fetched: HitTokens = {}
-        if tracked.awaited:
-            fetched = self._fetched_tokens(tracked, keys[: choice.blocks], tokens)
-        return tokens, Match(local_tokens, fetched, left=left, keys=keys)
+            fetches.describe(tracked, plan.wanted)
+        return found, not_awaited
 
-    def _match_groups(
-        self, tracked: TrackedRequest, local_tokens: int, limit: int, others: int
-    ) -> tuple[int, Match] | None:
-        if local_tokens % self._groups.alignment:
-            return 0, Match(local_tokens)
-        limit = min(limit, tracked.request.num_tokens - 1)
-        announced = self._announced_hit(tracked, local_tokens, limit) > 0
-        if tracked.plan is None and not announced and self._awaits_answers(tracked, limit):
-            return None
-        plan = self._plan(tracked, local_tokens, limit)
-        hit = awaited = plan.hit
-        keys: Sequence[bytes] = ()
-        if plan.in_host and plan is not tracked.plan and not self._fetches.has_begun(tracked):
-            blocks = self._count_needed(local_tokens, hit)
-        else:
-            wanted = plan.wanted or self._needed(tracked, local_tokens, hit)
-            keys = flat(wanted)
-            blocks = len(keys)
-        if keys:
-
-            def is_worth_waiting(fetch: FetchId, state: FetchState, _: int, __: bool) -> bool:
-                nonlocal awaited
-                # A part of the blocks that a window needs is of no use.
-                if state.stop < state.length:
-                    return False
-                span = Span(local_tokens, plan.hit)
-                worth = self._chooser.is_worth_waiting(fetch, span, others, announced=announced)
-                awaited = plan.hit if worth else local_tokens
-                return worth
-
-            count = len(keys) if announced else 0
-            found = self._fetches.offer(tracked, keys, local_tokens, is_worth_waiting, count)
-            self._describe_awaited(tracked, wanted)
-            if found is None:
-                tracked.plan = plan
-                return None
-            if found < blocks:
-                in_host = Availability(self._cache, tracked, self._keys, below=False)
-                hit = longest_hit(self._groups, in_host, local_tokens, plan.limit)
-                keys = flat(self._needed(tracked, local_tokens, hit))
-                blocks = len(keys)
-        tracked.plan = None
-        span = Span(local_tokens, max(local_tokens, hit))
-        left = [(Left.AWAITED, 0 if awaited >= plan.hit else plan.hit - span.stop)]
-        choice = self._chooser.choose_load(span, blocks, whole=True, others=others)
-        if choice.left is not None:
-            left.append((choice.left, span.tokens))
-        tokens = 0 if choice.left else span.tokens
-        came = fetched_blocks(self._fetches.media_of(tracked), keys) if tokens else {}
-        # Groups have blocks of different lengths: the slowest tier counts for all of the hit.
-        fetched = {slowest(came): tokens} if came else {}
-        return tokens, Match(local_tokens, fetched, left=_some(left), divergence=plan.divergence)
-
-    def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan:
-        """The blocks to load. `limit` ends before the last token: the engine computes that token in
-        any case, and needs one more token of a window for it."""
+    def _plan(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> Plan | None:
+        """The blocks to load for a hit of at most `limit` tokens; None while a lower tier is
+        queried about them."""
+        groups, announced = self._groups, 0
+        if tracked.options.announced_tokens:
+            announced = self._announced_tokens(tracked, local_tokens, limit)
+        if groups.plain:
+            group = groups.furthest
+            size = group.block_tokens
+            start, stop = local_tokens // size, limit // size
+            keys = self._keys.of(tracked, group, start, stop)
+            wanted, count = [Wanted(group, start, keys)], max(0, announced // size - start)
+            return Plan(local_tokens, limit, stop * size, wanted, keys, start, count)
         plan = tracked.plan
+        if plan is None and not announced and self._awaits_answers(tracked, limit):
+            return None
         if plan is not None and (plan.local_tokens, plan.limit) == (local_tokens, limit):
             return plan
-        obtainable = self._obtainable(tracked)
-        hit = longest_hit(self._groups, obtainable, local_tokens, limit)
+        obtainable = Availability(self._cache, tracked, self._keys, below=True)
+        hit = longest_hit(groups, obtainable, local_tokens, limit)
         divergence = 0
-        if limit - hit >= self._groups.alignment:  # else nothing reaches further
-            reach = full_reach(self._groups, obtainable, local_tokens, limit)
+        if limit - hit >= groups.alignment:  # else nothing reaches further
+            reach = full_reach(groups, obtainable, local_tokens, limit)
             divergence = reach if reach > hit else 0
         in_host = obtainable.in_host
-        announced = self._announced_hit(tracked, local_tokens, limit)
         if announced > hit:
             hit, divergence, in_host = announced, 0, False
-        wanted = [] if in_host else self._needed(tracked, local_tokens, hit)
-        return Plan(local_tokens, limit, hit, divergence, in_host, wanted)
+        wanted = self._needed(tracked, local_tokens, hit)
+        keys = flat(wanted)
+        count = len(keys) if announced else 0
+        return Plan(
+            local_tokens, limit, hit, wanted, keys, local_tokens, count, divergence, in_host
+        )
 
-    def _announced(self, tracked: TrackedRequest, start: int) -> int:
-        """How many blocks from `start` on another engine writes to a shared store, in a model with
-        one group."""
-        if not (tracked.options.announced_tokens and self._cache.info.has_store):
-            return 0
-        (group,) = self._groups.members
-        return max(0, tracked.options.announced_tokens // group.block_tokens - start)
-
-    def _announced_hit(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> int:
-        """The end of the hit, in tokens, whose blocks another engine writes to a shared store; 0 if
+    def _announced_tokens(self, tracked: TrackedRequest, local_tokens: int, limit: int) -> int:
+        """The end of the first tokens whose blocks another engine writes to a shared store; 0 if
         nothing is announced that the engine lacks."""
-        if not (tracked.options.announced_tokens and self._cache.info.has_store):
+        tokens = tracked.options.announced_tokens
+        if not self._cache.info.has_store:
             return 0
-        tokens = min(tracked.options.announced_tokens, limit)
-        hit = tokens // self._groups.alignment * self._groups.alignment
-        return hit if hit > local_tokens else 0
+        end = min(tokens, limit) // self._groups.alignment * self._groups.alignment
+        return end if end > local_tokens else 0
 
     def _needed(self, tracked: TrackedRequest, local_tokens: int, hit: int) -> list[Wanted]:
-        """Blocks to load for a hit that ends at `hit` tokens."""
-        return [
-            Wanted(group, start, self._keys.of(tracked, group, start, stop))
-            for group, start, stop in self._ranges(local_tokens, hit)
-        ]
-
-    def _count_needed(self, local_tokens: int, hit: int) -> int:
-        """The number of blocks of `_needed`."""
-        return sum(stop - start for _, start, stop in self._ranges(local_tokens, hit))
-
-    def _ranges(self, local_tokens: int, hit: int) -> Iterator[tuple[Group, int, int]]:
-        """The groups with blocks to load for a hit, with the range of these."""
+        """Blocks to load for a hit that ends at `hit` tokens, by group."""
+        wanted = []
         for group in self._groups.members:
             start = max(local_tokens // group.block_tokens, group.first_needed(hit))
             stop = hit // group.block_tokens
             if hit > local_tokens and stop > start:
-                yield group, start, stop
-
-    def _obtainable(self, tracked: TrackedRequest) -> Availability:
-        return Availability(self._cache, tracked, self._keys, below=True)
+                wanted.append(Wanted(group, start, self._keys.of(tracked, group, start, stop)))
+        return wanted
 
     def _awaits_answers(self, tracked: TrackedRequest, limit: int) -> bool:
         """Whether a lower tier is queried about blocks of the first `limit` tokens: what a hit
@@ -472,35 +438,16 @@ class Matcher:
         count = bisect_left(ends, True, key=lambda end: not pool.has(hashes[end], member.index))
         return count * member.block_tokens // self._groups.alignment * self._groups.alignment
 
-    def _describe_awaited(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:
-        """Describe fetched blocks for events, which report them in full once they have arrived."""
-        awaited = tracked.awaited
-        if self._describe is None or not awaited:
-            return
-        for each in wanted:
-            absent = set(self._cache.missing(each.keys))
-            found = (
-                (each.start + i, key)
-                for i, key in enumerate(each.keys)
-                if key in awaited and i not in absent
-            )
-            self._describe(tracked.request, each.group, found)
-
-    def _fetched_tokens(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int
-    ) -> HitTokens:
-        """How many of the `tokens` that end with the last block of `keys` had to be fetched, by
+    def _fetched(self, tracked: TrackedRequest, keys: Sequence[bytes], tokens: int) -> HitTokens:
+        """How many of the `tokens` that are loaded with the blocks `keys` had to be fetched, by
         tier."""
-        media = self._fetches.media_of(tracked)
-        (group,) = self._groups.members
-        size = group.block_tokens
-        came = fetched_blocks(media, keys)
+        came = fetched_blocks(self._fetches.media_of(tracked), keys)
+        if not self._groups.plain:
+            # Groups have blocks of different lengths: the slowest tier counts for all of the hit.
+            return {slowest(came): tokens} if came else {}
+        size = self._groups.furthest.block_tokens
         fetched = {medium: count * size for medium, count in came.items()}
-        for medium in fetched_blocks(media, keys[:1]):
+        for medium in fetched_blocks(tracked.awaited, keys[:1]):
             # The engine has the beginning of the first block itself.
             fetched[medium] -= len(keys) * size - tokens
         return fetched
-
-
-def _some(left: Sequence[tuple[Left, int]]) -> tuple[tuple[Left, int], ...]:
-    return tuple((reason, tokens) for reason, tokens in left if tokens > 0)

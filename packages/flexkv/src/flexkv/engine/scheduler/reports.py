@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, Hold
 from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.engine import EngineRequest
-from flexkv.engine.scheduler.options import RequestOptions, context_of
+from flexkv.engine.scheduler.options import NONE, RequestOptions, context_of, tenant_of
 from flexkv.engine.scheduler.request import HitTokens, Match
 from flexkv.engine.side_figures import CacheFigures
 
@@ -164,6 +164,7 @@ class HitReports:
         request: EngineRequest,
         keys: Callable[[], Sequence[bytes]],
         others: Callable[[], Sequence[bytes]] = tuple,
+        options: RequestOptions = NONE,
     ) -> None:
         """A request has ended.
 
@@ -172,7 +173,14 @@ class HitReports:
             keys: returns the keys of its complete blocks in the group that reaches furthest back;
                 only a recording and a conversation need them.
             others: returns those in other groups; only a conversation needs them.
+            options: say whether its blocks are released and demoted.
         """
+        if options.release or options.demote:
+            own = _with(keys(), others())
+            if options.release:
+                self._cache.unhold(Hold.RETAIN, tenant_of(request), own)
+            if options.demote:
+                self._cache.demote(own)
         output = request.num_tokens - request.num_prompt_tokens
         self._cache.ended(request.request_id, output)
         follows = self.sessions.follows(request.request_id)

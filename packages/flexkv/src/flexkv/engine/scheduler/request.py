@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from flexkv.client import CacheClient, FetchId, Hold
+from flexkv.client import CacheClient, FetchId, FetchState, Hold
 from flexkv.engine.choice.chooser import Left
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.engine import EngineRequest
@@ -36,23 +36,26 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The load of a request with several groups, as planned when its turn came.
+    """The blocks to load for a hit, as found when a request's turn came.
 
     Attributes:
-        local_tokens: tokens that the engine had itself.
-        limit: the most tokens of the hit.
-        hit: tokens of the hit.
+        hit: tokens of the longest hit that may be had.
+        start: number of the first block in a model of plain attention, else `local_tokens`.
+        announced: how many of the blocks, from the first on, another engine writes to a shared
+            store.
         divergence: as in `Match`.
-        in_host: whether all blocks were in host memory when this was made.
-        wanted: the blocks for the hit; none if all are in host memory.
+        in_host: whether all blocks are known to be in host memory.
     """
 
     local_tokens: int
     limit: int
     hit: int
-    divergence: int
-    in_host: bool
     wanted: Sequence[Wanted]
+    keys: Sequence[bytes]
+    start: int
+    announced: int = 0
+    divergence: int = 0
+    in_host: bool = False
 
 
 def flat(wanted: Sequence[Wanted]) -> Sequence[bytes]:
@@ -155,8 +158,9 @@ class Match:
         left: why the tokens that follow are not loaded, and how many.
         divergence: where the full attention of other requests continued with this prompt, but no
             group that looks back less far did; 0 if there is no such place.
-        keys: in a model with one group, the keys of its blocks from the one on that holds the first
-            token behind `local_tokens`, as many as were looked up.
+        keys: keys of the blocks that were looked up, from the first one with a token behind
+            `local_tokens` on.
+        blocks: how many of them are loaded, from the first on.
     """
 
     local_tokens: int
@@ -165,22 +169,28 @@ class Match:
     left: tuple[tuple[Left, int], ...] = ()
     divergence: int = 0
     keys: Sequence[bytes] = field(default=(), repr=False, compare=False)
+    blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WantedFetch:
     """A fetch for a request.
 
     Attributes:
-        id: of the fetch.
-        keys: keys of its blocks.
-        start: position of its first block in the request. 0 if the fetch began while the request
-            was queued.
+        start: see `Plan`.
+        queued: whether the request's turn has not come.
+        turn: when it came, and what had arrived then; None if the fetch began then.
     """
 
     id: FetchId
     keys: Sequence[bytes]
-    start: int = 0
+    start: int
+    queued: bool = False
+    turn: tuple[float, FetchState] | None = None
+
+    def since_turn(self, state: FetchState) -> FetchState:
+        """The state without what the fetch did while the request was queued."""
+        return state if self.turn is None else state.since(*self.turn)
 
 
 @dataclass(slots=True, eq=False)
@@ -190,10 +200,9 @@ class TrackedRequest:
     Attributes:
         request: the engine's own object; read, never changed.
         options: the user's parameters for it.
-        plan: the blocks to load, while a lower tier reads them; the engine asks in every step.
+        plan: the blocks to load, while a lower tier reads them.
         match: the last answer to the engine's lookup; None if the lookup failed.
-        early: fetch that began when the request was queued, until its turn comes.
-        waiting: fetch of the blocks that the request waits for.
+        fetch: fetch of the blocks that the request will need, or waits for.
         awaited: the media of blocks that had to come from a lower tier, by key; see
             `Fetches.media_of`.
         failed_at: tokens before the first failed load; later tokens are not offered again.
@@ -217,8 +226,7 @@ class TrackedRequest:
     options: RequestOptions
     plan: Plan | None = None
     match: Match | None = None
-    early: WantedFetch | None = None
-    waiting: WantedFetch | None = None
+    fetch: WantedFetch | None = None
     awaited: dict[bytes, Medium] = field(default_factory=dict)
     failed_at: int = NEVER
     loading: Loading | None = None

@@ -19,9 +19,9 @@ from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StepStores, StoreTime
 from flexkv.engine.scheduler.idle import IdleSteps
-from flexkv.engine.scheduler.loads import Promises
-from flexkv.engine.scheduler.prefix_loads import PrefixLoads
-from flexkv.engine.scheduler.request import NEVER, HitTokens, Requests, TrackedRequest
+from flexkv.engine.scheduler.match import Matcher
+from flexkv.engine.scheduler.reports import HitReports, spans_of
+from flexkv.engine.scheduler.request import NEVER, HitTokens, Match, Requests, TrackedRequest
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep, Tables
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
 from flexkv.engine.side_figures import CacheFigures, log_totals
@@ -87,14 +87,17 @@ class RequestSide(Generic[Orders]):
         self.figures = CacheFigures(
             self._cache, engine.boundary, options.put_counts, lambda: chooser.prefill_cost
         )
-        self._loads = PrefixLoads(engine, chooser, self.figures, load_ahead)
+        self._matcher = Matcher(engine, chooser, load_ahead)
+        self._loads = self._matcher.loads
+        size = self._groups.members[0].block_tokens
+        self._reports = HitReports(self._cache, chooser, self.figures, engine.recorder, size)
         self._fills = StepStores(engine, store_time)
         self._stores = self._fills.stores
         self._tables = BlockTables(
             self._groups, self._stores, self._requests.by_id, self._fills.scheduled
         )
         self._accesses = StepAccesses() if lists_blocks and self._groups.plain else None
-        self._promises = Promises(self._groups.members[0])
+        self._promises = self._loads.promises
         self._idle_steps = IdleSteps()
         self._pool: EnginePool | None = None
         self._has_wrong_blocks = False
@@ -114,7 +117,7 @@ class RequestSide(Generic[Orders]):
             engine,
             may_begin=self._may_begin,
             poll=self._poll,
-            sessions=self._loads.sessions,
+            sessions=self._reports.sessions,
             empty=self.empty,
         )
         if door is not None:
@@ -135,7 +138,7 @@ class RequestSide(Generic[Orders]):
         """
         self._keys.hash_tokens = hash_tokens or self._keys.hash_tokens
         self._pool = pool
-        self._loads.bind_pool(pool)
+        self._matcher.bind_pool(pool)
 
     # The life of a request.
 
@@ -146,7 +149,7 @@ class RequestSide(Generic[Orders]):
         with self._boundary.guard("prefetching", "it is fetched when it is scheduled"):
             tracked = self._requests.track(request)
             if self._cache.info.may_fetch and tracked.may_load:
-                self._loads.prefetch(tracked)
+                self._matcher.prefetch(tracked)
 
     def match(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Find the tokens of a request that can be loaded. The engine may call this any number of
@@ -169,7 +172,7 @@ class RequestSide(Generic[Orders]):
             tracked = self._requests.track(request)
             if self._ended.waiting or self._cache.busy:
                 self._poll()
-            answer = self._loads.match(tracked, local_tokens, len(self._requests.by_id) - 1)
+            answer = self._matcher.match(tracked, local_tokens, len(self._requests.by_id) - 1)
         if answer[0] or self._promises.loads:
             self._promises.matched(request.request_id, local_tokens, answer)
         return answer
@@ -354,7 +357,7 @@ class RequestSide(Generic[Orders]):
         if request.num_computed_tokens:
             # Its load has ended. Its blocks beyond the known ones are filled next.
             tracked.set_blocks(self._tables.of_cached(tables))
-            self._loads.loaded(tracked)
+            self._loads.end_fetch(tracked)
             return
         match = tracked.match
         self._tables.fence(tables, 0 if match is None else match.local_tokens, self._orders)
@@ -363,7 +366,33 @@ class RequestSide(Generic[Orders]):
         old = (match is None or match.local_tokens > 0) and self._finds_old_blocks()
         first_fill = NEVER if old else self._stores.first_fill(tracked.options)
         tracked.begin(self._tables.of_cached(tables), first_fill)
+        if match is not None:
+            self._report(tracked, match, tokens)
         self._loads.begin(tracked, tokens, self._orders)
+
+    def _report(self, tracked: TrackedRequest, match: Match, tokens: int) -> None:
+        """The engine gave a request blocks, and loads `tokens` tokens."""
+        tracked.begin_load(match, tokens)
+        self._reports.allocated(
+            tracked.request,
+            tracked.options,
+            match,
+            tokens,
+            keys=self._matcher.used_by(tracked, match.local_tokens + tokens),
+            fetched=tracked.fetched if tracked.may_load else None,
+            others=lambda: self._matcher.others_of(tracked, tracked.request.num_tokens),
+        )
+
+    def _report_end(self, tracked: TrackedRequest, tokens: int) -> None:
+        """A request has ended whose prefix of `tokens` tokens was used."""
+        matcher = self._matcher
+        self._cache.touch(matcher.blocks_of(tracked, tokens))
+        self._reports.ended(
+            tracked.request,
+            lambda: matcher.keys_of(tracked, tokens),
+            lambda: matcher.others_of(tracked, tokens),
+            tracked.options,
+        )
 
     def _refuse(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
         """After `_begin` has failed: report the promised load as failed, if there was one, and
@@ -384,7 +413,7 @@ class RequestSide(Generic[Orders]):
         self._requests.end(tracked)
         if tracked.ran:
             self._fills.finished(tracked, self._tables.of_cached(tables), self._orders)
-            self._loads.used(tracked, request.num_computed_tokens)
+            self._report_end(tracked, request.num_computed_tokens)
             self.figures.note_activity()
         return self._must_hold(tracked.id)
 
@@ -416,7 +445,7 @@ class RequestSide(Generic[Orders]):
         self._loads.running_requests = len(step.tokens)
         # Where all requests decode, there is no prompt to measure.
         if step.total_tokens > len(step.tokens) + step.draft_tokens:
-            self._orders.number = self._loads.step_begins(step.tokens, requests)
+            self._orders.number = self._chooser.step_begins(spans_of(step.tokens, requests))
         return self._take_orders(step)
 
     def _lose_track(self) -> None:
