@@ -16,7 +16,7 @@ from subscriber import DISK, HOST, Subscriber, loadable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from world_config import IN_TREE, PLUGIN
 
-from flexkv.engine.scheduler.idle import STEP_ON_SECONDS
+from flexkv.engine.scheduler.scheduled_step import STEP_ON_SECONDS
 from flexkv.figures.definitions import sample
 from packages.inside import below_of, index_of, tier_figures
 from packages.inside_adapters import set_idle_clock

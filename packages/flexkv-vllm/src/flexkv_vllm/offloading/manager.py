@@ -23,7 +23,7 @@ from flexkv import CacheConfig
 from flexkv.client import CacheClient, Reset, Transfer
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.scheduler.ended import EndedTransfers
-from flexkv.engine.scheduler.idle import IdleSteps
+from flexkv.engine.scheduler.scheduled_step import IdleSteps
 from flexkv.engine.side_figures import log_totals
 from flexkv_vllm.compat.offloading import load_source
 from flexkv_vllm.offloading.events import OffloadedBlocks

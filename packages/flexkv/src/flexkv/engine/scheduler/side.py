@@ -18,11 +18,10 @@ from flexkv.engine.orders import StepOrders, StepReport
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fills import StepStores, StoreTime
-from flexkv.engine.scheduler.idle import IdleSteps
 from flexkv.engine.scheduler.match import Matcher
 from flexkv.engine.scheduler.reports import HitReports, spans_of
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Match, Requests, TrackedRequest
-from flexkv.engine.scheduler.scheduled_step import ScheduledStep, Tables
+from flexkv.engine.scheduler.scheduled_step import IdleSteps, ScheduledStep, Tables
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
 from flexkv.engine.side_figures import CacheFigures, log_totals
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from flexkv.engine.scheduler.idle import STEP_ON_SECONDS, IdleSteps
+from flexkv.engine.scheduler.scheduled_step import STEP_ON_SECONDS, IdleSteps
 
 
 class Clock:
