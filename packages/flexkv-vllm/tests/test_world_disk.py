@@ -31,7 +31,7 @@ from traffic import Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
-from flexkv.client import FetchId
+from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.request import TrackedRequest
 from packages.inside import chooser_of, leaving_of
@@ -80,7 +80,15 @@ def test_a_fetch_is_worth_no_more_than_it_brings(
     read_a_block_a_step(world)  # so that the prefetch has not brought all by the prompt's turn
     spans = []
 
-    def noted(fetch: FetchId, span: Span, others: int, *, announced: bool, whole: bool) -> bool:
+    def noted(
+        fetch: FetchId,
+        span: Span,
+        others: int,
+        *,
+        announced: bool,
+        whole: bool,
+        state: FetchState,
+    ) -> bool:
         assert not announced
         assert not whole
         spans.append(span)

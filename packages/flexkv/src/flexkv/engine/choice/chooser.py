@@ -322,7 +322,7 @@ class LoadChooser:
             whole: whether a part is of no use, so that all or none are loaded.
             others: other requests that the engine has, queued or running.
         """
-        if span.tokens < self._min_tokens:
+        if span.stop - span.start < self._min_tokens:
             return LoadChoice(0, Left.SHORT)
         loading = self._loading(blocks + self._loading_now())
         computing = self._prefill.seconds(span)

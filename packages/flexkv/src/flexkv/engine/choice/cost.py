@@ -100,7 +100,8 @@ class PrefillPace:
         """Seconds that `span` would take; None before the first measurement."""
         if not self._steps:
             return None
-        return self._per_token * span.tokens + self._per_pair * span.pairs
+        start, stop = span.start, span.stop
+        return self._per_token * (stop - start) + self._per_pair * (stop**2 - start**2) / 2
 
     def _fit(self) -> None:
         steps = self._steps

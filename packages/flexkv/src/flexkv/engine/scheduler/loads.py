@@ -224,12 +224,6 @@ class Loads:
         """Hold the blocks of a hit. Returns False if one of them has left."""
         return self.hits.hold(request_id, match.keys[: match.blocks])
 
-    def fits_this_step(self, tracked: TrackedRequest, tokens: int) -> bool:
-        """Whether `tokens` tokens in host memory are loaded beside the forward pass of this
-        step."""
-        blocks = -(-tokens // self._groups.members[0].block_tokens)
-        return self._chooser.is_layerwise(blocks, self.running_requests, tracked.options.load_mode)
-
     def begin(self, tracked: TrackedRequest, tokens: int, orders: StepOrders) -> None:
         """Order the load of `tokens` tokens, as `Matcher.match` has returned them, as far as they
         are in host memory. The request has the engine's blocks to fill."""

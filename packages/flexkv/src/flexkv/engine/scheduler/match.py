@@ -223,15 +223,17 @@ class Matcher:
         if found is None:
             return None, False
         tokens, match = found
-        awaits_more = tracked.fetch is not None and self._fetches.awaits_more(tracked)
         # What a fetch brings stays until its end.
-        if tokens and loads.hits.needed and not awaits_more and not loads.hold(tracked.id, match):
-            tokens, match = 0, Match(local_tokens)
-        if tokens and not awaits_more and loads.fits_this_step(tracked, tokens):
-            # The engine must compute at least one token in the step. The block of this token is
-            # loaded all the same, because it holds the same bytes.
-            tokens = min(tokens, tracked.request.num_tokens - 1 - local_tokens)
-            match = replace(match, layerwise=True)
+        if tokens and (tracked.fetch is None or not self._fetches.awaits_more(tracked)):
+            blocks = -(-tokens // self._groups.members[0].block_tokens)
+            running, mode = loads.running_requests, tracked.options.load_mode
+            if loads.hits.needed and not loads.hold(tracked.id, match):
+                tokens, match = 0, Match(local_tokens)
+            elif self._chooser.is_layerwise(blocks, running, mode):
+                # The engine must compute at least one token in the step. The block of this token
+                # is loaded all the same, because it holds the same bytes.
+                tokens = min(tokens, tracked.request.num_tokens - 1 - local_tokens)
+                match = replace(match, layerwise=True)
         tracked.match = match
         if tokens == 0:
             self._fetches.end(tracked)

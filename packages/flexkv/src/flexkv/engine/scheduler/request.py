@@ -264,7 +264,7 @@ class TrackedRequest:
 
     def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
         """It has exactly these blocks, by cached group."""
-        self.engine_blocks = [list(table) for table in tables]
+        self.engine_blocks = list(map(list, tables))
 
     def store_nothing(self) -> None:
         """Nothing more of it is stored."""

@@ -53,6 +53,7 @@ class RequestSide(Generic[Orders]):
 
     Attributes:
         figures: figures of the cache.
+        cached_groups: the engine's numbers of the KV cache groups whose blocks are cached.
         is_off: whether FlexKV does nothing more in this process; see `turn_off`.
     """
 
@@ -98,6 +99,7 @@ class RequestSide(Generic[Orders]):
         self._accesses = StepAccesses() if lists_blocks and self._groups.plain else None
         self._promises = self._loads.promises
         self._idle_steps = IdleSteps()
+        self.cached_groups = tuple(group.index for group in self._groups.members)
         self._pool: EnginePool | None = None
         self._has_wrong_blocks = False
         self._is_matching = self._is_closed = False
@@ -122,11 +124,6 @@ class RequestSide(Generic[Orders]):
         if door is not None:
             self.figures.answer(door)
         self.figures.report_health(root, engine, fingerprint)
-
-    @property
-    def cached_groups(self) -> tuple[int, ...]:
-        """The engine's numbers of the KV cache groups whose blocks are cached."""
-        return tuple(group.index for group in self._groups.members)
 
     def bind_pool(self, pool: EnginePool, hash_tokens: int = 0) -> None:
         """Set the engine's own prefix cache; borrowed.
@@ -263,7 +260,8 @@ class RequestSide(Generic[Orders]):
             self._discard_wrong(invalid)
         with self._boundary.guard("ending a step", "copies that ended are seen later"):
             if report is not None:
-                self._stores.step_ended(report.proves)
+                if report.proves:
+                    self._stores.step_ended(report.proves)
                 self._chooser.loaded(report.load_rate)
             self._chooser.timer.ended(0 if report is None else report.number)
             if self._ended.waiting or self._cache.busy:

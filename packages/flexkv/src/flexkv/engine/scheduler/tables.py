@@ -89,7 +89,7 @@ class BlockTables:
 
     def of_cached(self, tables: Tables) -> list[Sequence[int]]:
         """The tables of the cached groups, from those of all the engine's groups."""
-        return [tables[group.index] for group in self._groups.members]
+        return list(map(tables.__getitem__, self._members))
 
     def fence(self, tables: Tables, tokens: int, orders: StepOrders) -> None:
         """The engine gave blocks to a request whose first `tokens` tokens are in them; it will
