@@ -125,7 +125,11 @@ class Fetches:
         if not whole:
             end = fetch.start + state.stop
             if state.done or not is_worth_waiting(fetch.id, state, end, False):
-                if fetch.keys is keys and state.arrived == len(keys) and not self._cache.status.disabled:
+                if (
+                    fetch.keys is keys
+                    and state.arrived == len(keys)
+                    and not self._cache.status.disabled
+                ):
                     return len(keys)
                 return self._cache.lookup(keys)
         if self._ahead and state.is_steady and state.seconds_left < LOOKAHEAD_SECONDS:
