@@ -111,11 +111,6 @@ def tables_of(side: Any) -> Any:
     return side._tables
 
 
-def fills_of(side: Any) -> Any:
-    """What finds the blocks that a step fills."""
-    return side._fills
-
-
 def keys_of_side(side: Any) -> Any:
     """What makes the keys of a request's blocks."""
     return side._keys

@@ -55,7 +55,7 @@ from world_config import (
     make_kv_cache_config,
 )
 
-from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.host.board import CELLS
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.connector import FlexKVConnectorV1

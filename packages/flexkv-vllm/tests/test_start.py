@@ -19,8 +19,8 @@ from world_config import PLUGIN, make_config, make_kv_cache_config
 
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.tiers.disk.folder import claim
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat

@@ -17,7 +17,6 @@ from flexkv.types.mover import Direction
 from packages.inside import index_of
 from packages.inside_adapters import (
     failures_of,
-    fills_of,
     keys_of_side,
     side_stores,
     stores_under_way,
@@ -102,7 +101,7 @@ def test_an_error_with_one_request_leaves_the_blocks_of_the_others_in_the_store(
     with monkeypatch.context() as patched:
         patched.setattr(keys, "of", fail_for_second)
         world.run()
-    assert failures_of(fills_of(world.side))["storing blocks"] == 1
+    assert failures_of(side_stores(world.side))["storing blocks"] == 1
     world.settle()
     assert [external(world, each) for each in prompts] == [4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
 

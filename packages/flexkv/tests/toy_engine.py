@@ -18,7 +18,7 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep

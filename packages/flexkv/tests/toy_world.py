@@ -13,7 +13,7 @@ from toy_engine import BLOCK, Shape, ToyEngine, ToyRequest
 
 from flexkv import CacheConfig
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.start import operator_access
 from flexkv.operators.verbs import PromptQuestion
 from flexkv_kernels import HostMemory

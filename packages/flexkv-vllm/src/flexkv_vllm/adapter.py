@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexkv.engine.boundary import always, answers
-from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.side import RequestSide
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv_vllm.compat.core import hit_sources, warn_if_newer
 from flexkv_vllm.compat.steps import read_step
 from flexkv_vllm.events import BlockEvents

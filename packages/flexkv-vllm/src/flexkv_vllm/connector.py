@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.core import HybridConnector, fences_get_through, transfer_results
 from flexkv_vllm.compat.patches import connectors_here

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from flexkv import LayoutError
-from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat.patches import (
     complete_shim,

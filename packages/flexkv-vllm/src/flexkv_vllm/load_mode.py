@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from flexkv import CacheConfig, ConfigError
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.groups import Groups
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv_vllm.compat.core import binds_pool
 from flexkv_vllm.compat.steps import lists_used_blocks
 from flexkv_vllm.settings import load_extra

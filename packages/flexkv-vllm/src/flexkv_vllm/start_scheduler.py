@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.fills import StoreTime
 from flexkv.engine.scheduler.side import RequestSide
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.start import (
     attach_session,
     make_cache,

@@ -13,7 +13,7 @@ from toy_engine import BLOCK, Shape
 from toy_world import LateMemory, ToyWorld
 
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.fills import StoreTime
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.types.mover import Direction
 
 MakeWorld = Callable[..., ToyWorld]

@@ -17,11 +17,11 @@ from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.orders import StepOrders, StepReport
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.fills import StepStores, StoreTime
 from flexkv.engine.scheduler.match import Matcher
 from flexkv.engine.scheduler.reports import HitReports, spans_of
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Match, Requests, TrackedRequest
 from flexkv.engine.scheduler.scheduled_step import IdleSteps, ScheduledStep, Tables
+from flexkv.engine.scheduler.storing import Stores, StoreTime
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
 from flexkv.engine.side_figures import CacheFigures, log_totals
 
@@ -91,11 +91,8 @@ class RequestSide(Generic[Orders]):
         self._loads = self._matcher.loads
         size = self._groups.members[0].block_tokens
         self._reports = HitReports(self._cache, chooser, self.figures, engine.recorder, size)
-        self._fills = StepStores(engine, store_time)
-        self._stores = self._fills.stores
-        self._tables = BlockTables(
-            self._groups, self._stores, self._requests.by_id, self._fills.scheduled
-        )
+        self._stores = Stores(engine, store_time)
+        self._tables = BlockTables(self._groups, self._stores, self._requests.by_id)
         self._accesses = StepAccesses() if lists_blocks and self._groups.plain else None
         self._promises = self._loads.promises
         self._idle_steps = IdleSteps()
@@ -409,7 +406,7 @@ class RequestSide(Generic[Orders]):
             return False
         self._requests.end(tracked)
         if tracked.ran:
-            self._fills.finished(tracked, self._tables.of_cached(tables), self._orders)
+            self._stores.finished(tracked, self._tables.of_cached(tables), self._orders)
             self._report_end(tracked, request.num_computed_tokens)
             self.figures.note_activity()
         return self._must_hold(tracked.id)
@@ -424,7 +421,7 @@ class RequestSide(Generic[Orders]):
     def _must_hold(self, request_id: str) -> bool:
         """Whether the engine must hold the blocks of an ended request, because stores read them and
         no fence prevents other requests from writing to them."""
-        return self._fills.must_hold(request_id, self._orders)
+        return self._stores.must_hold(request_id, self._orders)
 
     def _build_orders(self, step: ScheduledStep) -> Orders:
         requests = self._requests.by_id
@@ -437,7 +434,7 @@ class RequestSide(Generic[Orders]):
             self._loads.continue_all(self._orders)
         if self._accesses is not None:
             self._accesses.order(step, self._orders)
-        if self._fills.step(step.tokens, step.total_tokens, step.states, requests, self._orders):
+        if self._stores.order_filled(step, requests, self._orders):
             self.figures.note_activity()
         self._loads.running_requests = len(step.tokens)
         # Where all requests decode, there is no prompt to measure.
@@ -478,7 +475,7 @@ class RequestSide(Generic[Orders]):
 
     def _distrust(self, invalid: AbstractSet[int]) -> None:
         """Discard what is stored of the engine's blocks `invalid`, or was computed on them."""
-        wrong = self._fills.distrust(invalid, self._requests.by_id.values())
+        wrong = self._stores.distrust(invalid, self._requests.by_id.values())
         # The engine keeps them in its prefix cache until a request has computed them again. Others
         # would find them before, or for ever if that request is aborted.
         if self._pool is None:

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from flexkv.client import Ended, Hold, Transfer, TransferEnd
 from flexkv.engine.orders import CopyOrder, StepOrders
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.full_blocks import Filled
+from flexkv.engine.scheduler.full_blocks import Filled, full_blocks
 from flexkv.engine.scheduler.groups import Group, Reach
 from flexkv.engine.scheduler.options import (
     RequestOptions,
@@ -24,7 +26,19 @@ from flexkv.engine.scheduler.options import (
     tenant_of,
 )
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
+from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv.types.tenants import NO_TENANT
+
+
+class StoreTime(enum.Enum):
+    """The time at which a request's blocks are stored."""
+
+    STEP = "step"
+    """Each block is stored in the step that fills it. The engine must report preemptions before it
+    reuses blocks."""
+    FINISH = "finish"
+    """All blocks are stored when the request has finished, while the engine holds them. The engine
+    need not report preemptions."""
 
 
 class _Run(NamedTuple):
@@ -56,6 +70,9 @@ class _Pin(NamedTuple):
     keys: Sequence[bytes]
     request: EngineRequest
     options: RequestOptions
+
+
+_GROUP_OF = attrgetter("group.index")
 
 
 @dataclass(slots=True)
@@ -147,12 +164,13 @@ class Stores:
 
     Args:
         engine: the engine's cache.
+        time: when to store.
 
     Attributes:
         under_way: the stores that have not ended, by id of their transfer.
     """
 
-    def __init__(self, engine: EngineCache) -> None:
+    def __init__(self, engine: EngineCache, time: StoreTime) -> None:
         groups = engine.groups
         self._cache = engine.cache
         self._groups = groups
@@ -161,10 +179,12 @@ class Stores:
         self._describe = engine.describe
         self._spans = engine.spans
         self._align = groups.alignment
-        self._by_reach = sorted(groups.members, key=lambda group: group.reach is not Reach.ALL)
+        self._by_step = time is StoreTime.STEP
+        self._calendar = full_blocks(groups)
+        # Those of full attention first, since the others build on them; with their tables' places.
+        places = enumerate(groups.members)
+        self._by_reach = sorted(places, key=lambda each: each[1].reach is not Reach.ALL)
         self._keeps_windows = all(group.reach is not Reach.ALL for group in groups.members)
-        is_alone = len(groups.members) == 1 and not self._keeps_windows
-        self._add_filled = self._add_of_one if is_alone else self._add_of_groups
         self.under_way: dict[int, _Running] = {}
         self._step = 0
         self._held: deque[_Running] = deque()
@@ -175,44 +195,48 @@ class Stores:
         """`next_fill` of a request whose blocks were not considered yet."""
         return self._align if options.store or _keeps(options) else NEVER
 
-    def add_filled(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
-        """Add blocks that are full.
+    def scheduled(self, tracked: TrackedRequest) -> None:
+        """The step that is being scheduled is the first to run a request with its blocks."""
+        self._begun.append((self._step + 1, tracked.engine_blocks))
+        if self._by_step:
+            self._calendar.watch(tracked, 1)
 
-        Args:
-            filled: requests with the tokens that fill blocks of theirs.
-            batch: the batch of the step; changed.
-        """
-        rest = iter(filled)
-        while True:
-            # After an error with one request, those behind it follow.
-            with self._boundary.guard("storing blocks", "they are not cached", loses=False):
-                self._add_filled(rest, batch)
-                return
+    def order_filled(
+        self, step: ScheduledStep, requests: Mapping[str, TrackedRequest], orders: StepOrders
+    ) -> bool:
+        """Order stores of the blocks that a step fills. Returns whether it fills any to store."""
+        if not self._by_step:
+            return False
+        batch: StoreBatch = {}
+        consequence = "those of this step are not cached"
+        with self._boundary.guard("finding full blocks", consequence, loses=False):
+            size, several = self._keys.hash_tokens, step.total_tokens > len(step.tokens)
+            filled = self._calendar.take(step.tokens, requests, size, several)
+            if filled:
+                self._add_filled(filled, batch)
+        if not self._groups.plain:
+            for request_id, offers in step.states.items():
+                if request_id in requests:
+                    self._add_states(requests[request_id], offers, batch)
+        if not batch:
+            return False
+        self._order(batch, orders)
+        return True
 
-    def add_states(
-        self,
-        tracked: TrackedRequest,
-        offers: Iterable[tuple[int, int, int]],
-        batch: StoreBatch,
+    def finished(
+        self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], orders: StepOrders
     ) -> None:
-        """Add recurrent states.
-
-        Args:
-            tracked: the request.
-            offers: by the engine: the index of a group, the block with a state after this step, and
-                the number of tokens behind which it is the state.
-            batch: the batch of the step.
-        """
-        if tracked.next_fill == NEVER:
+        """Order the stores of a finished request, if blocks are stored at this time. `tables`: its
+        engine blocks by cached group, which the engine holds."""
+        if self._by_step:
             return
-        with self._boundary.guard("storing states", "they are not cached", loses=False):
-            self._add(tracked, self._states_of(tracked, offers), batch)
-
-    def order(self, batch: StoreBatch, orders: StepOrders) -> None:
-        """Order the stores of a step."""
-        for built_on, chains in batch.items():
-            with self._boundary.guard("ordering stores", "the blocks of the step are not cached"):
-                self._begin(chains, built_on, orders)
+        tracked.set_blocks(tables)
+        computed, size = tracked.request.num_computed_tokens, self._keys.hash_tokens
+        filled = self._calendar.filled(tracked, computed, size)
+        if filled is not None:
+            batch: StoreBatch = {}
+            self._add_filled([(tracked, *filled)], batch)
+            self._order(batch, orders)
 
     def ended(self, transfer: Ended) -> None:
         """A transfer has ended; if it is no store, nothing happens."""
@@ -226,10 +250,6 @@ class Stores:
         for request_id, blocks in stored.items():
             attributes = {"blocks": blocks, "done": transfer.done}
             self._spans.add(requests[request_id], "store", running.begun, attributes)
-
-    def began(self, tracked: TrackedRequest) -> None:
-        """The step that is being scheduled is the first to run a request with its blocks."""
-        self._begun.append((self._step + 1, tracked.engine_blocks))
 
     def step_is_complete(self) -> int:
         """The engine has scheduled a step, with all stores that were ordered since the last one.
@@ -248,16 +268,34 @@ class Stores:
         while self._begun and self._begun[0][0] <= number:
             self._begun.popleft()
 
-    def distrust(self, invalid: AbstractSet[int]) -> set[int]:
-        """Discard all that was stored of wrong blocks.
+    def distrust(self, invalid: AbstractSet[int], requests: Iterable[TrackedRequest]) -> set[int]:
+        """Discard all that was stored of wrong blocks, and store nothing more of them.
 
         Args:
             invalid: the engine's blocks that loads of a step, anyone's, should have filled but did
                 not. The step ended last.
+            requests: all tracked requests.
 
         Returns:
             The wrong blocks: these, and those that were computed behind them.
         """
+        wrong = self._discard_wrong(invalid)
+        first = self._groups.members[0]
+        for tracked in requests:
+            places = [first_of(wrong, table) for table in tracked.engine_blocks]
+            if places == list(map(len, tracked.engine_blocks)):
+                continue
+            good = places[0] * first.engine_block_tokens
+            if self._groups.plain and tracked.request.num_computed_tokens <= good:
+                # The engine computes them again. Blocks that have a slot are not stored twice.
+                tracked.fill_again(self.first_fill(tracked.options))
+                if self._by_step:
+                    self._calendar.watch(tracked, 1)
+            else:
+                tracked.store_nothing()
+        return wrong
+
+    def _discard_wrong(self, invalid: AbstractSet[int]) -> set[int]:
         wrong = set(invalid)
         for _, tables in self._begun:
             for table in tables:
@@ -306,13 +344,48 @@ class Stores:
                 running.transfer.id, TransferEnd.DISCARD, list(chain.from_iterable(whole))
             )
 
-    def hold(self, request_id: str, orders: StepOrders) -> bool:
-        """Whether stores still read the blocks of an ended request; workers then report their
-        end."""
+    def must_hold(self, request_id: str, orders: StepOrders) -> bool:
+        """Whether the engine must hold the blocks of an ended request, because stores read them and
+        no fence keeps other requests from writing to them. Workers then report their end."""
+        if self._by_step:
+            return False
         reading = [i for i, each in self.under_way.items() if each.reads_of(request_id)]
         if reading:
             orders.releases[request_id] = reading
         return bool(reading)
+
+    def _add_filled(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
+        """Add blocks that are full to the batch of the step."""
+        rest = iter(filled)
+        while True:
+            # After an error with one request, those behind it follow.
+            with self._boundary.guard("storing blocks", "they are not cached", loses=False):
+                for tracked, start, stop in rest:
+                    most = tracked.options.max_store_tokens
+                    if most is not None and most <= start:
+                        tracked.store_nothing()
+                        continue
+                    end = stop if most is None else min(stop, most)
+                    self._add(tracked, self._filled_between(tracked, start, end), batch)
+                return
+
+    def _add_states(
+        self,
+        tracked: TrackedRequest,
+        offers: Iterable[tuple[int, int, int]],
+        batch: StoreBatch,
+    ) -> None:
+        """Add recurrent states. `offers`, by the engine: the index of a group, the block with a
+        state after this step, and the number of tokens behind which it is the state."""
+        if tracked.next_fill == NEVER:
+            return
+        with self._boundary.guard("storing states", "they are not cached", loses=False):
+            self._add(tracked, self._states_of(tracked, offers), batch)
+
+    def _order(self, batch: StoreBatch, orders: StepOrders) -> None:
+        for built_on, chains in batch.items():
+            with self._boundary.guard("ordering stores", "the blocks of the step are not cached"):
+                self._begin(chains, built_on, orders)
 
     def _states_of(
         self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]
@@ -326,7 +399,7 @@ class Stores:
             if group is not None and block and tokens % self._align == 0 and tokens <= most:
                 position = tokens // group.block_tokens - 1
                 found.append(_Run(request, group, position, 1, (block,)))
-        return sorted(found, key=lambda run: run.position)
+        return sorted(found, key=lambda run: (run.group.index, run.position))
 
     def _filled_between(self, tracked: TrackedRequest, start: int, stop: int) -> list[_Run]:
         """Blocks that were filled between `start` and `stop` tokens and are stored now.
@@ -336,8 +409,10 @@ class Stores:
         """
         request = tracked.request
         found: list[_Run] = []
-        for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
+        tables = tracked.engine_blocks
+        for place, group in self._by_reach:
             reach, size, step = group.reach, group.block_tokens, group.engine_blocks
+            table = tables[place]
             if reach is Reach.STATE:
                 continue
             first, end = start // size, stop // size
@@ -370,67 +445,29 @@ class Stores:
         answer = range(prompt // align * align // size, positions.stop)
         return sorted(wanted.union(range(max(answer.start, positions.start), answer.stop)))
 
-    def _add_of_groups(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
-        """Add full blocks of a model with several groups, or without full attention."""
-        for tracked, start, stop in filled:
-            end = tracked.options.limit_stored(stop)
-            self._add(tracked, self._filled_between(tracked, start, end), batch)
-
-    def _add_of_one(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
-        """Add full blocks of a model whose only group has full attention. Does what `_add` does, by
-        fewer calls: of 256 requests that decode, 16 fill a block in each step."""
-        (group,), keys_of = self._groups.members, self._keys.of
-        size, step = group.block_tokens, group.engine_blocks
-        for tracked, start, filled_to in filled:
-            options, stop = tracked.options, filled_to
-            if options.max_store_tokens is not None:
-                stop = options.limit_stored(stop)
-                if stop < start + size:
-                    tracked.store_nothing()
-                    continue
-            first, end = start // size, stop // size
-            blocks = tracked.engine_blocks[0][first * step : end * step]
-            if 0 in blocks:
-                self._add(tracked, self._filled_between(tracked, start, stop), batch)
-                continue
-            own = keys_of(tracked, group, first - 1 if first else 0, end)
-            chains = _chains_of(tracked, batch)
-            at = len(chains.keys)
-            chains.keys += own
-            if first:
-                at += 1
-            else:
-                chains.prefix_starts.add(at)
-            if options.store:
-                run = _Run(tracked.request, group, first, end - first, blocks)
-                chains.runs.append((run, at))
-            if _keeps(options):
-                chains.pins.append(_Pin(own[first > 0 :], tracked.request, options))
-            self._name_tenant(tracked, chains)
-
-    def _add(self, tracked: TrackedRequest, found: Sequence[_Run], batch: StoreBatch) -> None:
-        """Add blocks of a request, in each group ascending by position, each behind the one that it
-        builds on.
+    def _add(self, tracked: TrackedRequest, runs: Sequence[_Run], batch: StoreBatch) -> None:
+        """Add blocks of a request, group by group ascending by position, each behind the one that
+        it builds on.
 
         A block of a group that looks back less far is worth nothing without the last block of full
         attention. It does not need earlier blocks of its own group that no hit needs.
         """
         request, options = tracked.request, tracked.options
-        chains = _chains_of(tracked, batch)
+        chains = batch.get(tracked.built_on)
+        if chains is None:
+            chains = batch[tracked.built_on] = _Chains()
         keys, begin = chains.keys, len(chains.keys)
         stored: list[bytes] = []
-        for group in self._by_reach:
-            runs = [run for run in found if run.group is group]
-            if not runs:
-                continue
-            first, last = runs[0].position, runs[-1]
+        for _, same in groupby(runs, _GROUP_OF):
+            own_runs = list(same)
+            group, first, last = own_runs[0].group, own_runs[0].position, own_runs[-1]
             start = max(0, first - 1)
             own = self._keys.of(tracked, group, start, last.position + last.blocks)
             if group.reach is Reach.ALL and start < first:
                 keys.append(own[0])
             elif len(keys) == begin:
                 chains.prefix_starts.add(begin)
-            for run in runs:
+            for run in own_runs:
                 at, place = run.position - start, len(keys)
                 keys += own[at : at + run.blocks]
                 if options.store:
@@ -439,12 +476,8 @@ class Stores:
                     stored += own[at : at + run.blocks]
         if stored:
             chains.pins.append(_Pin(stored, request, options))
-        self._name_tenant(tracked, chains)
-
-    def _name_tenant(self, tracked: TrackedRequest, chains: _Chains) -> None:
-        """The keys that were added last are of a request."""
-        if self._cache.info.takes_tenants:
-            chains.tenants.append((len(chains.keys), tenant_number_of(tracked.request)))
+        if runs and self._cache.info.takes_tenants:
+            chains.tenants.append((len(keys), tenant_number_of(request)))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
         places = list(chain.from_iterable(range(at, at + run.blocks) for run, at in chains.runs))
@@ -496,14 +529,6 @@ def _keeps(options: RequestOptions) -> bool:
 def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int:
     """The place in `table` of the first of `blocks`; its length if it has none of them."""
     return next((i for i, block in enumerate(table) if block in blocks), len(table))
-
-
-def _chains_of(tracked: TrackedRequest, batch: StoreBatch) -> _Chains:
-    """The part of a batch to which blocks of a request belong."""
-    chains = batch.get(tracked.built_on)
-    if chains is None:
-        chains = batch[tracked.built_on] = _Chains()
-    return chains
 
 
 def _with_slots(chains: _Chains, stored: Iterable[bytes]) -> Iterator[_Run]:

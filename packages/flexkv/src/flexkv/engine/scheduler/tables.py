@@ -7,7 +7,7 @@ Parts are among the kernels, because an engine's step waits for them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
@@ -66,7 +66,6 @@ class BlockTables:
         groups: the groups of the model.
         stores: the stores of the engine's requests.
         requests: the tracked requests, by id.
-        scheduled: called with a request that the engine schedules with all its blocks.
 
     Attributes:
         begun: requests that were given blocks since the last step.
@@ -77,13 +76,11 @@ class BlockTables:
         groups: Groups,
         stores: Stores,
         requests: Mapping[str, TrackedRequest],
-        scheduled: Callable[[TrackedRequest], None],
     ) -> None:
         self.begun: set[str] = set()
         self._groups = groups
         self._stores = stores
         self._requests = requests
-        self._scheduled = scheduled
         self._extend = extend_tables()
         self._members = tuple(group.index for group in groups.members)
 
@@ -133,7 +130,7 @@ class BlockTables:
         if tracked is not None:
             tracked.set_blocks(self.of_cached(tables))
             tracked.ran = True
-            self._scheduled(tracked)
+            self._stores.scheduled(tracked)
 
 
 class StepAccesses:
