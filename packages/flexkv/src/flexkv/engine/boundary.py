@@ -31,7 +31,6 @@ class ErrorBoundary:
     Attributes:
         guard: makes a `Guard`, and the same one for the same arguments. A step enters many: a cache
             makes no call of Python.
-        failures: errors by place.
         given_up: places at which errors lasted, and whose work has been given up.
         after_error: called after each error that may have lost something; must not raise.
         turn: held during each call of the engine, and between two of them by operators' calls.
@@ -68,12 +67,7 @@ class ErrorBoundary:
         return self._in_a_row[place] >= LASTING
 
     def gave_up(self, place: str, consequence: str) -> None:
-        """Record, once, that the work at a place was given up.
-
-        Args:
-            place: as given to `guard`.
-            consequence: what FlexKV does no more.
-        """
+        """Record, once, that the work at a place was given up."""
         if place not in self.given_up:
             self.given_up[place] = None
             logger.error(
@@ -96,8 +90,6 @@ class Guard:
     has no state of its own, so that a block may be entered again within itself.
 
     Args:
-        boundary: counts the errors.
-        place: names the block.
         consequence: what follows an error, for the log.
         loses: whether an error may lose a lease or a copy; then `after_error` is called.
     """
@@ -165,11 +157,7 @@ def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Metho
 
 
 class HasBoundary(Protocol):
-    """What an engine calls, without `answers`.
-
-    Attributes:
-        boundary: has the turn.
-    """
+    """What an engine calls, without `answers`."""
 
     boundary: ErrorBoundary
 

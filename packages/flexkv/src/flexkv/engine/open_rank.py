@@ -42,7 +42,6 @@ def open_rank(
     Args:
         engine_id: names the session; None if the engine is this process alone.
         start: makes the movers for an arena and a number of threads. May raise ValueError.
-        model: the name by which the engine serves its model.
         pool_blocks, engines, pages: see `plan_arena`.
 
     Raises:

@@ -52,12 +52,10 @@ class StepOrders:
         unfilled: blocks that such a load should have filled, but will not.
         failed_loads: request id to blocks that the engine expects to be loaded, but will not be;
             this ends its load.
-        stores: stores to copy after the forward pass of this step.
         fences: ids of stores that must end before this step's forward pass, which may overwrite
             their blocks.
         releases: finished request to the stores that may still read its blocks, or to none if
             all under way may; the engine holds the blocks until the worker names the request.
-        has_forward: whether the step computes anything.
         number: number for the workers' `StepReport` of this step; 0 if its end is not measured.
         proves: number of the step if its end proves blocks, see `Stores`; 0 if it proves none.
         step: number of the step, which grows by 1; 0 where loads follow everything.
@@ -87,10 +85,8 @@ class StepReport:
     """The workers' report of a step that has ended.
 
     Attributes:
-        number: as in the orders of the step.
         load_rate: bytes per second of the fastest load that ended, by the clock of the thread or
             device that copied; 0 if none ended.
-        proves: as in the orders of the step.
     """
 
     number: int

@@ -120,9 +120,6 @@ class Recorder:
     nothing more.
 
     Args:
-        path: path of the file.
-        limit: the most bytes of the file.
-        head: the first line.
         prefill: returns the seconds to compute a token and a pair of tokens; None until they are
             measured.
     """
@@ -177,10 +174,7 @@ class Recorder:
         schedules it again, only the first time counts.
 
         Args:
-            request_id: id of the request.
-            prompt_tokens: tokens of its prompt.
             own_tokens: tokens of the prompt in the engine's own cache.
-            hit_tokens: tokens of the prompt that FlexKV loads.
             session: name of its conversation; empty if unknown. Only a digest of it is written.
         """
         if self._off or request_id in self._running:
@@ -194,8 +188,6 @@ class Recorder:
         """Record that a request has ended. Does nothing if the request was not scheduled.
 
         Args:
-            request_id: id of the request.
-            output_tokens: tokens of its answer.
             blocks: the number of complete blocks of its prompt and its answer.
             names: returns the names of these blocks. A name need only differ from those of other
                 blocks behind the same prefix.
@@ -377,10 +369,6 @@ def open_recorder(
     """Open a recorder to the file that the setting `trace` names.
 
     Args:
-        config: FlexKV's settings.
-        engine: name of the engine.
-        block_tokens: tokens of a block.
-        block_bytes: bytes of a block over all ranks.
         prefill: returns the seconds to compute a token and a pair of tokens; None until they are
             measured.
 
@@ -406,9 +394,6 @@ def open_recorder(
 
 def check_trace(path: str) -> bool:
     """Check that a recorder could write to a file. Changes nothing.
-
-    Returns:
-        Whether the file exists.
 
     Raises:
         OSError: it could not; see `_open`.

@@ -46,13 +46,11 @@ class CopyFigures:
     """Copies of one rank between its pages and host memory.
 
     Args:
-        boundary: of the process.
         copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
         bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
 
     Attributes:
         active: whether `take` may have something beside errors at the boundary.
-        load_rate: what `take_load_rate` will return.
     """
 
     def __init__(
@@ -155,13 +153,10 @@ class CacheFigures:
     """The scheduler side's: requests, and all that the cache itself counts.
 
     Args:
-        cache: of the engine.
-        boundary: of the process.
         put_counts: sets what the meter counts of parameters of requests.
         prefill: returns seconds to compute a token and a pair of tokens, once they are measured.
 
     Attributes:
-        active: whether `take` may have something.
         health: the problems as of the last `take`, the worst first. Any thread may read it.
     """
 
@@ -196,13 +191,7 @@ class CacheFigures:
         self.active = True
 
     def report_health(self, root: str, engine: str, fingerprint: str) -> None:
-        """Report `health` for `flexkv health`, until `close`.
-
-        Args:
-            root: path of the runtime directory.
-            engine: name of the engine.
-            fingerprint: of its blocks.
-        """
+        """Report `health` for `flexkv health`, until `close`."""
         about = {"engine": engine, "fingerprint": fingerprint}
         self._report = StateReport(root, about, Subject.HEALTH)
         self._report.begin(self._state)
@@ -252,7 +241,6 @@ class CacheFigures:
 
         Args:
             tokens: tokens of the request that the engine did not have itself.
-            hit_tokens: the number of them that are loaded.
             fetched: the number of loaded tokens that came from each lower tier.
         """
         self.active = True
@@ -265,12 +253,7 @@ class CacheFigures:
             tokens -= hits.get(medium, 0)
 
     def hit(self, blocks: int, span: Span | None = None) -> None:
-        """Count a load that was ordered for a request.
-
-        Args:
-            blocks: FlexKV blocks of the load.
-            span: the tokens that need not be computed; None if they are unknown.
-        """
+        """Count a load that was ordered for a request."""
         self.active = True
         self._hit_blocks.observe(blocks)
         if span is not None:

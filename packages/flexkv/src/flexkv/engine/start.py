@@ -47,16 +47,12 @@ def make_own_cache(
     """Make the cache over the arena of `session`, with the lower tiers that the settings name.
 
     Args:
-        config: FlexKV's settings.
         session: the session; borrowed, and closed by the caller after the cache.
         keeps_blocks: whether blocks below the arena are valid for other processes. If not, the
             cache has no lower tiers.
         follows_requests: whether the caller reports to the cache each request with all blocks of
             its prompt, and its end. It decides what `eviction_policy=auto` selects.
         engines: see `open_tiers`.
-
-    Returns:
-        The cache, which the caller closes.
 
     Raises:
         DiskError: a cache directory cannot be used.
@@ -139,12 +135,7 @@ def make_chooser(
     """Make the object that decides which hits of an engine are loaded, and how.
 
     Args:
-        config: FlexKV's settings.
-        mode: the load mode in force.
-        spec: sizes of the engine's arena.
         cache: the cache of the engine, borrowed; None on a rank that decides nothing.
-        on_cores: see `LoadChooser`.
-        steps_behind: see `LoadChooser`.
     """
     return LoadChooser(
         mode,

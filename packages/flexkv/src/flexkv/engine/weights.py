@@ -64,7 +64,6 @@ def weight_files(model: str, revision: str | None) -> list[Path]:
 
     Args:
         model: a path, or a name in the Hugging Face cache.
-        revision: revision of the name; None for the newest.
     """
     path = _folder_of(model, revision)
     return [] if path is None else weights_in(path)

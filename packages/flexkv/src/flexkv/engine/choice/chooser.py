@@ -41,10 +41,8 @@ class _Wait:
 
     Attributes:
         since: when the first question about this fetch was asked; time.monotonic().
-        announced: see `WaitChooser.is_worth_waiting`.
         ahead: number of blocks that other requests waited for at the first question about this
             fetch, by tier.
-        refused: whether the latest answer was not to wait.
         slowest: the tier whose expected time decided the latest answer; None if no tier's did.
     """
 
@@ -60,11 +58,6 @@ class WaitChooser:
     own pace, so the slowest tier decides.
 
     No pace decides for ever: if it has prevented waits for a while, a short wait measures it again.
-
-    Args:
-        prefill: the measured pace of computing; shared with the caller, who updates it.
-        block_bytes: bytes of a FlexKV block over all ranks.
-        state_of: returns the state of a fetch; see `CacheClient.fetch_state`.
     """
 
     def __init__(
@@ -81,12 +74,7 @@ class WaitChooser:
 
     def ended(self, fetch: FetchId, state: FetchState) -> None:
         """Take over what an ended fetch has measured, and forget the fetch. Call it once for each
-        fetch.
-
-        Args:
-            fetch: the fetch.
-            state: its last state.
-        """
+        fetch."""
         wait = self._waits.pop(fetch, None) or _Wait(state.begun, False)
         for medium, (count, last) in state.gave.items():
             # The tier has read the blocks ahead meanwhile.
@@ -119,9 +107,6 @@ class WaitChooser:
         gets a short wait, which measures it.
 
         Args:
-            fetch: the fetch. Its request is asked about again with each step.
-            span: the tokens of all blocks of the fetch.
-            announced: whether another engine is said to write blocks of it to a shared store.
             whole: whether the span ends with the blocks for which host memory has no room yet.
         """
         wait = self._waits.get(fetch)
@@ -225,12 +210,7 @@ class Left(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """How many blocks of a hit to load, from the first on.
-
-    Attributes:
-        blocks: number of blocks to load.
-        left: why the others are not loaded; None if all are.
-    """
+    """How many blocks of a hit to load, from the first on."""
 
     blocks: int
     left: Left | None = None
@@ -244,19 +224,11 @@ class LoadChooser:
 
     Args:
         mode: the setting in force; LAYERWISE and AUTO only where the engine can do it.
-        min_tokens: the setting `min_load_tokens`.
-        always: the setting `always_load`.
-        block_bytes: bytes of a FlexKV block over all ranks.
-        ranks: number of ranks of the engine; all load at once.
         on_cores: whether the cores that copy also compute.
-        loading: returns how many blocks are being loaded from host memory now.
-        state_of: returns the state of a fetch; see `CacheClient.fetch_state`.
         steps_behind: steps of the engine that pass between the order of an asynchronous load and
             the step that computes the request.
-        clock: measures steps.
 
     Attributes:
-        timer: takes the ends of steps.
         steps_behind: as given, 0 unless loads are asynchronous; the owner sets it where it varies.
     """
 
@@ -317,8 +289,6 @@ class LoadChooser:
         """Choose how many blocks of a hit in host memory to load, from the first on.
 
         Args:
-            span: tokens of the hit.
-            blocks: number of FlexKV blocks of the hit.
             whole: whether a part is of no use, so that all or none are loaded.
             others: other requests that the engine has, queued or running.
         """
@@ -348,9 +318,6 @@ class LoadChooser:
         """Whether to wait for the rest of a fetch rather than to compute it.
 
         Args:
-            fetch: the fetch, still under way.
-            span: the tokens of all its blocks.
-            others: other requests that the engine has, queued or running.
             announced: whether another engine is said to write blocks of it to a shared store.
             whole: whether the span ends with the blocks for which host memory has no room yet. Each
                 part for which it has room is a load.
@@ -378,8 +345,6 @@ class LoadChooser:
         load slows them down.
 
         Args:
-            blocks: number of FlexKV blocks of the load.
-            running: other requests that compute in the step.
             wanted: the mode that the request names; None if it names none. It counts if the engine
                 supports both modes.
         """

@@ -119,12 +119,7 @@ class PrefillPace:
 
 
 class StepTimer:
-    """Measures the steps of the engine for a `PrefillPace`, as the scheduler sees them.
-
-    Args:
-        pace: learns from each step that is reported.
-        clock: seconds.
-    """
+    """Measures the steps of the engine for a `PrefillPace`, as the scheduler sees them."""
 
     def __init__(self, pace: PrefillPace, clock: Callable[[], float]) -> None:
         self._pace = pace
@@ -154,11 +149,7 @@ class StepTimer:
 
     def ended(self, number: int) -> None:
         """Note that a step has ended. If the engine began the step before the previous one had
-        ended, its time counts from the end of the previous one.
-
-        Args:
-            number: number of the step; 0 or an unknown number for a step without spans.
-        """
+        ended, its time counts from the end of the previous one."""
         now = self._clock()
         begun, spans = self._steps.pop(number, (now, ()))
         seconds = now - max(begun, self._last_end)

@@ -14,9 +14,6 @@ from flexkv.types.mover import Direction
 class EndedTransfers:
     """The transfers of a cache that have ended, until the scheduler side has handled each.
 
-    Args:
-        cache: the cache; polled.
-
     Attributes:
         waiting: those that `take` will yield, besides those that the cache finds.
     """

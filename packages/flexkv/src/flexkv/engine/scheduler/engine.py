@@ -15,10 +15,8 @@ class EngineRequest(Protocol):
     Attributes:
         request_id: unique among the requests that have not ended.
         num_tokens: tokens of the prompt and of the answer so far.
-        num_prompt_tokens: tokens of the prompt.
         num_computed_tokens: tokens whose KV the engine has, or computes in the steps under way.
         block_hashes: hashes of its complete blocks, in order; each also covers all tokens before.
-        kv_transfer_params: the user's parameters for FlexKV; see `request_options`.
         cache_salt: salt of the tenant; None if there is none.
     """
 

@@ -27,15 +27,8 @@ class EngineCache:
     Attributes:
         session: the session with the arena; owned, closed after the cache.
         cache: the cache over the arena; owned.
-        groups: groups of the model's layers.
-        keys: makes the keys of blocks.
-        boundary: ends, counts and logs errors of single requests.
-        describe: describes blocks for events; None if the engine emits no events.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
-        options: reads the parameters of requests.
         access: how operators reach the cache; None if they cannot.
-        spans: takes what was done for requests; None if the engine does not trace them.
-        ended: the loads and stores that have ended.
     """
 
     session: Session
@@ -71,11 +64,7 @@ class EngineCache:
         return calls.open(self.access, root, engine, self.session.info.fingerprint)
 
     def close(self, flush_seconds: float) -> None:
-        """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped.
-
-        Args:
-            flush_seconds: seconds for which lower tiers may write waiting blocks.
-        """
+        """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped."""
         if self.recorder is not None:
             self.recorder.close()
         if self.cache.close(flush_seconds):

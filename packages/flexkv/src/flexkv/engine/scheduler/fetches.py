@@ -26,13 +26,9 @@ class Fetches:
     A fetch that began while its request was queued goes on when the request's turn comes.
 
     Args:
-        cache: the cache of the engine.
         ahead: whether to offer blocks before they arrive: so the device copies the first while the
             last are read, and a prompt may be larger than host memory. Only for engines that
             recompute a failed load: such a block may fail to arrive.
-        ended: called with every fetch that has ended, and its last state.
-        spans: takes every fetch that has ended.
-        describe: describes fetched blocks for events.
     """
 
     def __init__(
@@ -67,7 +63,6 @@ class Fetches:
 
         Args:
             start: see `Plan`.
-            queued: whether the request's turn has not come.
             announced: how many of the blocks, from the first on, another engine writes to a shared
                 store.
         """
@@ -263,24 +258,13 @@ _NOT_FETCHED = (None, Medium.HOST)
 
 def note_media(media: dict[bytes, Medium], keys: Sequence[bytes], state: FetchState) -> None:
     """Add to `media` the medium of each block that a fetch awaits or awaited, or could bring if the
-    arena had room.
-
-    Args:
-        media: media of blocks by key; changed.
-        keys: keys of the fetch.
-        state: state of the fetch.
-    """
+    arena had room."""
     for start, stop, medium in (*state.awaited, *state.later):
         media.update(dict.fromkeys(keys[start:stop], medium))
 
 
 def fetched_blocks(media: Mapping[bytes, Medium], keys: Sequence[bytes]) -> Counter[Medium]:
-    """Count the blocks of `keys` that each lower tier gave or is expected to give.
-
-    Args:
-        media: media of blocks that host memory did not have, by key; see `note_media`.
-        keys: keys of blocks.
-    """
+    """Count the blocks of `keys` that each lower tier gave or is expected to give."""
     counts = Counter(map(media.get, keys))
     return Counter({medium: counts[medium] for medium in counts if medium not in _NOT_FETCHED})
 

@@ -27,11 +27,7 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        index: number of the group among the engine's groups.
-        reach: kind of its layers.
         span: tokens of the window or chunk; 0 for the other kinds.
-        engine_block_tokens: tokens of one of the engine's blocks.
-        engine_blocks: engine blocks of a FlexKV block.
         block_tokens: tokens of a FlexKV block; computed once, because it is read often.
     """
 
@@ -66,8 +62,6 @@ class Groups:
     """The groups whose blocks are cached.
 
     Attributes:
-        members: the groups, at least one.
-        hash_tokens: tokens of one of the engine's block hashes.
         all_of_engine: whether the engine has no other groups, such as a draft model's.
         plain: whether there is only full attention in the engine's only group. Then any prefix of
             blocks is worth loading, and the engine accepts a load that failed in part.

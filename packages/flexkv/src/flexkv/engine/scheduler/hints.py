@@ -60,10 +60,7 @@ class Hint(NamedTuple):
     """One hint.
 
     Attributes:
-        action: label of the metric.
-        result: what became of it.
         option: the option of a request that it stands for; empty if it has no effect.
-        value: value of the option.
     """
 
     action: str
@@ -79,7 +76,6 @@ class EngineHints(NamedTuple):
         session_id: the name of the conversation, which engines take from the request's body, or
             from a header.
         extra: further parameters of the request (vLLM's `vllm_xargs`).
-        envelope: vLLM's `kv_hints`.
         priority: the priority of the request in the engine's queue; None for the usual one. The
             lowest is served first.
     """
@@ -106,8 +102,6 @@ def read_hints(
     """The hints of a request; if several are about the same option, the first counts.
 
     Args:
-        params: the parameters of the request.
-        engine: the fields of the engine's request.
         own_tokens: whether FlexKV is to follow limits of tokens; if not, the engine does.
     """
     fields = [each for each in (params, engine.extra) if isinstance(each, Mapping)]

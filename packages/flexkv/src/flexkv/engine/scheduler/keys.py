@@ -17,9 +17,7 @@ class MadeKeys:
     """Keys of a request's first blocks in a group, as far as they were made.
 
     Attributes:
-        keys: the keys, in order.
         last: the hash behind the last key, which covers all tokens before it.
-        ending: the part of each key that follows the hash.
     """
 
     ending: bytes
@@ -36,12 +34,7 @@ class MadeKeys:
 
 
 class HasKeys(Protocol):
-    """A request with its keys.
-
-    Attributes:
-        request: the engine's object.
-        keys: the keys made of its hashes, by index of the group.
-    """
+    """A request with its keys."""
 
     @property
     def request(self) -> EngineRequest: ...
@@ -57,13 +50,10 @@ class BlockKeys:
     epoch. The first group of full attention, which has most blocks, has no number.
 
     Args:
-        groups: the groups of the model.
         stamp: distinguishes blocks of a request from others of the same hash; empty if not needed.
 
     Attributes:
         are_hashes: whether keys are just the engine's hashes, apart from stamps and epochs.
-        hash_tokens: tokens of one of the engine's block hashes.
-        epoch: of all keys.
     """
 
     def __init__(self, groups: Groups, stamp: Callable[[Any], bytes]) -> None:
@@ -99,7 +89,6 @@ class BlockKeys:
 
         Args:
             hashes: all of the engine's hashes of it, or some in a row that begin with a block.
-            group: the group.
         """
         step = group.block_tokens // self.hash_tokens
         ending = self._numbers[group.index] + self.epoch.end

@@ -28,14 +28,7 @@ from flexkv.engine.scheduler.scheduled_step import Tables
 class HeldHits:
     """The hits of a step whose load is not ordered. An engine matches a request, and orders the
     load once it has given the request its blocks, a moment later or never. A cache of this engine
-    alone evicts nothing meanwhile, and needs no hold.
-
-    Args:
-        cache: of the engine.
-
-    Attributes:
-        needed: whether `hold` does anything.
-    """
+    alone evicts nothing meanwhile, and needs no hold."""
 
     def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
@@ -74,9 +67,7 @@ class _Load:
     """A load that the engine was promised.
 
     Attributes:
-        start: tokens before the load.
         waits: whether the engine computes the request only after the end of the load.
-        tables: the request's blocks; None until the engine has allocated them.
     """
 
     start: int
@@ -91,12 +82,6 @@ class Promises:
     Workers report the end of each order. If the scheduler side fails before it has given one, the
     engine would wait for ever, or compute on blocks that nothing fills. Nothing here can fail,
     apart from `end_all`.
-
-    Args:
-        group: the group by whose blocks workers report failed loads.
-
-    Attributes:
-        loads: the loads, by the request's id.
     """
 
     def __init__(self, group: Group) -> None:
@@ -161,10 +146,6 @@ class _Running:
     """A transfer under way.
 
     Attributes:
-        tracked: the request that it loads for.
-        start: tokens before the load.
-        blocks: how many it loads.
-        begun: when it was ordered; time.monotonic().
         computed_on: the engine's blocks that the forward pass beside it reads or fills.
     """
 
@@ -181,14 +162,8 @@ class Loads:
     Blocks whose load failed are not offered to the same request again. Otherwise the request would
     retry them in every step.
 
-    Args:
-        engine: the engine's cache.
-        fetches: the fetches of its requests.
-        chooser: decides which loads and waits are worth their time.
-
     Attributes:
         hits: the hits of the step whose load is not ordered.
-        promises: loads whose order has not been given as a whole.
         running_requests: how many requests compute in the last step; the caller sets it.
         unfinished: requests of which `continue_all` may order further loads.
         half_loaded: the engine's hashes of the blocks that the step being scheduled computes on
@@ -436,11 +411,6 @@ class Loads:
         self, tracked: TrackedRequest, keys: Sequence[bytes], first: int, span: Span
     ) -> int | None:
         """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
-
-        Args:
-            keys: of these blocks; all others of the load have come and are ordered.
-            first: position of the first of them in the request.
-            span: their tokens.
 
         Returns:
             How many of the blocks have got a slot, from the first on. None if they cannot come, or

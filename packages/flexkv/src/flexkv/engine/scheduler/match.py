@@ -38,10 +38,8 @@ def longest_hit(groups: Groups, present: Present, local_tokens: int, limit: int)
     """The longest prefix, in tokens, that the engine can continue after loading available blocks.
 
     Args:
-        groups: the groups of the model.
         present: asked only about blocks from `local_tokens` on and before `limit`.
         local_tokens: tokens that the engine has in all groups; a multiple of the alignment.
-        limit: the most tokens of the prefix.
 
     Returns:
         A multiple of the alignment, or `local_tokens` if no block can be loaded.
@@ -99,9 +97,6 @@ class Availability:
     each time, as `longest_hit` does.
 
     Args:
-        cache: the cache of the engine.
-        tracked: the request.
-        keys: makes the keys of its blocks.
         below: whether blocks of lower tiers count as available, too.
 
     Attributes:

@@ -53,13 +53,9 @@ class RequestOptions:
     """The options of one request.
 
     Attributes:
-        load: whether cached blocks may be loaded for it.
-        store: whether its blocks are cached.
         max_load_tokens: the most tokens to load; None for no limit.
-        pin: whether its blocks stay in host memory; see `Hold.PIN`.
         pin_seconds: time until the pin ends; None for the setting's.
         pin_name: name of the pin, within the same cache salt.
-        unpin: whether to end the earlier pins of that name.
         load_mode: overrides the setting, unless that is `async`; None for the setting's.
         session: name of the conversation, within the same cache salt; empty if not named.
         returns: whether a prompt that begins with this one is expected soon; None if not said.
@@ -103,12 +99,7 @@ NONE = RequestOptions()
 
 
 class Role(NamedTuple):
-    """What the engine may do with blocks; options of requests only restrict it further.
-
-    Attributes:
-        loads: whether it loads blocks.
-        stores: whether it stores blocks.
-    """
+    """What the engine may do with blocks; options of requests only restrict it further."""
 
     loads: bool = True
     stores: bool = True
@@ -240,9 +231,7 @@ def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int)
     """Make the context of a request for an eviction policy.
 
     Args:
-        request: the engine's request.
         options: its options. The names of sessions are separate for each cache salt.
-        hit_tokens: tokens of its prompt that were found.
     """
     session = tenant_session(_salt_of(request), options.session)
     return RequestContext(
@@ -273,11 +262,9 @@ class OptionsReader:
         allowed: the parameters that requests may set (setting `request_options`); None for all.
         names: the parameters that the engine's adapter follows; None for all.
         field: the engine's name of the dictionary that has them, for errors.
-        role: of the engine.
         own_tokens: see `read_hints`.
 
     Attributes:
-        ignored: number of parameters that were not understood so far.
         hints: number of hints so far, by action and result; see `read_hints`.
     """
 

@@ -34,9 +34,7 @@ class Sessions:
         """A request of a conversation has begun.
 
         Args:
-            request_id: of the request.
             session: name of the conversation among those of all tenants; empty if it has none.
-            keys: of its prompt's blocks.
         """
         if not session:
             return
@@ -87,19 +85,7 @@ def own_keys(session: str, known: dict[str, Sequence[bytes]]) -> list[bytes]:
 
 
 class HitReports:
-    """Reports each request when the engine gives it blocks, and when it ends.
-
-    Args:
-        cache: the cache of the engine.
-        chooser: is told of hits that are not loaded.
-        figures: counts the queries and hits of requests.
-        recorder: records requests for `flexkv plan`; None if nothing is recorded.
-        block_tokens: tokens of a block in the first group.
-
-    Attributes:
-        figures: as given.
-        sessions: the conversations of the requests.
-    """
+    """Reports each request when the engine gives it blocks, and when it ends."""
 
     def __init__(
         self,
@@ -130,9 +116,6 @@ class HitReports:
         """The engine has given blocks to a request.
 
         Args:
-            request: the engine's request.
-            options: its options.
-            match: the last answer to the engine's lookup.
             tokens: tokens to load behind those that the engine has itself.
             keys: keys of the blocks that the hit uses, the engine's own included, and of all blocks
                 of the prompt.
@@ -169,11 +152,9 @@ class HitReports:
         """A request has ended.
 
         Args:
-            request: the engine's request.
             keys: returns the keys of its complete blocks in the group that reaches furthest back;
                 only a recording and a conversation need them.
             others: returns those in other groups; only a conversation needs them.
-            options: say whether its blocks are released and demoted.
         """
         if options.release or options.demote:
             own = _with(keys(), others())
@@ -210,12 +191,7 @@ class FollowedRequest(Protocol):
 def spans_of(
     scheduled: Mapping[str, int], requests: Mapping[str, FollowedRequest]
 ) -> Sequence[Span]:
-    """The tokens that a step computes of each request.
-
-    Args:
-        scheduled: the number of tokens that the step computes, by request.
-        requests: the followed requests, by id; others are left out.
-    """
+    """The tokens that a step computes of each request."""
     spans = []
     for request_id, count in scheduled.items():
         followed = requests.get(request_id)

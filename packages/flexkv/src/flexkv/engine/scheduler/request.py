@@ -76,14 +76,10 @@ class Loading:
     """A load that the engine was promised, and its progress.
 
     Attributes:
-        keys: keys of the FlexKV blocks, in order.
         engine_blocks: the engine's blocks to fill, in order; the first may begin inside a FlexKV
             block.
         skip: engine blocks of the first FlexKV block that the engine has itself.
-        step: engine blocks of a FlexKV block.
-        start: tokens before the load.
         engine_block_tokens: tokens of one engine block; 0 if only the whole load is of use.
-        ordered: FlexKV blocks whose copies are ordered.
     """
 
     keys: Sequence[bytes]
@@ -112,12 +108,7 @@ class Loading:
 
     def next_part(self, cache: CacheClient, more_may_come: bool) -> CopyOrder | None:
         """Order blocks that are in host memory and not ordered yet; None if there are none or few.
-        Once the order is given, the caller calls `advance`.
-
-        Args:
-            cache: of the engine.
-            more_may_come: whether to wait for more blocks.
-        """
+        Once the order is given, the caller calls `advance`."""
         stop, transfer = len(self.keys), None
         if not more_may_come:
             transfer = cache.load(self.keys[self.ordered :])  # mostly all are there
@@ -152,10 +143,7 @@ class Match:
     """The answer to the engine's lookup for a request, in tokens.
 
     Attributes:
-        local_tokens: tokens that the engine has itself.
-        fetched: loadable tokens that came from lower tiers, by tier.
         layerwise: whether the load runs beside the forward pass of the same step.
-        left: why the tokens that follow are not loaded, and how many.
         divergence: where the full attention of other requests continued with this prompt, but no
             group that looks back less far did; 0 if there is no such place.
         keys: keys of the blocks that were looked up, from the first one with a token behind
@@ -198,17 +186,9 @@ class TrackedRequest:
     """The state of one request; it ends with the request.
 
     Attributes:
-        request: the engine's own object; read, never changed.
-        options: the user's parameters for it.
-        plan: the blocks to load, while a lower tier reads them.
-        match: the last answer to the engine's lookup; None if the lookup failed.
-        fetch: fetch of the blocks that the request will need, or waits for.
         awaited: the media of blocks that had to come from a lower tier, by key; see
             `Fetches.media_of`.
         failed_at: tokens before the first failed load; later tokens are not offered again.
-        loading: the load that the engine was promised, until all of it is ordered.
-        fetched: tokens of its last load that came from lower tiers, by tier.
-        divergence: see `Match`.
         built_on: id of the load that ran beside its forward pass, until the load is known to have
             succeeded; 0 if there is none.
         engine_blocks: ids of the engine's blocks with its tokens, in order, for each cached group.
@@ -219,7 +199,6 @@ class TrackedRequest:
             `NEVER` if no more of its blocks are stored.
         due_step: step in which its fills are checked, by the count of `FullBlocks`.
         keys: keys of its blocks by group; `BlockKeys` makes each once.
-        id: see `EngineRequest.request_id`.
     """
 
     request: EngineRequest
@@ -251,12 +230,7 @@ class TrackedRequest:
 
     def begin(self, tables: Sequence[Sequence[int]], first_fill: int) -> None:
         """Take over the blocks that the engine gave the request, for the first time or after it had
-        taken all of them away.
-
-        Args:
-            tables: the request's engine blocks by cached group.
-            first_fill: number of tokens that fills the first block to store.
-        """
+        taken all of them away."""
         self.set_blocks(tables)
         self.ran = False
         self.next_fill = first_fill
@@ -299,17 +273,7 @@ class TrackedRequest:
 
 
 class Requests:
-    """The requests of one engine that have not ended.
-
-    Args:
-        cache: of the engine.
-        ended: called with each request that has ended.
-        options: reads what their users ask for.
-
-    Attributes:
-        by_id: those that are tracked.
-        options: as given.
-    """
+    """The requests of one engine that have not ended."""
 
     def __init__(
         self,

@@ -20,7 +20,6 @@ class Placed(NamedTuple):
     """A request that a step computes with exactly these blocks.
 
     Attributes:
-        request_id: id of the request.
         tables: all its blocks.
         tokens: its tokens whose KV is in them. The step, or one after it, writes to the rest.
     """
@@ -49,7 +48,6 @@ class ScheduledStep:
         ended: ids of requests that have ended since the last step.
         touched: blocks that the step reads or writes beside those of its requests.
         overwritten: those of them that workers may write to before they wait for fenced stores.
-        states: recurrent states that are complete after the step.
     """
 
     tokens: Mapping[str, int]
@@ -77,9 +75,6 @@ class IdleSteps:
 
     Copies end, and are reported, in steps. If an engine rested at once after its last request, it
     would neither write that request's last blocks to disk nor report that its queues are empty.
-
-    Args:
-        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

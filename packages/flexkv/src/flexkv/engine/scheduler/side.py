@@ -43,8 +43,6 @@ class RequestSide(Generic[Orders]):
 
     Args:
         engine: the engine's cache; owned.
-        chooser: decides whether and how to load hits.
-        store_time: when to store.
         make_orders: makes the orders of a step, without any. The engine carries them to its
             workers.
         load_ahead: see `Fetches`.
@@ -52,7 +50,6 @@ class RequestSide(Generic[Orders]):
             need not follow it.
 
     Attributes:
-        figures: figures of the cache.
         cached_groups: the engine's numbers of the KV cache groups whose blocks are cached.
         is_off: whether FlexKV does nothing more in this process; see `turn_off`.
     """
@@ -103,12 +100,7 @@ class RequestSide(Generic[Orders]):
 
     def show(self, root: str, engine: str) -> None:
         """Report the health of the cache, and answer operators, until `close`. The engine's calls
-        hold `ErrorBoundary.turn`, in turns with what operators change.
-
-        Args:
-            root: path of the runtime directory.
-            engine: name of the engine.
-        """
+        hold `ErrorBoundary.turn`, in turns with what operators change."""
         fingerprint = self._engine.session.info.fingerprint
         door = self._engine.open_door(
             root,
@@ -126,7 +118,6 @@ class RequestSide(Generic[Orders]):
         """Set the engine's own prefix cache; borrowed.
 
         Args:
-            pool: the prefix cache.
             hash_tokens: tokens of one of its block hashes; 0 if they are those of the groups.
         """
         self._keys.hash_tokens = hash_tokens or self._keys.hash_tokens
@@ -147,10 +138,6 @@ class RequestSide(Generic[Orders]):
     def match(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Find the tokens of a request that can be loaded. The engine may call this any number of
         times before it acts.
-
-        Args:
-            request: the request.
-            local_tokens: tokens that the engine has itself.
 
         Returns:
             How many tokens beyond `local_tokens` can be loaded; None while a lower tier reads: the
@@ -174,8 +161,6 @@ class RequestSide(Generic[Orders]):
         """The engine gave a request blocks.
 
         Args:
-            request: the request.
-            tables: all its blocks.
             tokens: the tokens that `match` promised, which are to be loaded. When the load has
                 ended, the engine calls again with 0.
         """

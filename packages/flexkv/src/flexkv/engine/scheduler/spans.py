@@ -32,11 +32,7 @@ def add_fetch(spans: RequestSpans, request: EngineRequest, state: FetchState) ->
 
 
 class TracedWork:
-    """The fetches and transfers of one engine. Single-threaded. No call raises.
-
-    Attributes:
-        spans: takes what has ended; None if the engine does not trace requests.
-    """
+    """The fetches and transfers of one engine. Single-threaded. No call raises."""
 
     def __init__(self, spans: RequestSpans | None = None) -> None:
         self.spans = spans
@@ -46,9 +42,7 @@ class TracedWork:
         """A transfer was ordered for a request; None if the request is unknown.
 
         Args:
-            transfer_id: of the transfer.
             request: borrowed until the end.
-            blocks: their number.
         """
         if self.spans is None or request is None:
             return
@@ -90,11 +84,7 @@ None if the request has no spans."""
 
 def make_spans(make_context_of: Callable[[], ContextOf]) -> OtelSpans | None:
     """What makes spans. They go where the engine has this process send its own. None without
-    OpenTelemetry, which the engine's own spans need, too.
-
-    Args:
-        make_context_of: called once OpenTelemetry is there.
-    """
+    OpenTelemetry, which the engine's own spans need, too."""
     try:
         from opentelemetry import trace
 
@@ -110,7 +100,6 @@ class OtelSpans:
 
     Args:
         tracer: makes the spans; it hands them to a thread of its own.
-        context_of: see `ContextOf`.
     """
 
     def __init__(self, tracer: Tracer, context_of: ContextOf) -> None:

@@ -59,13 +59,7 @@ class _Run(NamedTuple):
 
 
 class _Pin(NamedTuple):
-    """Blocks to pin or to retain once they have slots.
-
-    Attributes:
-        keys: their keys.
-        request: the request that asks for it.
-        options: its options.
-    """
+    """Blocks to pin or to retain once they have slots."""
 
     keys: Sequence[bytes]
     request: EngineRequest
@@ -84,7 +78,6 @@ class _Chains:
         prefix_starts: places in `keys` of blocks that build on none.
         runs: the blocks to store, each run with the place of its first key in `keys`, ascending.
             Its keys are in `keys` already: an error while a request is added leaves none without.
-        pins: pins to make once the blocks have slots.
         tenants: for each request the end of its keys in `keys`, and its tenant; empty if nobody
             wants to know.
     """
@@ -120,11 +113,8 @@ class _Running:
     """A store under way, which outlives its requests.
 
     Attributes:
-        transfer: as the cache made it.
         runs: the sources of its blocks, in their order.
-        engine_blocks: the engine's blocks that it reads.
         step: number of the step whose end proves them.
-        begun: when it was ordered; time.monotonic().
     """
 
     transfer: Transfer
@@ -161,13 +151,6 @@ class Stores:
     prompt diverged. All blocks of an answer are stored, because its length is not known in advance.
     All blocks are also stored in a model without full attention, since no other group shows where
     prompts diverge.
-
-    Args:
-        engine: the engine's cache.
-        time: when to store.
-
-    Attributes:
-        under_way: the stores that have not ended, by id of their transfer.
     """
 
     def __init__(self, engine: EngineCache, time: StoreTime) -> None:

@@ -37,10 +37,7 @@ class ExtendTables(Protocol):
         Args:
             requests: the tracked requests, by id; a dictionary. Requests that are not tracked may
                 get blocks, too.
-            request_ids: ids of requests.
             blocks: for each request its new blocks by the engine's groups; None if it gets none.
-            replaced: ids of requests that are left out.
-            members: the engine's numbers of the cached groups.
 
         Returns:
             All new blocks; and whether each request with an entry got at least one.
@@ -61,11 +58,6 @@ def extend_tables() -> ExtendTables:
 class BlockTables:
     """Keeps the blocks of tracked requests up to date, and fences stores whose blocks the engine
     gives to others.
-
-    Args:
-        groups: the groups of the model.
-        stores: the stores of the engine's requests.
-        requests: the tracked requests, by id.
 
     Attributes:
         begun: requests that were given blocks since the last step.
@@ -145,12 +137,7 @@ class StepAccesses:
         self._uses = access_log()
 
     def order(self, step: ScheduledStep, orders: StepOrders) -> None:
-        """Number a step, and set the step that each of its loads must follow. Called once per step.
-
-        Args:
-            step: the step.
-            orders: the orders of the step; changed.
-        """
+        """Number a step, and set the step that each of its loads must follow."""
         uses = self._uses
         uses.begin_step([*step.ended, *step.preempted])
         uses.touched(step.touched)
