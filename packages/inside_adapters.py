@@ -251,7 +251,7 @@ def tracked_by_rank(side: Any) -> Mapping[str, Any]:
 
 def awaited_fetch(side: Any, rid: str) -> Any:
     """What a rank of SGLang fetches for a request; None if it has no fetch."""
-    return side.requests._by_id[rid].waiting if rid in side.requests._by_id else None
+    return side.requests._by_id[rid].fetch if rid in side.requests._by_id else None
 
 
 def kept_keys(pages: Any) -> int:

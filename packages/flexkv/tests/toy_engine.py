@@ -18,11 +18,11 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.orders import StepOrders
 from flexkv.engine.scheduler.engine_cache import EngineCache
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.start import attach_session, make_chooser, make_own_cache
 from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.engine.worker.start_worker import start_worker

@@ -246,7 +246,7 @@ class WaitingRequests:
     def look_up(self, tracked: Tracked, prompt: Prompt) -> None:
         """Find out what lower tiers have of a request's pages, and begin to read it, in further
         calls of `go_on`. SGLang may schedule requests of one priority before those of another."""
-        if self._cache.info.may_fetch and tracked.waiting is None:
+        if self._cache.info.may_fetch and tracked.fetch is None:
             self._end(tracked.id)
             self._seen[tracked.id] = self._unfinished[tracked.id] = _Look(tracked, prompt)
         if prompt.pages and not self._trailing.have_states:
@@ -328,7 +328,7 @@ class WaitingRequests:
         if self._trailing:
             look.seen += keys
         # A fetch takes all pages from its first one on, in host memory or not.
-        found = 0 if look.tracked.waiting is not None else self._cache.lookup(keys)
+        found = 0 if look.tracked.fetch is not None else self._cache.lookup(keys)
         if found:
             look.last = keys[found - 1 : found]
         look.keys = keys[found:]
@@ -337,7 +337,7 @@ class WaitingRequests:
     def _fetch(self, look: _Look) -> bool:
         """Fetch the next portion of hashed pages. Returns whether another one may be of use."""
         part, look.keys = look.keys[:_FETCHED_PAGES], look.keys[_FETCHED_PAGES:]
-        if look.tracked.waiting is not None:
+        if look.tracked.fetch is not None:
             goes_on = self._fetches.extend(look.tracked, part)
         else:
             # The page before them, so that host memory keeps it at least as long.
@@ -360,7 +360,7 @@ class WaitingRequests:
     def _is_worth_waiting(self, tracked: TrackedRequest, end: int) -> bool:
         """Whether the request's fetch is expected to end sooner than computing would. `end`: pages
         of the prefix that it ends; 0 for a fetch of the prefix itself."""
-        fetch = tracked.waiting
+        fetch = tracked.fetch
         if fetch is None:
             return False
         state, size = self._cache.fetch_state(fetch.id), self._page_size
@@ -370,7 +370,7 @@ class WaitingRequests:
     def _fetch_trailing(self, look: _Look) -> bool:
         """Begin to fetch trailing pages, if the end of the prefix is known. Returns False if no
         tier has any that the request could use: then it uses no page of the prefix, either."""
-        prefix = look.tracked.waiting
+        prefix = look.tracked.fetch
         if prefix is None:
             length = self._cache.lookup(look.seen)
         else:
