@@ -124,14 +124,14 @@ def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
 ) -> None:
     """Prompts have up to twice as many blocks as there are slots. Bytes on disk change."""
     rng = random.Random(seed)
-    went_on, next_part = list[int](), Loads._next_slots
+    went_on, next_part = list[int](), Loads.next_slots
 
     def noted(*args: Any) -> Any:
         slots = next_part(*args)
         went_on.extend([slots] if slots else ())
         return slots
 
-    monkeypatch.setattr(Loads, "_next_slots", noted)
+    monkeypatch.setattr(Loads, "next_slots", noted)
     world = make_world(
         ranks=1 + seed % 2,
         num_blocks=40,

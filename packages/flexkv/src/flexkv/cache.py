@@ -197,7 +197,7 @@ class KVCache:
             is_silent=False,
             awaits_slots=False,
             has_changes=bool(index.changes or (index.stale_blocks and index.changes is not None))
-            or self._below.has_changes,
+            or (self._has_tiers and self._below.has_changes),
             awaits_changes=False,
             under_way=self._device.under_way,
             publishing=(),

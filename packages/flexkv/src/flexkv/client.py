@@ -279,8 +279,11 @@ class CacheStatus(NamedTuple):
     @property
     def loading_blocks(self) -> int:
         """The number of blocks in the loads under way."""
-        loads = (each for each in self.under_way.values() if each.direction is Direction.LOAD)
-        return sum(len(each.slots) for each in loads)
+        blocks = 0
+        for each in self.under_way.values():
+            if each.direction is Direction.LOAD:
+                blocks += len(each.slots)
+        return blocks
 
 
 class CacheClient(Protocol):

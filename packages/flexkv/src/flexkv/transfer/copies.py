@@ -72,6 +72,7 @@ class DeviceLink(Generic[RowType]):
 
     Attributes:
         unreported: the number of transfers that `poll` has not returned.
+        under_way: the transfers whose end no rank, or not every rank, has reported, by id.
     """
 
     def __init__(self, board: CompletionBoard, meter: Meter) -> None:
@@ -81,6 +82,7 @@ class DeviceLink(Generic[RowType]):
             Direction.STORE: meter.histogram(STORE_SECONDS),
         }
         self._pending: dict[int, DeviceCopy[RowType]] = {}
+        self.under_way: dict[int, Transfer] = {}
         self._ending: deque[DeviceCopy[RowType]] = deque()
         self._ended: list[DeviceCopy[RowType]] = []
         self._kept_cells: set[int] = set()
@@ -97,11 +99,6 @@ class DeviceLink(Generic[RowType]):
     def stopped_ranks(self) -> list[int]:
         """Numbers of the ranks that have ended their copies after an error."""
         return self._board.stopped_ranks
-
-    @property
-    def under_way(self) -> dict[int, Transfer]:
-        """The transfers whose end no rank, or not every rank, has reported, by id."""
-        return {number: each.transfer for number, each in self._pending.items()}
 
     def begin(
         self,
@@ -122,6 +119,7 @@ class DeviceLink(Generic[RowType]):
             keys = blocks.keys
         transfer = Transfer(self._next_id, direction, cell, keys, blocks.slots)
         self._next_id += 1
+        self.under_way[transfer.id] = transfer
         self._pending[transfer.id] = DeviceCopy(transfer, blocks, held, keeps_cell)
         self.unreported += 1
         return transfer
@@ -135,6 +133,7 @@ class DeviceLink(Generic[RowType]):
     def cancel(self, transfer_id: int) -> DeviceCopy[RowType] | None:
         """Take back a transfer that was never ordered, and return it; None if it is not under
         way."""
+        self.under_way.pop(transfer_id, None)
         copy = self._pending.pop(transfer_id, None)
         if copy is not None:
             self.unreported -= 1
@@ -161,6 +160,7 @@ class DeviceLink(Generic[RowType]):
         pending = {each.transfer.cell for each in self._pending.values()}
         self._board.keep(pending | self._kept_cells)
         self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
+        self.under_way = {number: each.transfer for number, each in self._pending.items()}
         copies = [*self._pending.values(), *self._ending]
         return [each.blocks for each in copies if each.transfer.direction is direction]
 
@@ -181,6 +181,7 @@ class DeviceLink(Generic[RowType]):
             if copy.done:
                 seconds = time.monotonic() - copy.begun
                 self._seconds[transfer.direction].observe(seconds)
+            self.under_way.pop(transfer.id, None)
             self._ending.append(self._pending.pop(transfer.id))
             if copy.keeps_cell:
                 self._kept_cells.add(transfer.cell)

@@ -400,14 +400,14 @@ class Loads:
             return False  # a part has failed, and the engine computes what follows it
         first = loading.start // self._groups.members[0].block_tokens + loading.ordered
         span = Span(loading.tokens_ordered, loading.stop)
-        slots = self._next_slots(tracked, loading.keys[loading.ordered :], first, span)
+        slots = self.next_slots(tracked, loading.keys[loading.ordered :], first, span)
         if slots == 0:
             # The ends of copies free slots. Requests that wait for a step may keep all others.
             comes = any(self._fetches.is_waiting(each) for each in self.unfinished)
             return comes or bool(self._cache.status.under_way)
         return slots is not None
 
-    def _next_slots(
+    def next_slots(
         self, tracked: TrackedRequest, keys: Sequence[bytes], first: int, span: Span
     ) -> int | None:
         """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
