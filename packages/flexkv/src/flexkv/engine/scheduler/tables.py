@@ -7,9 +7,9 @@ Parts are among the kernels, because an engine's step waits for them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol
+from typing import TypeAlias
 
 from flexkv.engine.orders import EVERYTHING, StepOrders
 from flexkv.engine.scheduler.access_log import access_log
@@ -19,30 +19,17 @@ from flexkv.engine.scheduler.scheduled_step import ScheduledStep, Tables
 from flexkv.engine.scheduler.storing import Stores
 from flexkv.system.native import kernels
 
-
-class ExtendTables(Protocol):
-    """The function that `extend_tables` returns."""
-
-    def __call__(
-        self,
-        requests: Mapping[str, TrackedRequest],
-        request_ids: Sequence[str],
-        blocks: Sequence[Sequence[Sequence[int]] | None],
-        replaced: AbstractSet[str],
-        members: Sequence[int],
-        /,
-    ) -> tuple[list[int], bool]:
-        """Append new blocks to the `engine_blocks` of requests whose blocks are known.
-
-        Args:
-            requests: the tracked requests, by id; a dictionary. Requests that are not tracked may
-                get blocks, too.
-            blocks: for each request its new blocks by the engine's groups; None if it gets none.
-
-        Returns:
-            All new blocks; and whether each request with an entry got at least one.
-        """
-        ...
+ExtendTables: TypeAlias = Callable[
+    [
+        Mapping[str, TrackedRequest],
+        Sequence[str],
+        Sequence[Sequence[Sequence[int]] | None],
+        AbstractSet[str],
+        Sequence[int],
+    ],
+    tuple[list[int], bool],
+]
+"""See `flexkv_kernels/steps.pyi`. The kernels look for the name here."""
 
 
 def extend_tables() -> ExtendTables:
