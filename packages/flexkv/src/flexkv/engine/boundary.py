@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 LASTING = 16
 """Errors at one place that count as lasting if no success comes between. An error of one request or
-a short lack of memory ends sooner; an engine makes as many steps in less than a second. Not tuned.
-"""
+a short lack of memory ends sooner; an engine makes as many steps in less than a second."""
 
 
 class ErrorBoundary:

@@ -21,7 +21,7 @@ Movers = TypeVar("Movers")
 """The mover or movers of one rank."""
 
 _COPY_THREADS = 4
-"""Default of `copy_threads`, or the number of processors if that is less. Not tuned."""
+"""Default of `copy_threads`, or the number of processors if that is less."""
 
 
 def open_rank(

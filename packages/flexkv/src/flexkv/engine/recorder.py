@@ -58,16 +58,15 @@ NAME_DIGITS = 16
 _SALT_BYTES = 32
 _BUFFER_BYTES = 1 << 16
 _FLUSH_SECONDS = 2.0
-"""The buffer is written when it has as many bytes, or when no request has come for as long. Not
-tuned."""
+"""The buffer is written when it has as many bytes, or when no request has come for as long."""
 _CLOSE_SECONDS = 2.0
-"""Seconds that `close` waits for the thread. Not tuned."""
+"""Seconds that `close` waits for the thread."""
 
 _OPEN_SECONDS = 1.0
-"""Seconds that a start waits until the file is open. Not tuned."""
+"""Seconds that a start waits until the file is open."""
 _OPEN_TRIES = 720
 """Failures in a row after which the file is given up: about an hour at the longest pause of
-`Retried`. Not tuned."""
+`Retried`."""
 
 _KEYS_A_TURN = 64
 _PAUSE_SECONDS = 0.0001
@@ -77,14 +76,14 @@ the loop of `_digests` alone, on one core of a Xeon."""
 
 _MOST_WAITING = 1 << 20
 """The most names of blocks that wait for the thread, about 100 MB. Requests beyond are left out and
-counted. Not tuned."""
+counted."""
 
 _MOST_RUNNING = 1 << 16
 """The most running requests that are kept. Beyond, the oldest is dropped, because an engine may
-never report its end. Not tuned."""
+never report its end."""
 
 _PREFILL_REQUESTS = 64
-"""Requests between two lines with the measured cost of computing. Not tuned."""
+"""Requests between two lines with the measured cost of computing."""
 
 Names = Callable[[], Iterable[bytes]]
 """Returns the names of a request's blocks, first block first. Called in another thread."""

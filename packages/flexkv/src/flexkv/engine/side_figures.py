@@ -135,7 +135,7 @@ class CopyFigures:
 
 
 _OFF_SECONDS = 60.0
-"""A side that is off reports that again after so many seconds, for the log's lines. Not tuned."""
+"""A side that is off reports that again after so many seconds, for the log's lines."""
 
 _BUSY_SECONDS = 0.1
 """A busy engine is asked in every step, and a look takes 0.07 ms: it looks so often. Not tuned:

@@ -53,7 +53,7 @@ _EMBEDDINGS = re.compile(r"embed|wte", re.IGNORECASE)
 _MOST_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors format allows."""
 _READERS = 16
-"""Files that are sampled at once. Each read waits for a disk or for a network. Not tuned."""
+"""Files that are sampled at once. Each read waits for a disk or for a network."""
 
 _NAMES_OF_PLACES = frozenset({"_name_or_path", "_commit_hash"})
 """Entries of a model's configuration that say where it came from."""

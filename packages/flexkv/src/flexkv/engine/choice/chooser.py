@@ -20,19 +20,19 @@ Together with other losses it is less than 5 %, the most that a hit may cost bey
 _PROBE_SECONDS = 0.02
 """Seconds that one measurement may cost in any case. A read of an NVMe drive takes 0.1 to 1 ms. A
 step of the engine without work, after which the drive is polled again, takes about as long; on a
-busy machine both take several times that. Not tuned."""
+busy machine both take several times that."""
 
 _AS_SLOW = 2
 """A request waits for blocks that another engine computes, as long as that engine seems to take at
-most this many times as long for the rest as its own would. Not tuned."""
+most this many times as long for the rest as its own would."""
 
 _LATE = 2
 """A tier is expected to be as fast as its fastest recent read. If it delivers nothing in this many
-times that time, it counts as slower. Not tuned."""
+times that time, it counts as slower."""
 
 SLACK_SECONDS = 0.005
 """A load expected to take less is always made, however short computing is. In seconds: about one
-step of an engine, the resolution of both measurements. Not tuned."""
+step of an engine, the resolution of both measurements."""
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class WaitChooser:
 
 _MOST_DELAY_SECONDS = 0.25
 """A delay of a load up to this is accepted: hardly anyone notices it, and the load spares the
-engine the time to compute. Not tuned."""
+engine the time to compute."""
 
 _CONTENTION = 0.15
 """Share of its time that a load takes longer beside a forward pass on the same cores. Tuned on two

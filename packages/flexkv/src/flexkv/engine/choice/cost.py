@@ -25,22 +25,21 @@ _UNREPORTED_STEPS = 64
 """Steps whose report may still arrive."""
 
 _RECENT_STEPS = 4
-"""Steps that predict the next one: few, since an engine's load changes within seconds. Not
-tuned."""
+"""Steps that predict the next one: few, since an engine's load changes within seconds."""
 
 _LOADS = 8
-"""Measurements of a link in the estimate. Not tuned."""
+"""Measurements of a link in the estimate."""
 
 _REFUSALS = 16
-"""A rate becomes doubtful after it made FlexKV skip this many hits. Not tuned."""
+"""A rate becomes doubtful after it made FlexKV skip this many hits."""
 
 _TRUST_SECONDS = 30.0
 """A rate becomes doubtful if no measurement has confirmed it for this time: the reason of a slow
-link may have gone. Not tuned."""
+link may have gone."""
 
 _MOST_PATIENCE = 64
 """The largest patience. A link that never gives a measurement is then tried again after 32 minutes
-or 1,024 skipped hits. Not tuned."""
+or 1,024 skipped hits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 from flexkv.client import MOST_PRIORITY
 
 NAME_CHARACTERS = 64
-"""The longest name of pins or of a conversation that is kept as it is; a UUID has 36 characters.
-Not tuned."""
+"""The longest name of pins or of a conversation that is kept as it is; a UUID has 36 characters."""
 
 MOST_RETAIN_SECONDS = 3600
 """The longest time that a request may ask to retain its blocks: the longest of the public forms."""
 
 _MOST_ACTIONS = 16
-"""Actions of one envelope that are read. Not tuned."""
+"""Actions of one envelope that are read."""
 
 _SESSION_KEYS = ("session_id", "x-session-id", "prompt_cache_key")
 _TTL_KEYS = ("ttl", "ttl_seconds", "retention_ttl_seconds", "kv_retention_ttl_seconds", "seconds")

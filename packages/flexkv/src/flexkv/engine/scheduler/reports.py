@@ -17,9 +17,9 @@ from flexkv.engine.side_figures import CacheFigures
 
 _MOST_KEYS = 1 << 17
 """The most keys that are kept, about 14 MB; the conversations not heard of for longest are
-forgotten first. Not tuned."""
+forgotten first."""
 _MOST_RUNNING = 1 << 12
-"""The most requests whose end is awaited. Not tuned."""
+"""The most requests whose end is awaited."""
 
 
 class Sessions:

@@ -67,8 +67,7 @@ def flat(wanted: Sequence[Wanted]) -> Sequence[bytes]:
 
 _PARTS = 8
 """About the number of parts of a load that waits for a lower tier. Each part costs a place on the
-board and a few microseconds. The device copies the last part after the disk has ended. Not
-tuned."""
+board and a few microseconds. The device copies the last part after the disk has ended."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from flexkv.client import Ended, FetchState
 from flexkv.engine.scheduler.engine import EngineRequest, RequestSpans
 
 _MOST = 4096
-"""Transfers that are followed at once; beyond it the oldest has no span. Not tuned."""
+"""Transfers that are followed at once; beyond it the oldest has no span."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ Each is one transfer, because a transfer costs more than its blocks."""
 
 UNREPORTED_STEPS = 64
 """Steps after which a step without a report counts as ended. An engine has few steps under way; the
-report is missing only after an error. Not tuned."""
+report is missing only after an error."""
 
 
 @dataclass(frozen=True, slots=True)
