@@ -199,7 +199,7 @@ class KVCache:
             has_changes=bool(index.changes or (index.stale_blocks and index.changes is not None))
             or (self._has_tiers and self._below.has_changes),
             awaits_changes=False,
-            under_way=self._device.under_way,
+            under_way=self._device.under_way.copy(),
             publishing=(),
         )
 

@@ -133,7 +133,8 @@ class ServedCache:
     @property
     def status(self) -> CacheStatus:
         """See `CacheClient.status`. A store takes granted slots, and evicts nothing itself."""
-        stores, under_way, is_silent = self._stores, self._device.under_way, self._is_silent
+        stores, under_way = self._stores, self._device.under_way.copy()
+        is_silent = self._is_silent
         return CacheStatus(
             disabled=self._off,
             is_full=False,
