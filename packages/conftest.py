@@ -17,6 +17,7 @@ from flexkv.session import session_server
 from flexkv.tiers import link, questions
 from flexkv.tiers.disk import drive
 from flexkv.transfer import demote, fetcher, reads, running_fetch, sources, stack
+from packages.patience import PATIENCE_SECONDS
 
 # Code that has no time to keep: how long an example took says nothing. All else as the profile
 # that is in force.
@@ -24,10 +25,6 @@ settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
-
-PATIENCE_SECONDS = 180.0
-"""What is slow is not lost, unless a test says so. At load 15 on two cores, four commands that each
-take 15 s ended after 59 s."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,6 @@ import bisect
 import hashlib
 import mmap
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from flexkv.tiers.disk.disk_store import slots_within
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.job import Outcome, Priority
 from packages.inside_tiers import erase_slot, is_drained, is_kept_up, running_jobs, why_unopened
+from packages.patience import wait_until
 
 SLOT = 8192
 FINGERPRINT = "ab" * 32
@@ -119,10 +119,7 @@ class Client:
 
     def wait(self, ticket: int, count: int) -> list[Outcome]:
         """The outcomes of a batch, in its order."""
-        end = time.monotonic() + DEADLINE
-        while len(self.pump().get(ticket, {})) < count:
-            assert time.monotonic() < end, "a block has no result"
-            time.sleep(0.0002)
+        wait_until(lambda: len(self.pump().get(ticket, {})) >= count)
         outcomes = self.results.pop(ticket, {})
         assert sorted(outcomes) == list(range(count))
         return [outcomes[position] for position in range(count)]
@@ -142,27 +139,17 @@ class Client:
         free = self.buffers[-len(keys) :]
         batches = zip(keys, free, strict=True)
         tickets = [self.tier.read([key], [buffer], Priority.LOAD) for key, buffer in batches]
-        end = time.monotonic() + DEADLINE
-        while running_jobs(self.tier.drives[number].link) < THREADS // 2:
-            assert time.monotonic() < end, "a job does not begin"
-            time.sleep(0.0002)
+        wait_until(lambda: running_jobs(self.tier.drives[number].link) >= THREADS // 2)
         return tickets
 
     def adopt(self, but: int = 0) -> None:
         """Wait until all directories are in use, but for so many that hang."""
-        end = time.monotonic() + DEADLINE
-        while len(self.tier.connecting) > but:
-            assert time.monotonic() < end, "a directory is not used"
-            self.pump()
-            time.sleep(0.0002)
+        wait_until(lambda: len(self.tier.connecting) <= but, self.pump)
 
     def settle(self) -> None:
         """Wait until nothing is to be done."""
-        end = time.monotonic() + DEADLINE
-        while not all(is_drained(drive.link) and is_kept_up(drive) for drive in self.tier.drives):
-            assert time.monotonic() < end, "a drive is not idle"
-            self.pump()
-            time.sleep(0.0002)
+        drives = self.tier.drives
+        wait_until(lambda: all(is_drained(d.link) and is_kept_up(d) for d in drives), self.pump)
 
 
 @contextmanager

@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flexkv.host.arena import ArenaSpec
@@ -39,6 +38,7 @@ LEADER = """
 import sys, time
 from flexkv.host.arena import ArenaSpec
 from flexkv.session import (Shard, lead)
+from packages.patience import wait_until
 session = lead(sys.argv[1], sys.argv[2], Shard(0, "same", 2, 8192), 1,
                lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 print("leading", flush=True)
@@ -56,11 +56,3 @@ def leading_process(root: Path, name: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "what is waited for does not happen"
-        time.sleep(0.001)

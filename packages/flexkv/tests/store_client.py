@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ from flexkv.tiers.base import Answer, BlockResult
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.types.changes import Medium
-from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 SLOT = 4096
 SLOTS = 64
@@ -43,18 +42,12 @@ class Client:
         self.buffers = [self._memory[i * SLOT : (i + 1) * SLOT] for i in range(SLOTS)]
         self._results: list[BlockResult] = []
 
-    def until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not done():
-            assert time.monotonic() < end
-            time.sleep(0.0002)
-
     def outcomes(self, ticket: int, count: int) -> list[Outcome]:
         def came() -> bool:
             self._results += self.tier.poll()
             return sum(result.ticket == ticket for result in self._results) == count
 
-        self.until(came)
+        wait_until(came)
         mine = {each.position: each.outcome for each in self._results if each.ticket == ticket}
         self._results = [each for each in self._results if each.ticket != ticket]
         return [mine[i] for i in range(count)]
@@ -97,7 +90,7 @@ class Client:
             answers.extend(self.tier.drain_answers())
             return len(answers) >= count
 
-        self.until(came)
+        wait_until(came)
         assert len({answer.ticket for answer in answers}) == len(answers) == count
         return answers
 
@@ -106,7 +99,7 @@ class Client:
         self.store.hanging = {"find"}
         for number in range(questions.CALLS):
             self.tier.query(names("?"))
-            self.until(partial(self._hangs, number + 1))
+            wait_until(partial(self._hangs, number + 1))
 
     def _hangs(self, calls: int) -> bool:
         return len(self.store.waiting) == calls

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from two_tiers import Node, content, names
 
 from flexkv.client import TransferEnd
 from flexkv.types.mover import Status
-from packages.conftest import PATIENCE_SECONDS
 from packages.inside import demoters_of, index_of
 from packages.inside_tiers import (
     allow_one_write,
@@ -25,6 +23,7 @@ from packages.inside_tiers import (
     store_of,
     waiting_writes,
 )
+from packages.patience import wait_until
 from packages.tier_blocks import ready_blocks, writing_blocks
 
 FULL = "stuvwxyz"
@@ -59,15 +58,7 @@ def fill(node: Node, text: str = FULL) -> None:
     node.begin_store(text)
     node.cache.poll()  # takes the end of the store
     node.cache.poll()  # begins the writes
-    wait(lambda: running_jobs(link_of(node.remote)) > 0)
-
-
-def wait(done: Callable[[], bool]) -> None:
-    """Wait without a poll."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.0002)
+    wait_until(lambda: running_jobs(link_of(node.remote)) > 0)
 
 
 def held(node: Node) -> str:
@@ -240,7 +231,7 @@ def test_a_waiting_request_gets_the_slots_of_writes_to_a_disk(
     node.begin_store(FULL[:4])
     node.cache.poll()
     node.cache.poll()
-    wait(lambda: running_jobs(node.disk.drives[0].link) > 0)
+    wait_until(lambda: running_jobs(node.disk.drives[0].link) > 0)
     node.begin_store(FULL[4:])
     node.cache.poll()
     fetch = node.begin("abcd")
@@ -263,9 +254,9 @@ def test_a_read_that_ends_meanwhile_reaches_its_request(
     fetch = node.begin("e")
     node.until(lambda: fetch.queried is None)
     fill(node, FULL[:7])
-    wait(lambda: "get" in store.waiting)
+    wait_until(lambda: "get" in store.waiting)
     store.release_running()
-    wait(lambda: ended_jobs(link_of(node.remote)) > 0)
+    wait_until(lambda: ended_jobs(link_of(node.remote)) > 0)
     other = node.begin("abcd")
     assert (dropped(node), other.stop, fetch.done) == (6, 4, False)
     node.until(lambda: fetch.done and other.done)

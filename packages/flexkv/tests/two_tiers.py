@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from flexkv.tiers.remote import RemoteLimits, RemoteTier
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Status
-from packages.conftest import PATIENCE_SECONDS
 from packages.inside import assert_no_lease, assert_no_read, demoters_of, index_of, leaving_of
+from packages.patience import wait_until
 from packages.seen_fetch import SeenFetch, see
 from packages.tier_blocks import ready_blocks
 
@@ -66,11 +65,7 @@ class Node:
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
 
     def until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not done():
-            assert time.monotonic() < end
-            self.cache.poll()
-            time.sleep(0.0002)
+        wait_until(done, self.cache.poll)
 
     def settle(self) -> None:
         self.until(lambda: not self.cache.busy)

@@ -19,8 +19,8 @@ from flexkv.tiers.disk.folder import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
 from flexkv.tiers.disk.table import VERSION, table_bytes
 from flexkv.tiers.remote import RemoteTier
-from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import FINGERPRINT, OTHER_FINGERPRINT, Cache, Flexkv
+from packages.patience import wait_until
 
 
 def test_stat_counts_what_the_store_has_and_did(flexkv: Flexkv, cache: Cache) -> None:
@@ -214,19 +214,24 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
     (attached,) = open_shared_tiers(load_config(), FINGERPRINT, spec)
     assert isinstance(attached.tier, RemoteTier)
     assert "  circuits     reads connecting, writes connecting\n" in flexkv("stat").out
-    late = time.monotonic() + PATIENCE_SECONDS
     bucket.fault = lambda *_: None
-    while "  circuits     reads ok, writes ok\n" not in flexkv("stat").out:
-        assert time.monotonic() < late
+    wait_until(lambda: "  circuits     reads ok, writes ok\n" in flexkv("stat").out)
     bucket.fault = lambda *_: (403, "AccessDenied")
-    late = time.monotonic() + PATIENCE_SECONDS
-    while not attached.tier.figures.openings:
+
+    def query() -> None:
         attached.tier.query([b"key"])  # again: one that is under way answers for those after it
         attached.tier.drain_answers()
-        assert time.monotonic() < late
         time.sleep(0.01)
-    while (store := flexkv("stat", "--json").json["stores"][0])["reads"] == "closed":
-        assert time.monotonic() < late
+
+    wait_until(lambda: attached.tier.figures.openings, query)
+    stores: list[dict[str, object]] = []
+
+    def opened() -> bool:
+        stores[:] = flexkv("stat", "--json").json["stores"]
+        return stores[0]["reads"] != "closed"
+
+    wait_until(opened)
+    store = stores[0]
     assert store.pop("reads") in ("open", "probing")
     assert store == {
         "store": "s3://bucket/cache",

@@ -25,6 +25,7 @@ from flexkv.settings import load_config
 from packages.conftest import PATIENCE_SECONDS
 from packages.inside import await_writer
 from packages.inside_tiers import await_opening
+from packages.patience import wait_until
 
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 GIB = 1 << 30
@@ -337,10 +338,7 @@ def test_a_file_that_opens_after_the_end_is_closed(
 
 
 def records_once_it_can(recorder: Recorder, path: Path, name: str) -> None:
-    late = time.monotonic() + PATIENCE_SECONDS
-    while not recorder.active:
-        assert time.monotonic() < late
-        time.sleep(0.01)
+    wait_until(lambda: recorder.active)
     record(recorder, name, KEYS[:2])
     recorder.close()
     assert read_trace(str(path)).trace.requests

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ from flexkv.layout import BlockFormat
 from flexkv.session.state_reports import Subject, read_states
 from flexkv.types.mover import FALLBACK, Direction, Status
 from flexkv.types.troubles import Trouble
-from packages.conftest import PATIENCE_SECONDS, StillClock
+from packages.conftest import StillClock
+from packages.patience import wait_until
 
 LOADED = sample("copied_bytes", "device", "load")
 LOADING = sample("copy_seconds", "device", "load")
@@ -173,10 +173,7 @@ def test_the_health_is_what_the_cache_cannot_do(tmp_path: Path) -> None:
             cache.reset(step)
             made.take()
             assert health_text(made.health).startswith(text)
-        late = time.monotonic() + PATIENCE_SECONDS
-        while read_states(root, Subject.HEALTH)[0]["problems"] != [["stopped", ""]]:
-            assert time.monotonic() < late
-            time.sleep(0.05)
+        wait_until(lambda: read_states(root, Subject.HEALTH)[0]["problems"] == [["stopped", ""]])
         made.close()
         assert read_states(root, Subject.HEALTH) == []
     finally:

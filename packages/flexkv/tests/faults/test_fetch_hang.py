@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from flexkv.types.mover import Status
 from packages.conftest import Clock
 from packages.inside import below_of
 from packages.inside_tiers import assume_write_rate, living_threads
+from packages.patience import wait_until
 from packages.seen_fetch import SeenFetch, see
 
 KEYS = names(40)
@@ -51,11 +51,7 @@ class Node:
             self.wait(lambda: not self.cache.busy)
 
     def wait(self, until: Callable[[], bool]) -> None:
-        end = time.monotonic() + DEADLINE
-        while not until():
-            assert time.monotonic() < end
-            self.cache.poll()
-            time.sleep(0.0002)
+        wait_until(until, self.cache.poll)
 
     def on_drive(self, number: int) -> list[bytes]:
         """Keys of blocks that only this drive has."""

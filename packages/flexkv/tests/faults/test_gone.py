@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from flexkv.tiers.disk.folder import claim
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.types.errors import DiskError
 from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 SLOTS = 40
 KEYS = names(SLOTS)
@@ -192,19 +192,12 @@ def test_a_start_does_not_count_slots_that_no_file_has(
 
 
 def until(client: Client, condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        client.pump()
-        time.sleep(0.001)
+    wait_until(condition, client.pump)
 
 
 def await_lost(client: Client) -> None:
     """Wait for the upkeep alone, as in an engine at rest."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not client.tier.drives[0].is_lost:
-        assert time.monotonic() < end, "nothing is noticed"
-        time.sleep(0.001)
+    wait_until(lambda: client.tier.drives[0].is_lost)
 
 
 def await_open(client: Client) -> None:

@@ -30,6 +30,7 @@ from flexkv.types.errors import DiskError
 from packages.conftest import PATIENCE_SECONDS, StillClock
 from packages.flexkv.tests.cli.hung_mount import hung
 from packages.inside_tiers import await_opening
+from packages.patience import wait_until
 
 DONE, DROPPED = Outcome.DONE, Outcome.DROPPED
 SLOTS = 8
@@ -314,7 +315,7 @@ def test_no_block_from_before_a_reset_is_served_by_a_drive_that_comes_later(
         if when == "before it is open":
             client.tier.clear()
         answers.set()
-        until(lambda: late.drive is not None)
+        wait_until(lambda: late.drive is not None)
         client.tier.clear()
         client.adopt()
         assert client.found(KEYS) == []
@@ -353,7 +354,7 @@ def test_a_directory_that_answers_after_the_end_is_free_for_others(
         if reset:
             client.tier.clear()
     answers.set()
-    until(lambda: bool(claimed) and claimed[0].lock < 0)
+    wait_until(lambda: bool(claimed) and claimed[0].lock < 0)
     claim(str(late), FINGERPRINT, 1).release()
 
 
@@ -387,7 +388,7 @@ def test_a_drive_that_is_open_and_not_used_yet_is_closed_and_reset(
         client.tier.clear()
         answers.set()
         (late,) = client.tier.connecting
-        until(lambda: late.drive is not None)
+        wait_until(lambda: late.drive is not None)
         assert client.tier.has_news
     with opened(tmp_path, slots=SLOTS) as client:
         assert client.found(KEYS) == []
@@ -400,15 +401,6 @@ def test_a_reset_that_no_disk_records_is_named_at_the_end(
     with opened(folder, slots=SLOTS) as client:
         client.tier.clear()
     assert f"the reset of the caches in {folder} is recorded nowhere" in errors(caplog)[-1]
-
-
-def until(done: Callable[[], bool]) -> None:
-    ticks = threading.Event()
-    for _ in range(int(PATIENCE_SECONDS * 100)):
-        if done():
-            return
-        ticks.wait(0.01)
-    raise AssertionError("it does not come")
 
 
 def test_a_program_opens_its_cache_beside_a_hung_drive(folder: Path, tmp_path: Path) -> None:
@@ -453,7 +445,7 @@ def test_an_error_that_nobody_expects_keeps_no_folder(
         patch.setattr(opening, "check_table", no_memory)
         tier = open_disk_tier([str(tmp_path)], FINGERPRINT, SLOT, capacity_of(SLOTS))
         assert "MemoryError" in errors(caplog)[0]
-    until(lambda: tier.has_news)
+    wait_until(lambda: tier.has_news)
     assert tier.close()
     claim(str(tmp_path), FINGERPRINT, 1).release()
 

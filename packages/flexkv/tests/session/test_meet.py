@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sessions import SHARD_BYTES, leading_process, led, plan, shard, until
+from sessions import SHARD_BYTES, leading_process, led, plan, shard
 
 from flexkv import ArenaError
 from flexkv.host.arena import ArenaSpec
@@ -25,6 +25,7 @@ from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.system.available import Promise
 from flexkv.types.mover import Status
 from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 
 def listens(root: Path) -> bool:
@@ -227,7 +228,7 @@ def test_a_scheduler_that_leaves_before_there_is_an_arena_does_not_use_it_up(
     with contextlib.ExitStack() as stack:
         thread = threading.Thread(target=lambda: stack.enter_context(led(tmp_path, ranks=2)))
         thread.start()
-        until(lambda: listens(tmp_path))
+        wait_until(lambda: listens(tmp_path))
         with pytest.raises(ArenaError, match="disconnected: timed out"):
             attach(str(tmp_path), "engine", patience=0.5)
         join(str(tmp_path), "engine", shard(1)).close()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sessions import SHARD_BYTES, led, plan, shard, until
+from sessions import SHARD_BYTES, led, plan, shard
 
 from flexkv import ArenaError
 from flexkv.host.arena import Arena
@@ -25,6 +25,7 @@ from flexkv.layout import BlockFormat
 from flexkv.session import SessionInfo, attach, join, wire
 from flexkv.session.session_server import Server
 from packages.inside import arrived_shards, waiting_schedulers
+from packages.patience import wait_until
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_shards_are_in_the_order_of_ranks_and_not_of_arrival(tmp_path: Path) -> 
         for count, rank in enumerate((3, 1, 2), 1):
             peer = stack.enter_context(connected(tmp_path))
             wire.send(peer, wire.Greeting(rank=shards[rank]))
-            until(lambda: arrived_shards(server) == count)  # noqa: B023
+            wait_until(lambda: arrived_shards(server) == count)  # noqa: B023
         assert server.gather(shards[0], 1) == shards
 
 
@@ -95,7 +96,7 @@ def test_of_schedulers_that_wait_for_the_arena_one_gets_it(tmp_path: Path) -> No
         peers = [stack.enter_context(connected(tmp_path)) for _ in range(3)]
         for count, peer in enumerate(peers, 1):
             wire.send(peer, wire.Greeting(scheduler=count))
-            until(lambda: waiting_schedulers(server) == count)  # noqa: B023
+            wait_until(lambda: waiting_schedulers(server) == count)  # noqa: B023
         server.hand_out(SessionInfo("same", arena.spec), arena.fd)
         answer, fd = wire.receive(peers[0], wire.Answer)
         assert answer == wire.Answer(SessionInfo("same", arena.spec))

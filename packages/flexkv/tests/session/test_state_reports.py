@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from flexkv.session.state_reports import StateReport, read_states
 from flexkv.system.processes import pid_namespace
 from flexkv.types.errors import ArenaError
-from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 ABOUT = {"tier": "mooncake", "store": "node:50051"}
 
@@ -29,10 +28,9 @@ sys.stdin.read()
 
 
 def await_states(root: Path, expected: list[dict[str, object]]) -> None:
-    late = time.monotonic() + PATIENCE_SECONDS
-    while (found := read_states(str(root))) != expected:
-        assert time.monotonic() < late, found
-        time.sleep(0.05)
+    wait_until(
+        lambda: read_states(str(root)) == expected, describe=lambda: f"{read_states(str(root))}"
+    )
 
 
 def files(root: Path) -> list[Path]:
@@ -122,10 +120,7 @@ def test_a_directory_that_cannot_be_used_stops_no_engine_and_is_tried_again(
     with pytest.raises(ArenaError, match="others can write to it"):
         read_states(str(root))
     root.chmod(0o700)
-    late = time.monotonic() + PATIENCE_SECONDS
-    while not read_states(str(root)):
-        assert time.monotonic() < late
-        time.sleep(0.05)
+    wait_until(lambda: read_states(str(root)))
     states.close()
     assert files(root) == []
 

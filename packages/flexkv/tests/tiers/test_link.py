@@ -19,6 +19,7 @@ from flexkv.tiers.job import Job, Outcome, Priority, Urgency
 from flexkv.tiers.link import Link, most_jobs
 from packages.conftest import PATIENCE_SECONDS, Clock
 from packages.inside_tiers import assert_no_job_counts, free_threads, is_drained, living_threads
+from packages.patience import wait_until
 
 PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
@@ -55,11 +56,7 @@ def running(
 def ended(link: Link, count: int) -> list[Job]:
     """The next `count` jobs that end."""
     jobs: list[Job] = []
-    end = time.monotonic() + PATIENCE
-    while len(jobs) < count:
-        assert time.monotonic() < end, "a job does not end"
-        jobs += link.poll()
-        time.sleep(0.0002)
+    wait_until(lambda: len(jobs) >= count, lambda: jobs.extend(link.poll()))
     assert len(jobs) == count
     return jobs
 
@@ -359,10 +356,7 @@ def test_hung_threads_are_replaced_within_a_bound(clock: Clock) -> None:
         end_hung(link, gates[1:])
         work(link)
         # Those that replaced others, and are more than the link needs, have ended.
-        end = time.monotonic() + PATIENCE
-        while living_threads(link) > 2:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_until(lambda: living_threads(link) <= 2)
 
 
 def test_a_stalled_link_is_tried_by_one_submission_at_a_time(clock: Clock) -> None:

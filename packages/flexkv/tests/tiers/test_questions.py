@@ -22,6 +22,7 @@ from packages.inside_tiers import (
     running_jobs,
     waiting_questions,
 )
+from packages.patience import wait_until
 
 LONG = 60.0
 """Seconds that pass only if the clock is put forward."""
@@ -42,12 +43,12 @@ def test_questions_that_are_always_late_are_asked_no_more(
         assert client.tier.readable
         client.store.hanging = {"find"}
         client.tier.query(names("a"))
-        client.until(lambda: client.store.waiting == ["find"])
+        wait_until(lambda: client.store.waiting == ["find"])
         clock.skip(LONG)
         assert not polled or client.tier.drain_answers() == []
         client.store.release_running()
         client.store.hanging = set()
-        client.until(lambda: not running_jobs(link_of(questions_of(client.tier))))
+        wait_until(lambda: not running_jobs(link_of(questions_of(client.tier))))
         answer = client.answer()
         assert (answer.has, answer.late) == ([False], True)  # of use for later requests
     assert not client.tier.readable
@@ -71,7 +72,7 @@ def test_the_wait_for_a_thread_makes_a_question_late(
         assert not client.tier.readable
     client.store.release()
     link = link_of(questions_of(client.tier))
-    client.until(lambda: is_idle(link))
+    wait_until(lambda: is_idle(link))
     answers = client.answers(questions.CALLS + (0 if polled else len(failed)))
     late = [answer for answer in answers if answer.has is None]
     assert late == ([] if polled else failed)
@@ -130,13 +131,13 @@ def test_a_question_whose_call_hangs_fails_at_the_timeout_and_has_no_second_answ
     client = make(question_seconds=LONG, timeout_seconds=2 * LONG)
     client.store.hanging = {"find"}
     ticket = client.tier.query(names("a"))
-    client.until(lambda: client.store.waiting == ["find"])
+    wait_until(lambda: client.store.waiting == ["find"])
     clock.skip(LONG)
     assert client.tier.drain_answers() == []
     clock.skip(LONG)
     assert client.tier.drain_answers() == [Answer(ticket, None, late=True)]
     client.store.release()
-    client.until(lambda: not hung_jobs(link_of(questions_of(client.tier))))
+    wait_until(lambda: not hung_jobs(link_of(questions_of(client.tier))))
     assert client.tier.drain_answers() == []
     assert client.ask("a") == [False]
 
@@ -149,7 +150,7 @@ def test_a_drained_tier_answers_nothing_of_before(make: Callable[..., Client]) -
     assert client.tier.drain()
     client.store.release()
     link = link_of(questions_of(client.tier))
-    client.until(lambda: is_idle(link))
+    wait_until(lambda: is_idle(link))
     assert client.tier.drain_answers() == []
     assert client.ask("a") == [True]
     assert client.store.finds.count(names("a")) == 1
@@ -177,12 +178,12 @@ def test_a_tier_is_not_drained_while_a_call_hangs(
     client = make()
     client.store.hanging = {"get"}
     client.begin_read("a")
-    client.until(lambda: client.store.waiting == ["get"])
+    wait_until(lambda: client.store.waiting == ["get"])
     clock.skip(PATIENCE_SECONDS + 1)
     assert client.tier.poll() == []
     assert not client.tier.drain()
     client.store.release()
-    client.until(client.tier.drain)
+    wait_until(client.tier.drain)
     assert client.tier.poll() == []
 
 
@@ -197,7 +198,7 @@ def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock)
     assert (figures.reads, figures.writes) == ({CircuitState.OPEN: 1}, {CircuitState.CLOSED: 1})
     assert client.write("a") == [DONE]
     client.store.release()
-    client.until(lambda: not hung_jobs(link_of(questions_of(client.tier))))
+    wait_until(lambda: not hung_jobs(link_of(questions_of(client.tier))))
     assert client.tier.readable
     assert client.tier.figures.reads == {CircuitState.CLOSED: 1}
 
@@ -208,7 +209,7 @@ def test_one_hung_question_leaves_the_store_readable(
     client = make(question_seconds=20 * LONG, timeout_seconds=10 * LONG)
     client.store.hanging = {"find"}
     client.tier.query(names("a"))
-    client.until(lambda: client.store.waiting == ["find"])
+    wait_until(lambda: client.store.waiting == ["find"])
     client.store.hanging.clear()
     clock.skip(10 * LONG + 1)
     assert [answer.has for answer in client.tier.drain_answers()] == [None]
@@ -225,7 +226,7 @@ def test_one_hung_call_takes_only_its_own_blocks(
     client.store.hanging = {call}
     begin = client.begin_read if call == "get" else client.begin_write
     hung = begin("a")
-    client.until(lambda: client.store.waiting == [call])
+    wait_until(lambda: client.store.waiting == [call])
     client.store.hanging.clear()
     clock.skip(PATIENCE_SECONDS + 1)
     assert client.tier.poll() == []
@@ -243,7 +244,7 @@ def test_a_hang_counts_once_for_the_circuit(make: Callable[..., Client], clock: 
         assert client.tier.readable
         client.store.hanging = {"get"}
         hung = client.begin_read("a")
-        client.until(lambda: client.store.waiting == ["get"])
+        wait_until(lambda: client.store.waiting == ["get"])
         clock.skip(PATIENCE_SECONDS + 1)
         assert client.tier.poll() == []
         assert client.tier.figures.openings == (number == FAILURES - 1)

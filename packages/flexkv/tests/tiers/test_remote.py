@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
@@ -21,6 +20,7 @@ from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from flexkv.types.changes import Medium
 from packages.conftest import PATIENCE_SECONDS, Clock
 from packages.inside_tiers import await_opening, link_of, running_jobs
+from packages.patience import wait_until
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def test_a_store_that_fails_at_the_start_is_retried_and_not_used_meanwhile(
     assert client.write("xy") == [Outcome.DROPPED] * 2
     assert client.read("a") == [Outcome.DROPPED]
     assert client.ask("ax") is None
-    client.until(lambda: store.opens > 2)
+    wait_until(lambda: store.opens > 2)
     assert (store.finds, store.gets, store.puts) == ([], [], [])
     (line,) = [each.getMessage() for each in caplog.records]
     assert line.startswith("disk cannot be used (open); FlexKV retries until it can")
 
     store.broken = set()
-    client.until(lambda: tier.readable)
+    wait_until(lambda: tier.readable)
     assert tier.figures.reads == tier.figures.writes == {CircuitState.CLOSED: 1}
     assert client.write("xy") == [DONE] * 2
     assert make(store).ask("axyz") == [True] * 3 + [False]
@@ -73,7 +73,7 @@ def test_a_store_that_hangs_at_the_start_holds_the_engine_up_for_a_while_only(
     assert not client.tier.readable
     assert "disk cannot be used (no answer within 0.01 s)" in caplog.text
     store.release()
-    client.until(lambda: client.tier.readable)
+    wait_until(lambda: client.tier.readable)
     assert store.opens == 1
     assert client.write("a") == [DONE]
 
@@ -87,10 +87,10 @@ def test_a_reset_before_the_store_is_open_parts_the_engine_from_the_others(
     client = make(store)
     client.tier.clear()
     store.broken = set()
-    client.until(lambda: client.tier.readable)
+    wait_until(lambda: client.tier.readable)
     assert client.ask("a") == [False]
     assert client.write("a") == [DONE]
-    client.until(lambda: store.renewed == 1)
+    wait_until(lambda: store.renewed == 1)
     assert store.keys() == []
 
 
@@ -128,10 +128,7 @@ def test_other_processes_read_that_the_store_was_not_reached() -> None:
     tier = RemoteTier(Medium.DISK, store, SLOT, limits, states=told)
     assert told.first == {"reads": "connecting", "writes": "connecting"}
     store.broken = set()
-    late = time.monotonic() + PATIENCE_SECONDS
-    while told.read() != {"reads": "closed", "writes": "closed"}:
-        assert time.monotonic() < late
-        time.sleep(0.001)
+    wait_until(lambda: told.read() == {"reads": "closed", "writes": "closed"})
     assert tier.close()
 
 
@@ -163,12 +160,12 @@ def test_an_open_circuit_drops_the_writes_that_wait(
     ticket = client.begin_write(text)
     results: list[BlockResult] = []
     # The write that hangs has no result.
-    client.until(lambda: len(results.__iadd__(client.tier.poll())) == len(text) - 1)
+    wait_until(lambda: len(results.__iadd__(client.tier.poll())) == len(text) - 1)
     go.set()
     assert [each.outcome for each in results[:FAILURES]] == [Outcome.FAILED] * FAILURES
     assert {each.outcome for each in results[FAILURES:]} == {Outcome.DROPPED}
     results = []
-    client.until(lambda: bool(results.__iadd__(client.tier.poll())))
+    wait_until(lambda: bool(results.__iadd__(client.tier.poll())))
     assert results == [BlockResult(ticket, FAILURES, Outcome.FAILED)]
     assert client.tier.figures.queued_blocks == 0
     assert client.tier.figures.writes == {CircuitState.OPEN: 1}
@@ -178,7 +175,7 @@ def test_writes_that_run_count_as_waiting(make: Callable[..., Client]) -> None:
     client = make(threads=2, batch_bytes=SLOT, queue_bytes=4 * SLOT)
     client.store.hanging = {"put"}
     first = client.begin_write("abcd")
-    client.until(lambda: running_jobs(link_of(client.tier)) == 2)
+    wait_until(lambda: running_jobs(link_of(client.tier)) == 2)
     more = client.tier.write(names("e"), client.buffers[4:5])
     assert client.tier.poll() == [BlockResult(more, 0, Outcome.DROPPED)]
     client.store.release()
@@ -223,7 +220,7 @@ def test_what_was_cancelled_before_it_began_is_dropped(make: Callable[..., Clien
     client.write("ab")
     client.store.hanging = {"get"}
     ticket = client.begin_read("ab")
-    client.until(lambda: client.tier.figures.queued_bytes == SLOT)
+    wait_until(lambda: client.tier.figures.queued_bytes == SLOT)
     client.tier.cancel(ticket)
     client.store.release()
     assert client.outcomes(ticket, 2) == [DONE, Outcome.DROPPED]
@@ -234,7 +231,7 @@ def test_a_prefetch_that_is_raised_goes_first(make: Callable[..., Client]) -> No
     client.write("abc")
     client.store.hanging = {"get"}
     busy = client.begin_read("a")
-    client.until(lambda: client.tier.figures.queued_bytes == 0)
+    wait_until(lambda: client.tier.figures.queued_bytes == 0)
     early = client.begin_read("b", Priority.PREFETCH)
     late = client.begin_read("c", Priority.PREFETCH)
     client.tier.raise_priority(late, Urgency(Priority.LOAD))
@@ -319,7 +316,7 @@ def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[...,
     client.write("ab")
     client.store.hanging = {"put"}
     outdated = client.begin_write("x")
-    client.until(lambda: client.tier.figures.queued_bytes == 0)
+    wait_until(lambda: client.tier.figures.queued_bytes == 0)
     client.tier.clear()
     client.store.release()
     client.outcomes(outdated, 1)
@@ -327,7 +324,7 @@ def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[...,
     assert client.read("a") == [Outcome.MISSING]
     assert client.write("ac") == [DONE] * 2
     assert client.ask("abc") == [True, False, True]
-    client.until(lambda: client.store.renewed == 1)
+    wait_until(lambda: client.store.renewed == 1)
     # Engines that were not reset go on together, and share nothing with the one that was.
     other, third = make(client.store), make(client.store)
     assert other.ask("abc") == [False] * 3
@@ -347,7 +344,7 @@ def test_a_write_that_repeats_one_under_way_ends_with_it(
     client.store.broken = {"put"} if broken else set()
     client.store.release()
     results: list[BlockResult] = []
-    client.until(lambda: len(results.__iadd__(client.tier.poll())) == 2)
+    wait_until(lambda: len(results.__iadd__(client.tier.poll())) == 2)
     outcome = Outcome.FAILED if broken else DONE
     assert results == [BlockResult(ticket, 0, outcome) for ticket in (first, again)]
     assert len(client.store.puts) == (0 if broken else 1)
@@ -363,7 +360,7 @@ def test_a_write_after_a_reset_repeats_none_of_before(make: Callable[..., Client
     client.begin_write("a")
     client.store.release()
     results: list[BlockResult] = []
-    client.until(lambda: len(results.__iadd__(client.tier.poll())) == 2)
+    wait_until(lambda: len(results.__iadd__(client.tier.poll())) == 2)
     assert client.ask("a") == [True]
 
 
@@ -373,10 +370,10 @@ def test_a_reset_is_told_to_the_store_until_it_takes_it(
     client = make()
     client.store.broken = {"renew"}
     client.tier.clear()
-    client.until(lambda: "the record of a reset cannot be written" in caplog.text)
+    wait_until(lambda: "the record of a reset cannot be written" in caplog.text)
     assert client.ask("a") == [False]
     client.store.broken.clear()
-    client.until(lambda: client.store.renewed == 1)
+    wait_until(lambda: client.store.renewed == 1)
     assert caplog.text.count("the record of a reset cannot be written") == 1
 
 
@@ -393,7 +390,7 @@ def test_a_store_that_hangs_at_the_end_is_left_open(monkeypatch: pytest.MonkeyPa
     client = Client(MemoryStore())
     client.store.hanging = {"get"}
     client.begin_read("a")
-    client.until(lambda: client.tier.figures.queued_bytes == 0)
+    wait_until(lambda: client.tier.figures.queued_bytes == 0)
     assert not client.tier.close()
     assert not client.store.closed
     client.store.release()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +11,7 @@ import pytest
 
 from flexkv.tiers.mooncake.mooncake_store import Turns
 from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 
 def begin(work: Callable[[], None]) -> threading.Thread:
@@ -28,10 +28,7 @@ def end(*threads: threading.Thread) -> None:
 
 
 def wait_for(turns: Turns, waiting: int) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while turns.waiting < waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: turns.waiting >= waiting)
 
 
 def test_who_waits_comes_before_who_has_just_left() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk import drive
 from flexkv.tiers.disk.inspect import folder_state
 from flexkv.tiers.job import Outcome, Priority, Urgency
-from packages.conftest import PATIENCE_SECONDS, Clock
+from packages.conftest import Clock
+from packages.patience import wait_until
 
 DONE = Outcome.DONE
 
@@ -55,10 +55,7 @@ def test_damaged_counters_use_up_the_write_budget_and_are_said_once(
     counters.write_bytes(content)
     for _ in range(2):
         with opened(tmp_path, day_bytes=100 * SLOT) as client:
-            end = time.monotonic() + PATIENCE_SECONDS
-            while folder_state(str(tmp_path / FINGERPRINT)).problem:
-                assert time.monotonic() < end, "the counters are not written again"
-                time.sleep(0.001)
+            wait_until(lambda: not folder_state(str(tmp_path / FINGERPRINT)).problem)
             assert client.write([b"more"]) == [Outcome.DROPPED]
             assert client.read(names(6)) == [DONE] * 6
     assert caplog.text.count(f"in {tmp_path / FINGERPRINT}, counters.json is damaged (") == 1
@@ -277,11 +274,8 @@ def test_the_state_of_the_circuits_is_saved_for_others_to_see(
 
     def wait_for(client: Client, reads: str) -> None:
         (one,) = client.tier.drives
-        end = time.monotonic() + PATIENCE_SECONDS
-        while (state := folder_state(one.path)).reads != reads:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert state.writes == "closed"
+        wait_until(lambda: folder_state(one.path).reads == reads)
+        assert folder_state(one.path).writes == "closed"
 
     with opened(tmp_path, files=files) as client:
         client.write(names(40))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from flexkv.tiers.job import Job, Outcome, Priority
 from flexkv.tiers.link import Link
 from flexkv.types.backlog import BACKLOG_SHARE
 from packages.inside_tiers import ended_jobs
+from packages.patience import wait_until
 
 PATIENCE = 60.0
 """Seconds after which what should come counts as lost."""
@@ -24,10 +24,7 @@ def after(jobs: list[Job]) -> Iterator[EndedJobs]:
     """What a link with one thread gives once it has run all of `jobs`."""
     link = Link("test", 1, 1, 1 << 20, PATIENCE)
     link.submit(*jobs)
-    end = time.monotonic() + PATIENCE
-    while ended_jobs(link) < len(jobs):
-        assert time.monotonic() < end, "a job does not end"
-        time.sleep(0.0002)
+    wait_until(lambda: ended_jobs(link) == len(jobs))
     yield EndedJobs(link)
     assert link.close(PATIENCE)
 

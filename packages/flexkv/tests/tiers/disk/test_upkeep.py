@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from flexkv.tiers.disk.folder import RESET
 from flexkv.tiers.job import Outcome
 from packages.conftest import Clock
 from packages.inside_tiers import store_of
+from packages.patience import wait_until
 
 DONE = Outcome.DONE
 KEYS = names(20)
@@ -77,14 +77,6 @@ class Failing:
 FOREVER = 1 << 60
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait, and do nothing else."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.002)
-
-
 def found_after_a_kill(root: Path) -> list[bytes]:
     """What the next process would find if this one were killed now."""
     copy = root.with_name("copy")
@@ -111,13 +103,13 @@ def test_a_reset_is_retried_until_it_is_written(tmp_path: Path, error: Exception
         before = epoch_of(tmp_path / "a")
         files.header, files.marker = Failing(3, error), Failing(3)
         client.tier.clear()
-        wait_for(lambda: epoch_of(tmp_path / "a") != before)
+        wait_until(lambda: epoch_of(tmp_path / "a") != before)
         assert files.header.calls == 4
         assert found_after_a_kill(tmp_path / "a") == []
         files.header, files.marker = Failing(2), Failing(2)
         before = epoch_of(tmp_path / "a")
         client.tier.clear()  # another one is retried as the first was
-        wait_for(lambda: epoch_of(tmp_path / "a") != before)
+        wait_until(lambda: epoch_of(tmp_path / "a") != before)
 
 
 def test_a_reset_whose_header_cannot_be_written_is_marked_beside_it(tmp_path: Path) -> None:
@@ -126,7 +118,7 @@ def test_a_reset_whose_header_cannot_be_written_is_marked_beside_it(tmp_path: Pa
         client.write(KEYS)
         files.header = failing = Failing(FOREVER)
         client.tier.clear()
-        wait_for(lambda: failing.calls > 2)
+        wait_until(lambda: failing.calls > 2)
         client.salt = b"new weights"
         assert client.write(KEYS[10:]) == [DONE] * 10
         assert client.read(KEYS[10:]) == [DONE] * 10
@@ -165,7 +157,7 @@ def test_a_reset_that_the_disk_refuses_altogether_is_logged_once(
         client.write(KEYS)
         files.header = files.marker = failing = Failing(FOREVER)
         client.tier.clear()
-        wait_for(lambda: failing.calls >= 6)
+        wait_until(lambda: failing.calls >= 6)
         assert [r.levelname for r in caplog.records] == ["ERROR"]
         assert "nothing on disk records it); FlexKV retries" in caplog.text
         assert "remove that folder" in caplog.text
@@ -184,7 +176,7 @@ def test_the_marker_is_no_more_than_a_name(tmp_path: Path) -> None:
         client.write(KEYS)
         files.header = Failing(FOREVER)
         client.tier.clear()
-        wait_for((tmp_path / FINGERPRINT / RESET).exists)
+        wait_until((tmp_path / FINGERPRINT / RESET).exists)
         assert (tmp_path / FINGERPRINT / RESET).stat().st_blocks == 0
 
 
@@ -201,10 +193,10 @@ def test_counters_are_saved_while_nobody_polls(
 
     with opened(tmp_path) as client:
         client.write(KEYS)
-        wait_for(lambda: saved() == (0, 20 * SLOT))
+        wait_until(lambda: saved() == (0, 20 * SLOT))
         client.write(names(5, first=50))
         client.read(KEYS)
-        wait_for(lambda: saved() == (20, 25 * SLOT))
+        wait_until(lambda: saved() == (20, 25 * SLOT))
 
 
 def test_jobs_that_ended_last_are_in_the_counters(
@@ -216,7 +208,7 @@ def test_jobs_that_ended_last_are_in_the_counters(
 
     def count(self: upkeep.Upkeep) -> None:
         real(self)
-        wait_for(lambda: not (self._save.wanted or self._save.running))
+        wait_until(lambda: not (self._save.wanted or self._save.running))
 
     monkeypatch.setattr(upkeep.Upkeep, "count", count)
     with opened(tmp_path) as client:
@@ -239,7 +231,7 @@ def test_counters_that_could_not_be_saved_are_saved_later(
     monkeypatch.setattr(os, "replace", replace)
     with opened(tmp_path) as client:
         client.write(KEYS)
-        wait_for((tmp_path / FINGERPRINT / ledger.FILE).exists)
+        wait_until((tmp_path / FINGERPRINT / ledger.FILE).exists)
         assert failing.calls == 4
 
 
@@ -308,10 +300,7 @@ def test_an_erasure_that_raises_anything_gives_its_slot_back(
 
         monkeypatch.setattr(store_of(one), "write_record", erase)
         client.delete(names(2))
-        end = time.monotonic() + DEADLINE
-        while one.index.free_slots < 2:
-            assert time.monotonic() < end, "a slot does not come back"
-            client.pump()
+        wait_until(lambda: one.index.free_slots == 2, client.pump)
     with opened(tmp_path, slots=8) as client:
         assert client.found(names(8)) == names(6, first=2)
 
@@ -405,7 +394,7 @@ def test_erasures_that_the_drive_refuses_are_named_and_retried(
         assert [r.levelname for r in caplog.records] == ["ERROR"]
         assert "the next start finds these blocks" in caplog.text
         calls = failing.calls
-        wait_for(lambda: failing.calls > calls)  # nobody asks for that
+        wait_until(lambda: failing.calls > calls)  # nobody asks for that
         files.erasure = Failing(0)
         assert client.tier.sync()[1].result(DEADLINE) == ""
         assert found_after_a_kill(tmp_path / "a") == KEYS[5:]

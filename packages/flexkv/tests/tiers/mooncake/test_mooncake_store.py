@@ -39,6 +39,7 @@ from flexkv.tiers.mooncake.mooncake_store import MooncakeBlocks
 from flexkv.tiers.remote import RemoteTier
 from integration.harness.mooncake_master import MooncakeMaster
 from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 THREADS = 4
 
@@ -335,15 +336,10 @@ def test_a_master_that_comes_after_the_start_is_joined(
         assert [each.outcome for each in tier.poll()] == [Outcome.DROPPED]
         assert "cannot be used (" in caplog.text
         master.restart()
-        late = time.monotonic() + PATIENCE_SECONDS
-        while not tier.readable:
-            assert time.monotonic() < late
-            time.sleep(0.01)
+        wait_until(lambda: tier.readable)
         tier.write(keys, buffers)
         results: list[BlockResult] = []
-        while not results:
-            assert time.monotonic() < late
-            results = tier.poll()
+        wait_until(lambda: results, lambda: results.extend(tier.poll()))
         assert [each.outcome for each in results] == [Outcome.DONE]
         assert tier.close()
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +24,7 @@ from flexkv.tiers.mooncake.member import NO_SPACE
 from flexkv.tiers.mooncake.open_mooncake import open_record as mooncake_record
 from flexkv.tiers.mooncake.store_record import StoreRecord
 from integration.harness.mooncake_master import MooncakeMaster
-from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 MIB = 1 << 20
 NODES = 4
@@ -102,10 +101,7 @@ def test_each_node_that_lends_memory_keeps_a_copy(
     later = lend()
     record = StoreRecord(lambda: later, ReplicateConfig(), FINGERPRINT, lends=True)
     assert record.read() == b"record"
-    late = time.monotonic() + PATIENCE_SECONDS
-    while len(later.get_replica_desc(f"flexkv/epochs/{FINGERPRINT}")) < 2:
-        assert time.monotonic() < late
-        time.sleep(0.05)
+    wait_until(lambda: len(later.get_replica_desc(f"flexkv/epochs/{FINGERPRINT}")) == 2)
     first.close()
     assert record.read() == b"record"
     assert open_record(master).read() == b"record"

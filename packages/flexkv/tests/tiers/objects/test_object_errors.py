@@ -30,6 +30,7 @@ from flexkv.tiers.objects import object_store as module
 from flexkv.tiers.objects.object_store import ObjectBlocks
 from flexkv.tiers.objects.open_objects import connect
 from packages.conftest import PATIENCE_SECONDS
+from packages.patience import wait_until
 
 SLOT = 4096
 FINGERPRINT = "f" * 32
@@ -216,15 +217,10 @@ def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
     assert all("/epochs/" in path for _, path in bucket.requests[requests:])
 
     bucket.fault = lambda *_: None
-    late = time.monotonic() + PATIENCE_SECONDS
-    while not tier.readable:
-        assert time.monotonic() < late
-        time.sleep(0.001)
+    wait_until(lambda: tier.readable)
     tier.query(KEYS)
     answers: list[Answer] = []
-    while not answers:
-        assert time.monotonic() < late
-        answers = tier.drain_answers()
+    wait_until(lambda: answers, lambda: answers.extend(tier.drain_answers()))
     assert [each.has for each in answers] == [[True] * 3]
     tier.write(others, buffers(memory))
     assert tier.close(PATIENCE_SECONDS)
