@@ -20,8 +20,21 @@ def test_each_flag_that_is_refused_is_refused_in_a_test() -> None:
 
 
 def test_each_feature_was_run_or_is_refused() -> None:
-    table = PAGE.read_text().partition("### What was run")[2]
+    table = PAGE.read_text().partition("### What was run")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 20
     for row in rows:
         assert re.search(r"\| (equal tokens|refused, names `--)", row), row
+
+
+def test_every_replaced_method_has_a_reason() -> None:
+    table = PAGE.read_text().partition("## What FlexKV replaces in SGLang")[2]
+    named = re.findall(r"^\| `([\w.]+)` \| \w", table, re.MULTILINE)
+    hooks = (ROOT / "packages/flexkv-sglang/src/flexkv_sglang/hooks.py").read_text()
+    paths = dict(re.findall(r'^(_[A-Z_]+) = f?"(\S+)"$', hooks, re.MULTILINE))
+    replaced = [
+        ".".join(re.sub(r"\{(\w+)\}", lambda each: paths[each[1]], paths[name]).split(".")[-2:])
+        for name in re.findall(r"HookRegistry\.register\((\w+),", hooks)
+    ]
+    assert sorted(named) == sorted(replaced)
+    assert len(named) == 14

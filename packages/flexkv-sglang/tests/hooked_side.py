@@ -11,7 +11,7 @@ from flexkv.engine.choice.cost import Span
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.keys import PageKeys
-from flexkv_sglang.ranks import Exchanges, OneRank
+from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.stages import StagedLoads
 from flexkv_sglang.trailing import NONE_TRAILING
 from flexkv_sglang.tree import PageHashes
@@ -41,7 +41,7 @@ class Side:
         self.went_on = 0
         self.weights_return = True
         self.delays = False
-        self.delayed = DelayedOffloads(Exchanges(OneRank(), self.boundary))
+        self.delayed = DelayedOffloads(Exchanges(Ranks(), self.boundary))
         self.is_loading = False
         self.staged: StagedLoads | None = None
         self.known: list[int] = []

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from flexkv_sglang.tree import PageHashes
 
-class OwnPages:
+
+class OwnPages(PageHashes):
     """Hashes of pages as SGLang has them, for tests without it.
 
     Args:

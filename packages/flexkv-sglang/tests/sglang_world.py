@@ -16,10 +16,11 @@ from sglang_requests import Request
 
 from flexkv import CacheConfig
 from flexkv_sglang.pages import NO_DRAFTS, DraftPools, Pages, describe_pages
-from flexkv_sglang.ranks import OneRank, Ranks
+from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.requests import SglangRequests
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
+from flexkv_sglang.tree import MissingPages
 
 LAYERS, HEADS, DIM = 3, 2, 16
 PATIENCE_SECONDS = 60.0
@@ -184,7 +185,7 @@ def hashes_of(text: str, count: int) -> list[str]:
     return made
 
 
-class HashedPrompt:
+class HashedPrompt(MissingPages):
     """The pages of a waiting request, which have these hashes.
 
     Attributes:
@@ -271,7 +272,7 @@ class Rank:
         write_weights(folder)
         self._requests: dict[str, Request] = {}
         self.pool = pool or make_pool(kind, heads=pool_heads, **pool_options)
-        self.ranks = ranks = ranks or OneRank()
+        self.ranks = ranks = ranks or Ranks()
         total = heads if heads is not None else (HEADS if kind in {"mha", "hnd"} else 1)
         size = self.pool.page_size
         states = getattr(self.pool, "states", None)

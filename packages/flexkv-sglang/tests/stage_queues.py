@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
-from flexkv_sglang.ranks import OneRank
+from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.stages import StageLinks
 
 PATIENCE_SECONDS = 60.0
@@ -62,7 +62,7 @@ class QueuedLinks(StageLinks):
         self.steps += 1
 
 
-class MeetingRanks(OneRank):
+class MeetingRanks(Ranks):
     """The ranks of all stages at the start.
 
     Args:

@@ -10,7 +10,7 @@ from sglang_world import Rank, hashes_of
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv_sglang.delayed_offloads import DelayedOffloads
-from flexkv_sglang.ranks import Exchanges, OneRank
+from flexkv_sglang.ranks import Exchanges, Ranks
 
 _SLOT = 4096
 MakeRank = Callable[..., Rank]
@@ -18,7 +18,7 @@ MakeRank = Callable[..., Rank]
 
 def waiting(*tokens: int) -> DelayedOffloads:
     """The nodes 0, 1, ... with these tokens, in order of their use."""
-    made = DelayedOffloads(Exchanges(OneRank(), ErrorBoundary()))
+    made = DelayedOffloads(Exchanges(Ranks(), ErrorBoundary()))
     for node, count in enumerate(tokens):
         made.used(node, count)
     return made

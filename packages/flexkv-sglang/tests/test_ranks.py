@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexkv_sglang.ranks import CpuGroup, OneRank, ranks_of, together
+from flexkv_sglang.ranks import CpuGroup, Ranks, ranks_of, together
 
 PATIENCE_SECONDS = 60.0
 
@@ -57,12 +57,12 @@ def test_the_first_rank_speaks_for_all(tmp_path: Path) -> None:
 
 def test_an_engine_of_one_rank_asks_nobody() -> None:
     ranks = ranks_of(None)
-    assert isinstance(ranks, OneRank)
+    assert type(ranks) is Ranks
     assert ranks.agree([3, 4], 2) == [3, 4]
     assert [ranks.all(holds) for holds in (True, False)] == [True, False]
     assert [ranks.first_error(text) for text in (None, "no room")] == [None, (0, "no room")]
 
 
 def test_an_error_of_one_rank_alone_goes_on_as_it_is() -> None:
-    with pytest.raises(OSError, match="no room"), together(OneRank()):
+    with pytest.raises(OSError, match="no room"), together(Ranks()):
         raise OSError("no room")

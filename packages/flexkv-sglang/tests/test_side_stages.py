@@ -13,7 +13,7 @@ import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of, make_pool, same, write_weights
 from stage_queues import MeetingRanks, QueuedLinks, Wires
 
-from flexkv_sglang.ranks import OneRank, StagedRanks
+from flexkv_sglang.ranks import Ranks, StagedRanks
 from packages.inside import cache_of
 from packages.inside_adapters import worker_of
 
@@ -40,7 +40,7 @@ class Pipeline:
                 pool.start_layer = layer
                 (described,) = pool.get_device_pool_infos()
                 described.layer_ids = (layer,)
-            ranks = StagedRanks(OneRank(), MeetingRanks(wires, stage), self.links[stage])
+            ranks = StagedRanks(Ranks(), MeetingRanks(wires, stage), self.links[stage])
             return Rank(folder, ranks=ranks, pool=pool, settings=settings)
 
         with ThreadPoolExecutor(2) as threads:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from flexkv_sglang.ranks import OneRank, StagedRanks, ranks_of
+from flexkv_sglang.ranks import Ranks, StagedRanks, ranks_of
 from flexkv_sglang.stages import StageLinks
 
 STAGES, RANKS = 2, 2
@@ -83,7 +83,7 @@ def test_later_stages_get_the_numbers_of_the_first_one_which_does_not_wait(tmp_p
 
 def test_without_a_pipeline_there_is_one_stage() -> None:
     ranks = ranks_of(None, None)
-    assert isinstance(ranks, OneRank)
+    assert isinstance(ranks, Ranks)
     assert (ranks.stage, ranks.stages) == (0, 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stage_queues import MeetingRanks, QueuedLinks, Wires
 
-from flexkv_sglang.ranks import OneRank, StagedRanks
+from flexkv_sglang.ranks import Ranks, StagedRanks
 from flexkv_sglang.stages import StagedLoads
 
 
@@ -23,7 +23,7 @@ class Stage:
 
     def __init__(self, wires: Wires, number: int) -> None:
         self.links = QueuedLinks(wires, number)
-        self.ranks = StagedRanks(OneRank(), MeetingRanks(wires, number), self.links)
+        self.ranks = StagedRanks(Ranks(), MeetingRanks(wires, number), self.links)
         self.links.waits = False
         self.loads = StagedLoads(self.links)
         self.requests = {rid: request(rid, kept_out=rid == "own") for rid in ("a", "b", "own")}

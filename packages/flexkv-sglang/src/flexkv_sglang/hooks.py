@@ -57,46 +57,21 @@ _CLEAR = "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped"
 _EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _POLL = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
 _DISPATCH = "sglang.utils.TypeBasedDispatcher.__call__"
-_HARMLESS = frozenset(
-    {
-        "AbortReq",
-        "AddExternalCorpusReqInput",
-        "AttachHiCacheStorageReqInput",
-        "BatchTokenizedEmbeddingReqInput",
-        "BatchTokenizedGenerateReqInput",
-        "ClearHiCacheReqInput",
-        "CloseSessionReqInput",
-        "ConfigureLoggingReq",
-        "ContinueGenerationReqInput",
-        "DestroyWeightsUpdateGroupReqInput",
-        "DetachHiCacheStorageReqInput",
-        "ExpertDistributionReq",
-        "FlushCacheReqInput",
-        "FreezeGCReq",
-        "GetHiCacheL3LayoutReq",
-        "GetInternalStateReq",
-        "GetWeightsByNameReqInput",
-        "InitWeightsSendGroupForRemoteInstanceReqInput",
-        "InitWeightsUpdateGroupReqInput",
-        "ListExternalCorporaReqInput",
-        "LoadLoRAAdapterFromTensorsReqInput",
-        "LoadLoRAAdapterReqInput",
-        "OpenSessionReqInput",
-        "PauseGenerationReqInput",
-        "PdRoleSwitchReqInput",
-        "ProfileReq",
-        "ReleaseMemoryOccupationReqInput",
-        "RemoveExternalCorpusReqInput",
-        "ResumeMemoryOccupationReqInput",
-        "SendWeightsToRemoteInstanceReqInput",
-        "SetInternalStateReq",
-        "ShutdownReq",
-        "SlowDownReqInput",
-        "TokenizedEmbeddingReqInput",
-        "TokenizedGenerateReqInput",
-        "UnloadLoRAAdapterReqInput",
-    }
-)
+_HARMLESS_NAMES = """
+    AbortReq AddExternalCorpusReqInput AttachHiCacheStorageReqInput
+    BatchTokenizedEmbeddingReqInput BatchTokenizedGenerateReqInput ClearHiCacheReqInput
+    CloseSessionReqInput ConfigureLoggingReq ContinueGenerationReqInput
+    DestroyWeightsUpdateGroupReqInput DetachHiCacheStorageReqInput ExpertDistributionReq
+    FlushCacheReqInput FreezeGCReq GetHiCacheL3LayoutReq GetInternalStateReq
+    GetWeightsByNameReqInput InitWeightsSendGroupForRemoteInstanceReqInput
+    InitWeightsUpdateGroupReqInput ListExternalCorporaReqInput
+    LoadLoRAAdapterFromTensorsReqInput LoadLoRAAdapterReqInput OpenSessionReqInput
+    PauseGenerationReqInput PdRoleSwitchReqInput ProfileReq ReleaseMemoryOccupationReqInput
+    RemoveExternalCorpusReqInput ResumeMemoryOccupationReqInput
+    SendWeightsToRemoteInstanceReqInput SetInternalStateReq ShutdownReq SlowDownReqInput
+    TokenizedEmbeddingReqInput TokenizedGenerateReqInput UnloadLoRAAdapterReqInput
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
 """Requests to SGLang's scheduler that leave the model's weights as they are; see `release_memory`
 for one of them. Each load of a LoRA adapter has an id of its own, which its pages' hashes cover."""
 
@@ -159,18 +134,23 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         made = _schedule_ready(side, original, scheduler, *args, **kwargs)
     batch, _ = made
     requests = () if batch is None else batch.reqs
-    if side.requests is not None:
-        with side.boundary.guard(
-            "following a batch", "its requests are not counted or recorded", loses=False
-        ):
-            hashes = PageHashes(scheduler.tree_cache)
-            side.requests.scheduled(requests, scheduler.waiting_queue, hashes)
+    _report_batch(side, requests, scheduler)
     if scheduler.device == "cpu" and side.staged is None:
         # On other devices, SGLang prepares the next step before this one ends, so its time is
         # unknown. So is that of the other stages of a pipeline.
         with side.boundary.guard("measuring a batch", "its time is not measured", loses=False):
             side.batch_begins([Span(each.prefix_len, each.extend_end) for each in requests])
     return made
+
+
+def _report_batch(side: RankSide, requests: Sequence[Any], scheduler: Any) -> None:
+    """Report the requests that SGLang computes next."""
+    if side.requests is not None:
+        with side.boundary.guard(
+            "following a batch", "its requests are not counted or recorded", loses=False
+        ):
+            hashes = PageHashes(scheduler.tree_cache)
+            side.requests.scheduled(requests, scheduler.waiting_queue, hashes)
 
 
 @contextlib.contextmanager
@@ -238,9 +218,11 @@ def _with_held(queue: list[Any], held: set[int], seen: list[Any], left: list[Any
 
 def decode(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook of the step in which a decode server (PD disaggregation) looks at its queues. Polls
-    offloads first: SGLang polls only HiCache there, and would keep all offloaded pages."""
+    offloads first: SGLang polls only HiCache there, and would keep all offloaded pages. Such a
+    server computes no prompts, so that its requests are forgotten once they have loaded."""
     if _sides:
         scheduler.tree_cache.check_hicache_events()
+        _report_batch(_sides[0], (), scheduler)
     return original(scheduler, *args, **kwargs)
 
 

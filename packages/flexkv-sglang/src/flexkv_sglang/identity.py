@@ -35,21 +35,12 @@ logger = logging.getLogger("flexkv.sglang")
 _DUMMY = "dummy"
 """SGLang's `--load-format` of random weights, which depend on its seed."""
 
-_EXAMINED = frozenset(
-    {
-        "load_format",
-        "lora_paths",
-        "model_path",
-        "quantization_param_path",
-        "random_seed",
-        "revision",
-        "speculative_draft_load_format",
-        "speculative_draft_model_path",
-        "speculative_draft_model_revision",
-        "tokenizer_path",
-        "trust_remote_code",
-    }
-)
+_EXAMINED_NAMES = """
+    load_format lora_paths model_path quantization_param_path random_seed revision
+    speculative_draft_load_format speculative_draft_model_path speculative_draft_model_revision
+    tokenizer_path trust_remote_code
+"""
+_EXAMINED = frozenset(_EXAMINED_NAMES.split())
 """Settings of SGLang that `model_identity` looks behind."""
 
 _HARMLESS_NAMES = """
@@ -181,24 +172,11 @@ _HARMLESS_KINDS = """
 _DRAFT = "speculative_"
 """What names of settings begin with that decide the bytes of a draft's part of a page."""
 
-_FROM_FILES = frozenset(
-    {
-        "auto",
-        "bitsandbytes",
-        "dummy",
-        "fastsafetensors",
-        "gguf",
-        "instanttensor",
-        "layered",
-        "mistral",
-        "npcache",
-        "presharded",
-        "pt",
-        "runai_streamer",
-        "safetensors",
-        "sharded_state",
-    }
-)
+_FROM_FILES_NAMES = """
+    auto bitsandbytes dummy fastsafetensors gguf instanttensor layered mistral npcache
+    presharded pt runai_streamer safetensors sharded_state
+"""
+_FROM_FILES = frozenset(_FROM_FILES_NAMES.split())
 """SGLang's `--load-format` of weights that are only those of the model's files, or of a seed."""
 
 _FROM_ELSEWHERE = (

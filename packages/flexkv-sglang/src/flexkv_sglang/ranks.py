@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,8 +20,9 @@ _TEXT_BYTES = 2048
 """Bytes of an error's text that other ranks get. Longer texts are cut off."""
 
 
-class Ranks(Protocol):
-    """The ranks that hold the shards of one KV cache, as one of them sees them.
+class Ranks:
+    """The ranks that hold the shards of one KV cache, as one of them sees them. This class has one
+    rank, which agrees with itself.
 
     Attributes:
         rank: number of this rank, from 0.
@@ -31,16 +32,11 @@ class Ranks(Protocol):
         loads: those of a pipeline; None with one stage.
     """
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def loads(self) -> StagedLoads | None: ...
+    rank: int = 0
+    count: int = 1
+    stage: int = 0
+    stages: int = 1
+    loads: StagedLoads | None = None
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
         """Rank 0's numbers, on all ranks. Waits until all ranks have called.
@@ -51,16 +47,16 @@ class Ranks(Protocol):
             numbers: 64-bit integers; ignored on all ranks but 0.
             count: length of rank 0's `numbers`, the same on all ranks.
         """
-        ...
+        return list(numbers)
 
     def all(self, holds: bool) -> bool:
         """Whether `holds` is true on all ranks. Waits until all ranks have called."""
-        ...
+        return holds
 
     def first_error(self, text: str | None) -> tuple[int, str] | None:
         """The lowest rank that has an error, and the error's text; None if no rank has one. The
         same on all ranks. Waits until all ranks have called."""
-        ...
+        return None if text is None else (0, text)
 
 
 @contextlib.contextmanager
@@ -137,41 +133,18 @@ class Exchanges:
         return self.ranks.all(held)
 
 
-class OneRank:
-    """An engine of one rank."""
-
-    rank = 0
-    count = 1
-    stage = 0
-    stages = 1
-    loads = None
-
-    def agree(self, numbers: Sequence[int], count: int) -> list[int]:
-        return list(numbers)
-
-    def all(self, holds: bool) -> bool:
-        return holds
-
-    def first_error(self, text: str | None) -> tuple[int, str] | None:
-        return None if text is None else (0, text)
-
-
-class CpuGroup:
+class CpuGroup(Ranks):
     """The ranks of a group of SGLang's whose messages are CPU tensors.
 
     Args:
         group: a `torch.distributed` group; borrowed.
     """
 
-    stage = 0
-    stages = 1
-    loads = None
-
     def __init__(self, group: Any) -> None:
         self._group = group
         self._first = torch.distributed.get_global_rank(group, 0)
-        self.rank: int = torch.distributed.get_rank(group)
-        self.count: int = torch.distributed.get_world_size(group)
+        self.rank = torch.distributed.get_rank(group)
+        self.count = torch.distributed.get_world_size(group)
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
         made = list(numbers) if self.rank == 0 else [0] * count
@@ -200,7 +173,7 @@ class CpuGroup:
         return failed, bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-class StagedRanks:
+class StagedRanks(Ranks):
     """The ranks of all stages; see `Ranks`. The first stage decides. Calls wait for earlier stages
     only, but for `first_error`, which all ranks call at the start.
 
@@ -211,7 +184,7 @@ class StagedRanks:
     """
 
     def __init__(self, own: Ranks, across: Ranks, links: StageLinks) -> None:
-        self.loads: StagedLoads | None = StagedLoads(links)
+        self.loads = StagedLoads(links)
         self.stage, self.stages = links.stage, links.stages
         self.rank = links.stage * own.count + own.rank
         self.count = links.stages * own.count
@@ -255,7 +228,7 @@ def ranks_of(group: Any | None, stages: Any | None = None) -> Ranks:
         stages: the group of the ranks that have the same number in their stages; None without a
             pipeline.
     """
-    own: Ranks = CpuGroup(group) if _has_others(group) else OneRank()
+    own: Ranks = CpuGroup(group) if _has_others(group) else Ranks()
     return StagedRanks(own, CpuGroup(stages), StageLinks(stages)) if _has_others(stages) else own
 
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, cast
+from dataclasses import replace
+from typing import Any, cast
 
 from flexkv.client import CacheClient, Hold
 from flexkv.engine.boundary import ErrorBoundary
@@ -12,12 +13,12 @@ from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.options import OptionsReader, pin_owner, tenant_of
 from flexkv.engine.scheduler.reports import HitReports
-from flexkv.engine.scheduler.request import Match
 from flexkv.engine.side_figures import CacheFigures
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_sglang.keys import PageKeys
-from flexkv_sglang.request import SglangRequest, Tracked
+from flexkv_sglang.request import NO_MATCH, SglangRequest, Tracked
 from flexkv_sglang.trailing import TrailingPages
+from flexkv_sglang.tree import PageHashes
 
 _PARAMETERS = (
     "load",
@@ -35,13 +36,6 @@ _PARAMETERS = (
 )
 """Parameters of requests that FlexKV follows in SGLang's `custom_params`. SGLang stores pages of
 its tree, which have no request, and loads in one way."""
-
-
-class Hashes(Protocol):
-    """See `PageHashes`."""
-
-    def of_hit(self, request: Any) -> Sequence[str]: ...
-    def behind(self, request: Any, pages: int, before: str | None) -> Sequence[str]: ...
 
 
 class RequestReports:
@@ -70,7 +64,7 @@ class RequestReports:
         options: Collection[str] | None,
     ) -> None:
         self.keeping = 0
-        self.hashes: Hashes | None = None
+        self.hashes: PageHashes | None = None
         self._cache = cache
         self._keys_of = page_keys.of
         self._page_size = page_size
@@ -92,11 +86,11 @@ class RequestReports:
             self._cache.unhold(Hold.PIN, pin_owner(seen, tracked.options))
         return tracked
 
-    def began(self, tracked: Tracked, hashes: Hashes) -> None:
+    def began(self, tracked: Tracked, hashes: PageHashes) -> None:
         """SGLang computes a request next."""
         request, size, loads = tracked.request, self._page_size, tracked.loads
-        match, last = tracked.match or Match(0, keys=self._keys_of(())), tracked.last_hash
-        looked_up = cast("PackedKeys", match.keys)
+        match, last = tracked.match or NO_MATCH, tracked.last_hash
+        looked_up = cast("PackedKeys", match.keys or self._keys_of(()))
         own_tokens = max(0, request.num_computed_tokens - loads * size)
         own_hashes = hashes.of_hit(request.sglang) if own_tokens else ()
         if len(own_hashes) != own_tokens // size:
@@ -118,7 +112,7 @@ class RequestReports:
         self._reports.allocated(
             request,
             tracked.options,
-            Match(own_tokens, left=match.left),
+            replace(match, local_tokens=own_tokens),
             loads * size,
             keys=(used, prompt),
             fetched=tracked.fetched if tracked.match is not None and tracked.may_load else None,

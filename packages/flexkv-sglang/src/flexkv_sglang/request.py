@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from flexkv.engine.scheduler.engine import EngineRequest
 
 
+NO_MATCH = Match(0)
+"""In place of the lookup of a request that was not looked up."""
+
+
 class SglangRequest:
     """See `flexkv.engine.scheduler.engine.EngineRequest`.
 

@@ -20,10 +20,11 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.spans import TracedWork
 from flexkv_sglang.keys import PageKeys
-from flexkv_sglang.reports import Hashes, RequestReports
+from flexkv_sglang.reports import RequestReports
 from flexkv_sglang.request import Tracked, spans_of_process
 from flexkv_sglang.trailing import IN_HOST, TrailingPages
-from flexkv_sglang.waiting import Prompt, WaitingRequests
+from flexkv_sglang.tree import MissingPages, PageHashes
+from flexkv_sglang.waiting import WaitingRequests
 
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for ended requests. A check costs one call per running request."""
@@ -90,7 +91,7 @@ class SglangRequests:
 
     # Requests that wait.
 
-    def look_ahead(self, request: Any, prompt: Prompt) -> None:
+    def look_ahead(self, request: Any, prompt: MissingPages) -> None:
         """See `WaitingRequests.look_up`."""
         self.waiting.look_up(self._track(request), prompt)
 
@@ -158,7 +159,9 @@ class SglangRequests:
         if tracked is not None:
             tracked.load_nothing()
 
-    def scheduled(self, requests: Sequence[Any], waiting: Sequence[Any], hashes: Hashes) -> None:
+    def scheduled(
+        self, requests: Sequence[Any], waiting: Sequence[Any], hashes: PageHashes
+    ) -> None:
         """Report a batch that SGLang computes next, and the requests that have ended. Called in
         each step, also without a batch.
 

@@ -45,7 +45,7 @@ class PageHashes:
 
 
 class MissingPages:
-    """See `waiting.Prompt`.
+    """The pages of a prompt that SGLang's own cache lacks, and the request may load.
 
     Args:
         key: SGLang's key of the whole prompt; borrowed.
@@ -71,12 +71,13 @@ class MissingPages:
 
     @property
     def pages(self) -> int:
-        """How many pages the request may load."""
+        """How many there are."""
         tokens = max(0, len(self._key) - self._first)
         return (tokens if self._most is None else min(tokens, self._most)) // self._page_size
 
     def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
-        """See `waiting.Prompt`."""
+        """SGLang's hashes of pages `start` to `stop`. `before` is the hash of the page before them;
+        None if `start` is 0."""
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         size, first = self._page_size, self._first

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary, in_turns
@@ -27,6 +26,7 @@ from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.types.changes import Medium
 from flexkv_sglang.request import Tracked
 from flexkv_sglang.trailing import OBTAINABLE, TrailingPages
+from flexkv_sglang.tree import MissingPages
 
 
 class SharedPrefixes:
@@ -152,20 +152,6 @@ _FETCHED_PAGES = 96
 than 5 of 100 steps took more than 2 ms."""
 
 
-class Prompt(Protocol):
-    """The pages of a prompt that SGLang's own cache lacks."""
-
-    @property
-    def pages(self) -> int:
-        """How many there are."""
-        ...
-
-    def hashes(self, start: int, stop: int, before: str | None) -> Sequence[str]:
-        """SGLang's hashes of pages `start` to `stop`. `before` is the hash of the page before them;
-        None if `start` is 0."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Look:
     """A request whose pages are looked up, from the first that SGLang lacks on.
@@ -184,7 +170,7 @@ class _Look:
     """
 
     tracked: Tracked
-    prompt: Prompt
+    prompt: MissingPages
     hashed: int = 0
     before: str | None = None
     keys: Sequence[bytes] = ()
@@ -243,7 +229,7 @@ class WaitingRequests:
         self._seen.setdefault(rid)
         return new or self.shared.is_unsure(rid)
 
-    def look_up(self, tracked: Tracked, prompt: Prompt) -> None:
+    def look_up(self, tracked: Tracked, prompt: MissingPages) -> None:
         """Find out what lower tiers have of a request's pages, and begin to read it, in further
         calls of `go_on`. SGLang may schedule requests of one priority before those of another."""
         if self._cache.info.may_fetch and tracked.fetch is None:
