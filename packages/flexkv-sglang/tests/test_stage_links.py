@@ -41,7 +41,7 @@ def play(number: int, store: Path, pipe: Connection) -> None:
     agreed = []
     for message in range(MESSAGES):
         if message in {100, 200}:
-            ranks.loads.step_begins()
+            ranks.loads.links.step_begins()
         agreed.append(ranks.agree([message, -1, 1 << 62] if number == 0 else [9] * 3, 3))
     held = [ranks.all(True), ranks.all(number != 1), ranks.all(number != 2)]
     pipe.send((agreed, held))

@@ -116,13 +116,11 @@ class SglangPromptKeys:
         self.block_tokens = page_size
 
     def count(self, question: PromptQuestion) -> int:
-        """See `PromptKeys.count`."""
         if question.hashes:
             return len(question.hashes)
         return max(0, len(question.tokens) - self._is_bigram) // self.block_tokens
 
     def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
-        """See `PromptKeys.parts`."""
         pages = max(1, _PART_TOKENS // self.block_tokens)
         hashes = question.hashes or None
         key = None if hashes else self._key(question)

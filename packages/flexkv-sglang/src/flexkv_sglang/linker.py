@@ -221,11 +221,7 @@ class _Named(NamedTuple):
 
 def _by_pool(transfers: Sequence[PoolTransfer]) -> tuple[_Named, dict[str, _Named]]:
     """The pages of full attention, and what the last of these have in pools apart, by the pool's
-    name.
-
-    Raises:
-        LayoutError: SGLang names other pages.
-    """
+    name."""
     none = torch.arange(0)
     by_name = {
         str(each.name.value): _Named(

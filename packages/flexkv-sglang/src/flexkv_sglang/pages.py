@@ -190,12 +190,7 @@ class _Described(NamedTuple):
 
 def _full_and_window(pool: Any, states: Any) -> tuple[Any, Any]:
     """The pools of full attention and of sliding windows; None in place of the latter if no layer
-    has a window. `states`: see `describe_pages`.
-
-    Raises:
-        LayoutError: SGLang does not keep windows in pages of a pool of their own, or full attention
-            in one beside states.
-    """
+    has a window. `states`: see `describe_pages`."""
     window = getattr(pool, "swa_kv_pool", None)
     kind = type(pool).__name__
     if window is None:
@@ -262,11 +257,7 @@ def _layout_of(described: Sequence[_Described], pages: int, local: int | None) -
 
 
 def _infos(pool: Any) -> list[Any]:
-    """SGLang's description of a pool, which has exactly one part.
-
-    Raises:
-        LayoutError: the pool has other parts or no description.
-    """
+    """SGLang's description of a pool, which has exactly one part."""
     kind = type(pool).__name__
     allowed = "allowed: one pool of MHA, MLA or DSA without scales"
     try:

@@ -92,7 +92,7 @@ class SglangRequests:
     # Requests that wait.
 
     def look_ahead(self, request: Any, prompt: MissingPages) -> None:
-        """See `WaitingRequests.look_up`."""
+        """Find out what lower tiers have of the pages that SGLang lacks; see `WaitingRequests`."""
         self.waiting.look_up(self._track(request), prompt)
 
     def held(self, rids: Sequence[str], ended_batch: int) -> list[bool]:

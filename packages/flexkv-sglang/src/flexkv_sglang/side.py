@@ -361,7 +361,7 @@ class RankSide:
         if self.staged is None:
             return ended
         with self.boundary.guard("ending messages", "the next step ends them", loses=False):
-            self.staged.step_begins()
+            self.staged.links.step_begins()
         pending = [*islice(self._pending, _PASSED_ON)]
         states = [
             _UNDER_WAY

@@ -87,19 +87,16 @@ class StagedLoads:
     its tree.
 
     Attributes:
+        links: to the other stages; borrowed.
         failed: ids of requests that SGLang is to abort; None if that is not decided now.
     """
 
     def __init__(self, links: StageLinks) -> None:
         self.failed: list[str] | None = None
-        self._links = links
+        self.links = links
         self._queued: dict[str, _Loading] = {}
         self._computed: dict[int, list[_Loading]] = {}
         self._verdicts: deque[bool] = deque()
-
-    def step_begins(self) -> None:
-        """See `StageLinks.step_begins`."""
-        self._links.step_begins()
 
     def queued(self, request: Any) -> None:
         """A request loads in the next batch."""
@@ -114,7 +111,7 @@ class StagedLoads:
         Args:
             landed: whether all loads have succeeded on all ranks of this stage.
         """
-        links, queued = self._links, self._queued
+        links, queued = self.links, self._queued
         self._queued = {}
         self._computed[batch] = [queued.pop(rid) for rid in rids if rid in queued]
         _let_in(queued.values())  # their loads were cancelled
@@ -135,10 +132,10 @@ class StagedLoads:
         """The requests of a batch that SGLang must abort, because a load failed on a stage. Called
         on all stages when the result of the batch has arrived from the last one."""
         loading = self._computed.pop(batch)
-        if self._links.stage == self._links.last:
+        if self.links.stage == self.links.last:
             landed = self._verdicts.popleft()
         else:
-            landed = bool(self._links.receive(1, self._links.last, VERDICTS)[0])
+            landed = bool(self.links.receive(1, self.links.last, VERDICTS)[0])
         if not landed:
             return [each.request for each in loading]
         _let_in(loading)

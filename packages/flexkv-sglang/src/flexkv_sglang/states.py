@@ -81,11 +81,7 @@ def _cut(name: str, states: torch.Tensor, layers: list[int], most: int) -> CutSt
 
 
 def _rows(name: str, states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The states of each layer as bytes, shape (states, bytes).
-
-    Raises:
-        LayoutError: a state's bytes, or the states of a layer, do not follow one another.
-    """
+    """The states of each layer as bytes, shape (states, bytes)."""
     count, elements = states.shape[1], math.prod(states.shape[2:])
     run = 1
     for dim in sorted(range(1, states.dim()), key=lambda dim: (states.stride(dim), -dim)):

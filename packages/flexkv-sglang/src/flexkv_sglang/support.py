@@ -125,11 +125,7 @@ def check_settings(settings: Any) -> None:
 
 
 def _check_stages(settings: Any) -> None:
-    """Refuse pipeline stages with what SGLang schedules in another way with them.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuse pipeline stages with what SGLang schedules in another way with them."""
     stages = getattr(settings, "pp_size", 1) or 1
     if stages == 1:
         return
@@ -144,11 +140,7 @@ def _check_stages(settings: Any) -> None:
 
 def _check_decode(settings: Any) -> None:
     """Refuse a decode server (PD disaggregation) that does without the linker: SGLang would start
-    it, and nothing would be cached.
-
-    Raises:
-        ConfigError: see above.
-    """
+    it, and nothing would be cached."""
     if getattr(settings, "disaggregation_mode", "null") != "decode":
         return
     if not getattr(settings, "disaggregation_decode_enable_radix_cache", False):

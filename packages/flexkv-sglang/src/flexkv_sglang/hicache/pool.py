@@ -110,11 +110,7 @@ class PagePool:
         return Pages([addresses[start : start + count] for start in starts], self._pieces)
 
     def _describe(self) -> tuple[int, ...]:
-        """Sizes of the pieces of a page, in bytes.
-
-        Raises:
-            LayoutError: see the class.
-        """
+        """Sizes of the pieces of a page, in bytes."""
         first = torch.arange(self.page_tokens, dtype=torch.int64)
         allowed = "allowed: a layout by which HiCache finds pages, such as page_first"
         where = f"HiCache's pool {self.name!r} ({type(self._pool).__name__}, {self._pool.layout})"
