@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from sglang_world import (
@@ -155,7 +155,9 @@ def test_all_ranks_delay_offloads_once_host_memory_is_full(
 ) -> None:
     engine.both(lambda rank: rank.store(hashes_of("a", 1), [1]))
     assert [rank.side.delays for rank in engine.ranks] == [False, False]
-    monkeypatch.setattr(KVCache, "is_full", True)
+    status: Any = KVCache.status
+    is_full = property(lambda cache: status.fget(cache)._replace(is_full=True))
+    monkeypatch.setattr(KVCache, "status", is_full)
     engine.both(lambda rank: rank.store(hashes_of("b", 1), [2]))
     assert [rank.side.delays for rank in engine.ranks] == [True, True]
 
