@@ -59,22 +59,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def split_services(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tell directories of services from cache directories. One that does not answer within
-    `ANSWER_SECONDS`, or cannot be read, counts as a cache directory.
-
-    Args:
-        given: each DIR of the command line.
-
-    Returns:
-        The directories of services, and the others.
-    """
+    """Split each DIR of the command line into directories of services and cache directories. One
+    that does not answer within a second, or cannot be read, counts as a cache directory."""
     parts = _split(given)
-    found = call_within({each: functools.partial(_has_service, each) for each in parts}, 1.0)
+    found = call_within({each: functools.partial(has_service, each) for each in parts}, 1.0)
     services = [each for each in parts if found.get(each)]
     return services, [each for each in parts if each not in services]
 
 
-def _has_service(root: str) -> bool:
+def has_service(root: str) -> bool:
+    """Whether a directory is that of a service. One that cannot be read counts as none, because
+    whoever reads it then has the clearer error. Waits as long as the directory does."""
     with contextlib.suppress(OSError):
         return is_service(root)
     return False
@@ -82,12 +77,8 @@ def _has_service(root: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """FlexKV's folders in some directories.
-
-    Attributes:
-        folders: absolute paths of the folders.
-        silent: the directories that did not answer within `ANSWER_SECONDS`, as the user named them.
-    """
+    """Absolute paths of FlexKV's folders in some directories, and those of the directories, as the
+    user named them, that did not answer within `ANSWER_SECONDS`."""
 
     folders: list[str]
     silent: list[str]
@@ -123,13 +114,8 @@ def find_folders(given: Sequence[str], leftovers: bool = False) -> Found:
 
 
 def cache_folders(given: str) -> list[str]:
-    """Find FlexKV's folders in the given directories, without a time limit.
-
-    Args:
-        given: DIR of the command line.
-
-    Returns:
-        Absolute paths of the folders, at least one.
+    """Absolute paths of FlexKV's folders in DIR of the command line, at least one. Has no time
+    limit.
 
     Raises:
         DiskError: a path is not a directory or cannot be read, or no directory holds a cache.

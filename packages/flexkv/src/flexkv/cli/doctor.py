@@ -21,7 +21,7 @@ from flexkv.types.errors import ConfigError
 from flexkv.types.texts import printable
 
 _SPEED_SECONDS = 1.0
-"""Seconds to measure a drive by default. Not tuned."""
+"""Seconds to measure a drive by default."""
 _MOST_SECONDS = 60.0
 
 

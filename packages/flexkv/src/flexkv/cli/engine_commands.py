@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from flexkv.cli.common import Command, add_json, print_json, read_settings
+from flexkv.cli.common import Command, add_json, has_service, print_json, read_settings
 from flexkv.operators import verbs
 from flexkv.operators.ask_door import AskError, ask_engines
 from flexkv.operators.verbs import (
@@ -30,13 +30,13 @@ from flexkv.operators.verbs import (
     UnpinQuestion,
     Verb,
 )
-from flexkv.service.ask import find_prompt, is_service
+from flexkv.service.ask import find_prompt
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable
 
 _MOST_BYTES = 64 << 20
-"""The longest FILE. Not tuned."""
+"""The longest FILE."""
 _STDIN = "-"
 _WORD = re.compile(r"[^\s,\[\]\"']+")
 
@@ -234,7 +234,11 @@ def _lookup(args: argparse.Namespace) -> int:
     root = args.directory if config is None else config.service or config.session_root
     found: Sequence[PromptPlaces]
     failed: list[str] = []
-    if _has_service(root):
+    try:
+        is_service = call_beside(root, functools.partial(has_service, root))
+    except HungError as error:
+        raise ConfigError(str(error)) from None
+    if is_service:
         try:
             found = find_prompt(root, question, args.fingerprint)
         except AskError as error:
@@ -249,15 +253,6 @@ def _lookup(args: argparse.Namespace) -> int:
         for each in found:
             _print_places(each)
     return 0 if any(each.found for each in found) else 1
-
-
-def _has_service(root: str) -> bool:
-    try:
-        return call_beside(root, functools.partial(is_service, root))
-    except OSError:
-        return False  # as a runtime directory it gives the clearer error
-    except HungError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _print_places(places: PromptPlaces) -> None:

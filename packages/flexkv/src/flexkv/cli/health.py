@@ -12,9 +12,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flexkv.cli.common import Command, add_json, print_json, read_settings
+from flexkv.cli.common import Command, add_json, has_service, print_json, read_settings
 from flexkv.figures.health_samples import health_text, problems_of, state_of
-from flexkv.service.ask import ServiceError, is_service
+from flexkv.service.ask import ServiceError
 from flexkv.service.ask import state_of as service_state
 from flexkv.session.state_reports import Subject, process_of, read_states
 from flexkv.types.deadline import HungError, call_beside
@@ -27,13 +27,8 @@ _CODES = {HealthState.OK: 0, HealthState.DEGRADED: 3, HealthState.OFF: 1}
 
 @dataclass(frozen=True, slots=True)
 class CacheHealth:
-    """The health of one cache.
-
-    Attributes:
-        name: the engine with its process, or the service's directory with the pool.
-        state: ok, degraded or off.
-        text: the same with all problems, for people.
-    """
+    """The health of one cache: the engine with its process, or the service's directory with the
+    pool; its state; and the state with all problems, for people."""
 
     name: str
     state: HealthState
@@ -65,11 +60,7 @@ def _default() -> str:
 
 
 def _health_in(root: str) -> list[CacheHealth]:
-    """The health of the caches in a directory, at least one.
-
-    Raises:
-        ConfigError: the directory cannot be read.
-    """
+    """The health of the caches in a directory, at least one."""
     try:
         return call_beside(root, functools.partial(_read, root))
     except (ArenaError, HungError) as error:
@@ -77,11 +68,8 @@ def _health_in(root: str) -> list[CacheHealth]:
 
 
 def _read(root: str) -> list[CacheHealth]:
-    try:
-        if is_service(root):
-            return _of_service(root)
-    except OSError:
-        pass  # as a runtime directory it gives the clearer error
+    if has_service(root):
+        return _of_service(root)
     found = engines_health(root)
     return found or [
         CacheHealth(printable(root), HealthState.OFF, "off: no engine with FlexKV runs")
@@ -89,10 +77,7 @@ def _read(root: str) -> list[CacheHealth]:
 
 
 def engines_health(root: str) -> list[CacheHealth]:
-    """The health of this user's running engines.
-
-    Args:
-        root: path of the runtime directory.
+    """The health of this user's running engines in a runtime directory.
 
     Raises:
         ArenaError: it cannot be used.

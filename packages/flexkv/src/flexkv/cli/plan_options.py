@@ -31,31 +31,8 @@ _DRIVE_WRITES, _MOST_DRIVE_WRITES = 1.0, 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for.
-
-    Attributes:
-        trace: path of the trace.
-        form: format of the trace.
-        block_tokens: tokens of a block; None for what the trace says.
-        time_unit: unit of the trace's times.
-        sessions_per_hour: sessions that start in an hour; None if the trace names their starts.
-        model: path of the model's configuration; None for `token_bytes`.
-        kv_dtype: dtype of the engine's KV cache.
-        token_bytes: bytes of a token; None for what the trace or the model says.
-        sizes: further sizes for the table, in GiB.
-        most_memory: the most memory to name, in GiB; None for no limit.
-        most_disk: the most disk to name, in GiB; None for no limit.
-        engine: the engine's own cache, in GiB.
-        prefill_rate: prompt tokens that the engine computes in a second; None if unknown.
-        load_rate: GiB a second from host memory to the engine.
-        disk_rate: GiB a second from disk to host memory.
-        drive_writes: how many times a day the disk may be written as a whole.
-        policies: names of the policies to compare.
-        admissions: names of the admissions to compare.
-        most_uses: the most uses of blocks in a replay.
-        plot: file to draw to; None for none.
-        json: whether to print JSON.
-    """
+    """What the user asked for, as `add_arguments` describes it. Sizes are in GiB, rates in tokens
+    or GiB a second. None is what the user has not given."""
 
     trace: str
     form: str

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 QUIET_SECONDS = 10.0
-"""Seconds without a line if standard error is no terminal. Not tuned."""
+"""Seconds without a line if standard error is no terminal."""
 
 
 class ProgressShown:
@@ -45,12 +45,7 @@ class ProgressShown:
             self._bar.stop()
 
     def show(self, name: str, done: float | None) -> None:
-        """Show what the command does now.
-
-        Args:
-            name: name of the step.
-            done: finished share, from 0 to 1; None if unknown.
-        """
+        """Show the step that the command is at, and its finished share; None if unknown."""
         if self._bar is not None:
             total = None if done is None else 1.0
             self._bar.update(self._task, description=name, total=total, completed=done or 0.0)

@@ -23,7 +23,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST_RATED = 10
 _LEAST_REQUESTS, _MOST_REQUESTS, _MOST_TOKENS = 1 / 600, 300.0, 1e6
 """Requests and prompt tokens a second that one engine does not see: less than one request in ten
-minutes, or more than it could compute. Not tuned."""
+minutes, or more than it could compute."""
 _LEAST_WRITES_GIB = 0.001
 """The least limit of writes to name."""
 
@@ -37,19 +37,8 @@ def setting_gib(blocks: int, block_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results for a trace.
-
-    Attributes:
-        read: the trace, and the hits that its engine counted.
-        block_bytes: bytes of a block over all ranks.
-        model: the model whose configuration the user named; None without one.
-        cost: cost of computing; None if unknown.
-        curve: results of LRU caches of any size.
-        sizing: the advice, from the curve and from replays.
-        most_memory: the most memory to name, in GiB; None for no limit.
-        most_disk: the most disk to name, in GiB; None for no limit.
-        drive_writes: how many times a day the disk may be written as a whole.
-    """
+    """The results for a trace. `block_bytes` is over all ranks; the limits `most_memory` and
+    `most_disk` are in GiB; see `Options` for these and for `drive_writes`."""
 
     read: TraceFile
     block_bytes: float

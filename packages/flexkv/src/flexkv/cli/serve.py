@@ -33,7 +33,7 @@ _MOST_PORT = 65535
 
 FLUSH_SECONDS = 10.0
 """Seconds for which lower tiers may write waiting blocks at the end. Service managers wait longer
-before they kill. Not tuned."""
+before they kill."""
 
 _IGNORED = engines_settings("a service runs no engine: set it for the engines")
 """The settings that have no effect in a service, with the reason."""
@@ -94,11 +94,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _listen(text: str) -> socket.socket:
-    """Listen at the address of --http.
-
-    Raises:
-        ConfigError: it is no address, or cannot be used.
-    """
+    """Listen at the address of --http."""
     host, _, port = text.rpartition(":")
     try:
         if not port.isascii() or not port.isdigit() or not int(port) <= _MOST_PORT:

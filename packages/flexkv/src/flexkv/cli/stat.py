@@ -63,16 +63,9 @@ class Totals:
 class StoreState:
     """A shared store of a running engine, or a cache directory that the engine cannot open yet.
 
-    Texts are `unknown` if the engine's version does not report them.
-
-    Attributes:
-        store: address of the store, as in the settings; path of the directory.
-        tier: mooncake, objects or disk.
-        fingerprint: fingerprint of the engine's blocks, hexadecimal.
-        owner: process id of the engine, in its own PID namespace; 0 if unknown.
-        reads: state of the circuit of the engine's queries and reads: closed, open, probing, or
-            connecting if the engine has not reached the store since its start.
-        writes: state of the circuit of the engine's writes, likewise.
+    Texts are `unknown`, and `owner` 0, if the engine's version does not report them. `owner` is the
+    process id in the engine's PID namespace. The states of the circuits are `connecting` if the
+    engine has not reached the store since its start.
     """
 
     store: str
@@ -84,8 +77,7 @@ class StoreState:
 
     @classmethod
     def of(cls, reported: Mapping[str, object]) -> StoreState:
-        """Make the state from an entry of `read_states`. Fields that another version leaves out
-        become `unknown`, or 0."""
+        """Make the state from an entry of `read_states`."""
         text = {name: str(reported.get(name, "unknown")) for name in _TEXTS}
         owner = reported.get("pid")
         return cls(**text, owner=owner if isinstance(owner, int) else 0)
@@ -167,11 +159,7 @@ def _print(
 
 
 def _services(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The services to print, and the cache directories. Without DIR the service of the settings.
-
-    Raises:
-        ConfigError: the settings are wrong.
-    """
+    """The services to print, and the cache directories. Without DIR the service of the settings."""
     if given:
         return split_services(given)
     root = read_settings().service
@@ -187,13 +175,7 @@ def _engines() -> list[CacheHealth]:
 
 
 def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:
-    """The folders to print, and the stores that running engines report.
-
-    Raises:
-        ConfigError: the settings are wrong or name nothing, or the runtime directory cannot be
-            read or does not answer.
-        DiskError: a directory cannot be read or holds no cache; see `find_folders`.
-    """
+    """The folders to print, and the stores that running engines report."""
     if directories:
         return find_folders(directories), []
     config = read_settings()

@@ -31,11 +31,8 @@ from flexkv.types.texts import blocks, printable, size
 
 
 def ask_services(roots: Sequence[str]) -> tuple[dict[str, ServiceState], bool]:
-    """Ask the services in these directories. Those that do not answer are named on standard error.
-
-    Returns:
-        The answers by directory, and whether any is missing.
-    """
+    """Ask the services in these directories, and return the answers, and whether any is missing.
+    Those that do not answer are named on standard error."""
     answers: dict[str, ServiceState] = {}
     for root in roots:
         try:

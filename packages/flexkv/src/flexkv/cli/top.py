@@ -39,10 +39,9 @@ from flexkv.types.errors import ConfigError
 _INTERVAL_SECONDS = 2.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.2, 3600.0
 _FIRST_SECONDS = 8.0
-"""Time limit of `--once` for the first answers. An engine may take 5 s; see `top_sources`. Not
-tuned."""
+"""Time limit of `--once` for the first answers. An engine may take 5 s; see `top_sources`."""
 _REFRESH_SECONDS = 1.0
-"""Longest time between two drawings of the view, also while targets do not answer. Not tuned."""
+"""Longest time between two drawings of the view, also while targets do not answer."""
 _HINT = Text("q: quit", style="dim")
 _MOST_TARGETS = 16
 _PIPE_COLUMNS = 120

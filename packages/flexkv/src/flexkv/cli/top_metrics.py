@@ -25,34 +25,22 @@ _MOST = 2.0**63
 
 @dataclass(slots=True)
 class Reading:
-    """FlexKV's figures of all engines behind one address, added up.
-
-    Attributes:
-        at: time.monotonic() of the scrape.
-        engines: `vllm`, `sglang` or `service`, usually one of them.
-        models: names of the served models.
-        versions: versions of FlexKV.
-        values: values of counters and gauges, by `sample` name.
-        buckets: for each histogram, by `sample` name, the number of values up to each bound.
-    """
+    """FlexKV's figures of all engines behind one address, added up."""
 
     at: float
+    """time.monotonic() of the scrape."""
     engines: set[str] = field(default_factory=set)
     models: set[str] = field(default_factory=set)
     versions: set[str] = field(default_factory=set)
     values: dict[str, float] = field(default_factory=dict)
+    """Values of counters and gauges, by `sample` name."""
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)
+    """For each histogram, by `sample` name, the number of values up to each bound."""
 
 
 def read_metrics(text: str, at: float) -> Reading | None:
-    """Read FlexKV's figures from an engine's answer at `/metrics`.
-
-    Args:
-        text: the answer, in Prometheus's text format.
-        at: time.monotonic() of the scrape.
-
-    Returns:
-        The figures; None if the answer has none of FlexKV.
+    """Read FlexKV's figures from an engine's answer at `/metrics`, in Prometheus's text format;
+    None if it has none.
 
     Raises:
         ValueError: `text` is in another format, or a value is not a number below 2^63.
@@ -104,14 +92,10 @@ def _add(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The changes between two scrapes of an engine. If a counter is smaller than before, the engine
-    was started again meanwhile, and counted from 0.
+    """The changes between two scrapes of an engine; `old` is None if there is only one. If a
+    counter is smaller than before, the engine was started again meanwhile, and counted from 0.
 
     The methods take the name of a metric in `METRICS`, and values of its labels in its order.
-
-    Attributes:
-        old: the earlier scrape; None if there is only one.
-        new: the later one.
     """
 
     old: Reading | None
@@ -142,11 +126,8 @@ class Change:
         """The value that the `share` (0 to 1) smallest values of a histogram do not exceed.
 
         It is taken over the values between the two scrapes, if there are any, else over those since
-        the engine's start. Between two bounds it is interpolated, as Prometheus does. Beyond the
-        largest finite bound, it is that bound.
-
-        Returns:
-            The value, in the unit of the histogram; None if the histogram is empty.
+        the engine's start; None if there are none. Between two bounds it is interpolated, as
+        Prometheus does. Beyond the largest finite bound, it is that bound.
         """
         key = sample(name, *labels)
         now = self.new.buckets.get(key, {})

@@ -28,11 +28,10 @@ from flexkv.types.deadline import call_within
 from flexkv.types.errors import ConfigError, DiskError
 
 _CALL_SECONDS = 5.0
-"""Time limit for an engine's answer. Its `/metrics` may wait for a step of the engine. Not
-tuned."""
+"""Time limit for an engine's answer. Its `/metrics` may wait for a step of the engine."""
 
 _SLOW_SECONDS = 3.0
-"""The view mentions an attempt that lasts longer. Not tuned."""
+"""The view mentions an attempt that lasts longer."""
 
 _MOST_BYTES = 32 << 20
 """The most bytes of an answer; engines serve less than a megabyte."""
@@ -63,19 +62,14 @@ class SourceError(Exception):
 
 @dataclass(slots=True)
 class Look(Generic[Read]):
-    """The outcome of the attempts so far. Never changed: each attempt makes a new one.
-
-    Attributes:
-        last: the latest reading; None before the first.
-        at: time.monotonic() of the latest reading or failure; 0 before the first.
-        error: message of the latest attempt's error; None if it succeeded.
-        since: time.monotonic() of the first of the consecutive failures; 0 without a failure.
-    """
+    """The outcome of the attempts so far. Never changed: each attempt makes a new one."""
 
     last: Read | None = None
-    at: float = 0.0
+    """The latest reading."""
     error: str | None = None
+    """Message of the latest attempt's error; None if it succeeded."""
     since: float = 0.0
+    """time.monotonic() of the first of the consecutive failures."""
 
 
 class Source(Generic[Read]):
@@ -128,26 +122,19 @@ class Source(Generic[Read]):
             try:
                 found = self._read()
                 self._take(found)
-                self.look = Look(found, time.monotonic())
+                self.look = Look(found)
             except (SourceError, DiskError) as error:
-                now, before = time.monotonic(), self.look
-                since = now if before.error is None else before.since
-                self.look = Look(before.last, now, str(error), since)
+                before = self.look
+                since = time.monotonic() if before.error is None else before.since
+                self.look = Look(before.last, str(error), since)
             self._asked_at = 0.0
             self._asked.set()
             time.sleep(interval)
 
 
 def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:
-    """Find out the kind of each target of the command line.
-
-    A path whose file system does not answer within a second counts as a directory.
-
-    Args:
-        targets: the targets, each once.
-
-    Returns:
-        The kinds, by target and in the order of `targets`.
+    """The kind of each target of the command line, in their order. A path whose file system does
+    not answer within a second counts as a directory.
 
     Raises:
         ConfigError: a target is neither an engine's address nor a directory.
@@ -186,10 +173,8 @@ def _refusal(target: str, problem: str) -> ConfigError:
 
 
 def address_of(target: str) -> str:
-    """Make the URL of an engine's metrics.
-
-    Args:
-        target: `HOST:PORT` or a URL. Without a path, the path is `/metrics`.
+    """Make the URL of an engine's metrics from `HOST:PORT` or a URL. The default path is
+    `/metrics`.
 
     Raises:
         ConfigError: `target` is no address with http or https, or holds a password.
@@ -213,10 +198,7 @@ def address_of(target: str) -> str:
 
 
 def scrape(url: str) -> Reading:
-    """Read the figures that an engine serves now.
-
-    Args:
-        url: see `address_of`.
+    """Read the figures that an engine serves now at a URL of `address_of`.
 
     Raises:
         SourceError: the engine does not answer, or serves no metrics of FlexKV.

@@ -33,10 +33,10 @@ from flexkv.types.troubles import HealthState
 
 _WINDOW_SECONDS = 10.0
 """Seconds over which rates are computed. An engine reports with its steps, which may be seconds
-long. Not tuned."""
+long."""
 
 _FAILURES = 6
-"""The most failures that are listed. Not tuned."""
+"""The most failures that are listed."""
 
 _LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
 _NONE = "-"

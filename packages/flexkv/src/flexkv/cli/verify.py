@@ -30,7 +30,7 @@ from flexkv.types.texts import blocks, size
 
 _LINES = 10
 """The most bad blocks of a folder with the same reason that are printed line by line. More become
-one line; JSON lists all of them. Not tuned."""
+one line; JSON lists all of them."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

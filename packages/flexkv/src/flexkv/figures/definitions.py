@@ -31,7 +31,7 @@ Labels: TypeAlias = tuple[str, ...]
 
 SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Bounds for latencies, in seconds: from less than a step of an engine to more than any tier may
-take. Not tuned."""
+take."""
 
 BLOCKS_BOUNDS = tuple(float(1 << power) for power in range(13))
 """Bounds for numbers of blocks: up to 4096, a prompt of 65,536 tokens in blocks of 16."""
@@ -39,40 +39,29 @@ BLOCKS_BOUNDS = tuple(float(1 << power) for power in range(13))
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
-    """A cache's own counts, and its host memory now.
-
-    Attributes:
-        counters: counts since the start.
-        blocks: blocks that can be loaded.
-        slots: blocks that host memory has room for.
-        slot_bytes: bytes of a block, padding included.
-        pinned_blocks: blocks that pins keep.
-        trouble: what keeps the cache as a whole from loads or stores; None if nothing does.
-        transfers: loads and stores under way.
-        policy: name of the eviction policy.
-        guard: state of its guard; see `NO_GUARD`.
-    """
+    """A cache's own counts, and its host memory now."""
 
     counters: Counters
     blocks: int
+    """Blocks that can be loaded."""
     slots: int
+    """Blocks that host memory has room for."""
     slot_bytes: int
+    """Bytes of a block, padding included."""
     pinned_blocks: int
     trouble: Trouble | None
+    """What keeps the cache as a whole from loads or stores."""
     transfers: int
+    """Loads and stores under way."""
     policy: str
+    """Name of the eviction policy."""
     guard: GuardState
+    """State of its guard; see `NO_GUARD`."""
 
 
 class TierReading(NamedTuple):
-    """One lower tier.
-
-    Attributes:
-        medium: the tier's medium.
-        figures: what the tier holds now, and has done since the start.
-        counters: counts of the blocks that were fetched from it and written to it.
-        slot_bytes: bytes of a block, padding included.
-    """
+    """One lower tier: what it holds now and has done since the start, counts of the blocks that
+    were fetched from it and written to it, and the bytes of a block, padding included."""
 
     medium: Medium
     figures: TierFigures

@@ -85,14 +85,8 @@ def values_of(samples: Samples) -> Iterator[tuple[Metric, Labels, float, int]]:
 
 def representative(bounds: Sequence[float], place: int, count: int, total: float) -> float:
     """The mean of `count` values of one range, moved into the range if rounding has left it. If a
-    histogram observes it `count` times, buckets and sum are right.
-
-    Args:
-        bounds: upper bounds of the ranges, ascending.
-        place: index of the range's upper bound; the number of bounds for the range beyond the last.
-        count: the number of values, at least 1.
-        total: the sum of the values.
-    """
+    histogram observes it `count` times, buckets and sum are right. `place` is the index of the
+    range's upper bound in `bounds`, and their number for the range beyond the last."""
     low = bounds[place - 1] if place else -math.inf
     high = bounds[place] if place < len(bounds) else math.inf
     return min(high, max(math.nextafter(low, math.inf), total / count))
@@ -111,9 +105,7 @@ class Exposition:
 
     Args:
         prefix: the engine's prefix of all names.
-        counter: makes a counter.
-        gauge: makes a gauge.
-        histogram: makes a histogram.
+        counter, gauge, histogram: make a metric of this kind.
         label_names: names of the engine's own labels.
         engines: values of these labels, by engine.
         config: FlexKV's settings of the engines.

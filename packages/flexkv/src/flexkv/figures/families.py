@@ -19,14 +19,9 @@ def families(
     sources: Mapping[Labels, Samples],
     metrics: Iterable[Metric],
 ) -> list[Family]:
-    """The metrics of several sources. Values that a source does not have are left out.
-
-    Args:
-        prefix: goes before all names.
-        label_names: names of the labels that tell the sources apart.
-        sources: totals and gauges by the values of these labels.
-        metrics: the metrics that are wanted.
-    """
+    """The metrics of several sources, under names that begin with `prefix`. `sources` has totals
+    and gauges by the values of the labels `label_names`, which tell the sources apart. Values that
+    a source does not have are left out."""
     made: list[Family] = []
     for metric in metrics:
         family = _empty(metric, prefix, [*label_names, *metric.label_names])

@@ -30,13 +30,8 @@ _OF_TIER = {
 
 
 class Figures(NamedTuple):
-    """All values of a cache now. Totals have grown since its start.
-
-    Attributes:
-        own: values of one engine.
-        shared: values of host memory and lower tiers. All engines that use these have the same.
-        counts: all `Counters` by name, for a log line.
-    """
+    """All values of a cache now: those of one engine, those of host memory and lower tiers, which
+    all engines that use these have, and all `Counters` by name, for a log line."""
 
     own: Samples
     shared: Samples
@@ -103,11 +98,8 @@ class Reader:
         self._reported: Mapping[str, float] = {}
 
     def drain(self, values: Mapping[str, float]) -> Samples:
-        """The growth of the totals since the last call, and all gauges; empty if nothing is new.
-
-        Args:
-            values: all totals and gauges now.
-        """
+        """The growth of the totals in `values` since the last call, and all gauges; empty if
+        nothing is new."""
         reported, self._reported = self._reported, dict(values)
         samples: Samples = {}
         gauges: Samples = {}

@@ -12,7 +12,7 @@ from flexkv.operators.verbs import TierPlaces
 from flexkv.types.changes import Medium
 
 CLEAR_SECONDS = 120.0
-"""Time limit for the answer to a removal: a busy drive may take a minute. Not tuned."""
+"""Time limit for the answer to a removal: a busy drive may take a minute."""
 
 _SYNC_SECONDS = 100.0
 """The longest wait for drives, so that the answer names those that hang within `CLEAR_SECONDS`."""
@@ -30,12 +30,8 @@ class FoundBlocks(NamedTuple):
 
 
 def find_blocks(where: Where, parts: Iterable[Sequence[bytes]]) -> FoundBlocks:
-    """Count the blocks of a prompt in all tiers, up to the first that none has for certain.
-
-    Args:
-        where: which tier has which blocks.
-        parts: keys of the prompt, in order. Parts behind that block are not taken.
-    """
+    """Count the blocks of a prompt in all tiers, up to the first that none has for certain. Of the
+    keys in `parts`, those behind that block are not taken."""
     found = 0
     counts: dict[Medium, int] = {}
     for keys in parts:
@@ -62,13 +58,8 @@ def _first_missing(answers: Iterable[Sequence[bool | None]], count: int) -> int:
 
 
 def await_removals(asked: Sequence[Future[str]]) -> str:
-    """Wait until the drives keep removals over a power failure.
-
-    Args:
-        asked: what the cache's `sync` has returned.
-
-    Returns:
-        Why a later process may find removed blocks; empty if there is no reason.
+    """Wait until the drives keep removals over a power failure; `asked` is what the cache's `sync`
+    has returned. Returns why a later process may find removed blocks; empty if there is no reason.
     """
     done, hanging = wait(asked, _SYNC_SECONDS)
     reasons = [each.result() for each in asked if each in done]

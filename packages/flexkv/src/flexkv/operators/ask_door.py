@@ -20,10 +20,10 @@ from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import printable
 
 CALL_SECONDS = 5.0
-"""Time limit for an answer: more than the loop of a service may take. Not tuned."""
+"""Time limit for an answer: more than the loop of a service may take."""
 _ENGINE_SECONDS = 120.0
 """Time limit for the answer of an engine, which hashes long prompts beside its work, and waits for
-lower tiers for a minute at most. Not tuned."""
+lower tiers for a minute at most."""
 
 _Asked = TypeVar("_Asked", bound=OperatorQuestion)
 _Said = TypeVar("_Said")
@@ -42,11 +42,11 @@ def ask(
     *,
     seconds: float = CALL_SECONDS,
 ) -> bytes:
-    """Ask, and return the content of the answer.
+    """Ask at a socket of a runtime directory, and return the content of the answer.
 
     Args:
-        root: path of the runtime directory.
-        socket: name of the socket there.
+        root: path of the directory.
+        socket: name of the socket.
         whom: whom this asks, for errors.
         question: method and path.
         body: what follows them.
@@ -90,16 +90,8 @@ class _Connection(http.client.HTTPConnection):
 def ask_engines(
     root: str, fingerprint: str | None, verb: Verb[_Asked, _Said], question: _Asked
 ) -> tuple[list[_Said], list[str]]:
-    """Ask this user's running engines in a runtime directory.
-
-    Args:
-        root: path of the directory.
-        fingerprint: of the engines; None for all.
-        verb: what to ask.
-        question: its question.
-
-    Returns:
-        The answers, and why other engines give none.
+    """Ask this user's running engines in a runtime directory, all or those of a fingerprint.
+    Returns the answers, and why other engines give none.
 
     Raises:
         ConfigError: the directory cannot be read.

@@ -25,26 +25,22 @@ from flexkv.session.wire import peer_of
 logger = logging.getLogger(__name__)
 
 _PEER_SECONDS = 5.0
-"""Seconds of silence after which a peer is dismissed. Not tuned."""
+"""Seconds of silence after which a peer is dismissed."""
 _MOST_PEERS = 16
-"""Peers at a time. One more, and the oldest is dismissed. Not tuned."""
+"""Peers at a time. One more, and the oldest is dismissed."""
 _MOST_BYTES = 16 << 20
-"""The longest body of a question: a million token ids of up to 15 digits. Not tuned."""
+"""The longest body of a question: a million token ids of up to 15 digits."""
 _ACCEPT_SECONDS = 0.1
-"""Pause after a peer could not be accepted, for lack of descriptors. Not tuned."""
+"""Pause after a peer could not be accepted, for lack of descriptors."""
 
 TEXT, JSON = "text/plain; charset=utf-8", "application/json"
 
 
 class DoorRequest(NamedTuple):
-    """One question.
-
-    Attributes:
-        query: the parameters of its URL; of several with one name the last.
-        body: its body.
-    """
+    """One question."""
 
     query: Mapping[str, str]
+    """The parameters of its URL; of several with one name the last."""
     body: bytes
 
 

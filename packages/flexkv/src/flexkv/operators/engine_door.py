@@ -35,7 +35,7 @@ PART_BLOCKS = 64
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 1.0
-"""Pause between two polls of an idle engine's cache. Not tuned."""
+"""Pause between two polls of an idle engine's cache."""
 _MOST_BYTES = 4096
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 

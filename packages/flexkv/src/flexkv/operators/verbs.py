@@ -17,7 +17,7 @@ from flexkv.types.texts import exact
 from flexkv.version import __version__
 
 MOST_TOKENS = 1 << 20
-"""The most tokens, and the most hashes, of a question. Not tuned."""
+"""The most tokens, and the most hashes, of a question."""
 MOST_PIN_SECONDS = 30 * 24 * 3600
 """The longest pin: a month, as in requests."""
 _MOST_NAME = 64
@@ -260,12 +260,7 @@ class PromptEffect(msgspec.Struct, frozen=True):
 
 
 class Unpinned(OfProcess, frozen=True):
-    """No pin has this name any more.
-
-    Attributes:
-        name: the name.
-        was_pinned: whether there were such pins.
-    """
+    """No pin has this name any more; `was_pinned` says whether there were such pins."""
 
     name: str
     was_pinned: bool
@@ -293,13 +288,7 @@ _Said = TypeVar("_Said")
 
 @dataclass(frozen=True, slots=True)
 class Verb(Generic[_Asked, _Said]):
-    """A call, by POST.
-
-    Attributes:
-        path: its path.
-        text: what it does, as OpenAPI says it.
-        question, answer: their types.
-    """
+    """A call, by POST. `text` says what it does; `question` and `answer` are their types."""
 
     path: str
     text: str

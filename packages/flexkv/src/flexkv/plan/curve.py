@@ -20,31 +20,21 @@ proportion, such as that of one long prompt again and again, have noise there. N
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The results of one size of cache on a trace.
-
-    Attributes:
-        blocks: the number of blocks that the cache holds.
-        hit_tokens: prompt tokens that are loaded instead of computed.
-        hit_rate: `hit_tokens` as a share of all prompt tokens.
-        saved_seconds: seconds that hits from memory save; None if the cost is unknown.
-        written_blocks: blocks written to the cache, if it is a disk that stores all blocks it
-            lacks.
-    """
+    """The results of one size of cache on a trace."""
 
     blocks: int
     hit_tokens: int
     hit_rate: float
+    """`hit_tokens` as a share of all prompt tokens."""
     saved_seconds: float | None
+    """Seconds that hits from memory save; None if the cost is unknown."""
     written_blocks: int
+    """Blocks written to the cache, if it is a disk that stores all blocks it lacks."""
 
 
 class LRUCurve:
-    """The results of an LRU cache of any size on a trace.
-
-    Args:
-        trace: the trace, replayed once.
-        savings: what hits save; None if unknown.
-        engine_blocks: blocks that the engine's own prefix cache holds. Its hits do not count here.
+    """The results of an LRU cache of any size on a trace, which is replayed once. Hits of the
+    engine's own prefix cache, which holds `engine_blocks`, do not count.
 
     Attributes:
         distances: every use of a block.

@@ -37,15 +37,9 @@ def form_of(line: Mapping[str, object]) -> str | None:
 
 
 class HashedParser:
-    """Reads the lines of one trace.
-
-    Args:
-        form: `MOONCAKE` or `BAILIAN`.
-        block_tokens: tokens of a block. If None, those of the published traces if they fit all
-            lines, else the largest usual size that fits.
-        unit: unit of time, as for `Clock`.
-        starts: starts of sessions whose first line has no time.
-    """
+    """Reads the lines of one trace. If `block_tokens` is None, a block has the tokens of the
+    published traces if they fit all lines, else the largest usual size that fits. `starts` are for
+    sessions whose first line has no time."""
 
     def __init__(self, form: str, block_tokens: int | None, unit: str, starts: Starts) -> None:
         self._form = form

@@ -33,33 +33,27 @@ scale of 4 bytes."""
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The KV cache of a model, over all ranks.
-
-    Attributes:
-        name: kind of the model, such as `llama`.
-        full_bytes: bytes of a token in the layers with full attention.
-        window_bytes: bytes of a token in the layers with a sliding window.
-        window_tokens: tokens of the widest window; 0 if there is none.
-        stateful_layers: the number of layers with a recurrent state, whose bytes are not counted.
-        attention_tokens: position in a prompt at which attention takes as many operations as all
-            else; None if the configuration does not say enough.
-    """
+    """The KV cache of a model, over all ranks."""
 
     name: str
+    """Kind of the model, such as `llama`."""
     full_bytes: int
+    """Bytes of a token in the layers with full attention."""
     window_bytes: int
+    """Bytes of a token in the layers with a sliding window."""
     window_tokens: int
+    """Tokens of the widest window; 0 if there is none."""
     stateful_layers: int
+    """The number of layers with a recurrent state, whose bytes are not counted."""
     attention_tokens: float | None = None
+    """Position in a prompt at which attention takes as many operations as all else; None if the
+    configuration does not say enough."""
 
     def token_bytes(self, new_tokens: float) -> float:
-        """The average bytes of a stored token.
+        """The average bytes of a stored token, if requests compute `new_tokens` on average.
 
         FlexKV stores windows only where a later request may continue: at the end of a prompt. For
         a model that has only windows, FlexKV stores all tokens.
-
-        Args:
-            new_tokens: tokens that a request computes, on average.
         """
         if not self.full_bytes:
             return float(self.window_bytes)
@@ -68,11 +62,7 @@ class ModelCache:
 
 
 def read_model(path: str, kv_dtype: str = "auto") -> ModelCache:
-    """Read the KV cache of a model from its `config.json`.
-
-    Args:
-        path: path of the file, or of its directory.
-        kv_dtype: one of `KV_DTYPES`; the engine's setting.
+    """Read the KV cache of a model from its `config.json`, or from the directory with it.
 
     Raises:
         TraceError: the file cannot be read, lacks a field, or describes no attention.

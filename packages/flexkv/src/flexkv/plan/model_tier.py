@@ -19,11 +19,7 @@ _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class WriteBudget:
-    """The most blocks to write in any period of a length.
-
-    Args:
-        blocks: the most blocks in a period.
-        seconds: length of a period.
+    """The most blocks to write in any period of so many seconds.
 
     Attributes:
         now: the time in seconds, set by the caller.

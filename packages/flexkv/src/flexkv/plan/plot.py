@@ -16,25 +16,21 @@ _DOTS = 120
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The curves to draw over the size of the cache. All have one value for each size.
-
-    Attributes:
-        title: title of the picture.
-        gib: sizes of the cache in GiB, ascending, more than 0.
-        hit_rates: hit rates in percent of prompt tokens.
-        saved: seconds of computing that hits save; None if unknown.
-        written: GiB written a day, to a disk of that size; None if unknown.
-        knee: a size to mark, in GiB; None for none.
-        others: policy, size in GiB and hit rate in percent of other caches.
-    """
+    """The curves to draw over the size of the cache. All have one value for each size."""
 
     title: str
     gib: Sequence[float]
+    """Sizes of the cache, ascending, more than 0."""
     hit_rates: Sequence[float]
+    """In percent of prompt tokens."""
     saved: Sequence[float] | None
+    """Seconds of computing that hits save; None if unknown."""
     written: Sequence[float] | None
+    """GiB a day, to a disk of that size; None if unknown."""
     knee: float | None
+    """A size to mark, in GiB."""
     others: Sequence[tuple[str, float, float]]
+    """Policy, size in GiB and hit rate in percent of other caches."""
 
 
 def check_plot(path: str) -> None:

@@ -49,34 +49,27 @@ _CHARACTERS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a trace.
-
-    Attributes:
-        form: one of `FORMS`.
-        block_tokens: tokens of a block; None for the number in the file, or 16.
-        unit: unit of its times: `clock.AUTO`, or one of `clock.UNITS`.
-        sessions_per_hour: sessions that start in an hour, if the file does not have their starts.
-    """
+    """How to read a trace."""
 
     form: str = AUTO
+    """One of `FORMS`."""
     block_tokens: int | None = None
+    """None for the number in the file, or 16."""
     unit: str = clock.AUTO
+    """`clock.AUTO`, or one of `clock.UNITS`."""
     sessions_per_hour: float | None = None
+    """Needed if the file does not have the starts of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """A trace that was read.
-
-    Attributes:
-        trace: the requests, at least one, with at least one complete block.
-        measured: the hits that the engine counted; None if the file does not have them.
-        made_starts: the number of sessions whose start is not in the file.
-    """
+    """A trace that was read. It has at least one request with a complete block."""
 
     trace: Trace
     measured: recording.Measured | None = None
+    """The hits that the engine counted; None if the file does not have them."""
     made_starts: int = 0
+    """The number of sessions whose start is not in the file."""
 
 
 class _Parser(Protocol):
@@ -140,12 +133,7 @@ class _Counted(io.FileIO):
 
 
 class _Unpacked(gzip.GzipFile):
-    """What gzip packed. A small file becomes no large text.
-
-    Args:
-        raw: the packed bytes.
-        file: the file below, which counts them.
-    """
+    """What gzip packed. A small file becomes no large text."""
 
     def __init__(self, raw: IO[bytes], file: _Counted) -> None:
         super().__init__(fileobj=raw)

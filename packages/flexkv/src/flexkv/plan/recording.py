@@ -27,13 +27,8 @@ FORM = "flexkv"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The hits that the engine counted while it recorded, in prompt tokens.
-
-    Attributes:
-        prompt_tokens: prompt tokens of all requests.
-        engine_tokens: prompt tokens that the engine's own cache hit.
-        hit_tokens: prompt tokens that FlexKV loaded.
-    """
+    """The prompt tokens of a recording: all, those that the engine's own cache hit, and those that
+    FlexKV loaded."""
 
     prompt_tokens: int
     engine_tokens: int

@@ -27,61 +27,45 @@ _NO_BYTES = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A cache to replay a trace on.
-
-    Attributes:
-        memory_blocks: the number of blocks that host memory holds.
-        policy: name of the eviction policy of host memory and of the disk.
-        disk_blocks: the number of blocks that the disk holds; 0 for no disk.
-        admission: name of the disk's admission.
-        engine_blocks: the number of blocks that the engine's own LRU cache holds. Its hits do not
-            count here.
-        write_blocks: the most blocks to write to disk in any `write_seconds`; None for no limit.
-        write_seconds: see `write_blocks`.
-    """
+    """A cache to replay a trace on."""
 
     memory_blocks: int
     policy: str = "lru"
+    """Of host memory and of the disk."""
     disk_blocks: int = 0
+    """0 for no disk."""
     admission: str = "write_through"
+    """Of the disk."""
     engine_blocks: int = 0
+    """Blocks that the engine's own LRU cache holds. Its hits do not count."""
     write_blocks: int | None = None
+    """The most blocks to write to disk in any `write_seconds`; None for no limit."""
     write_seconds: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a cache on a trace. Those of a sample are estimates for the whole trace.
-
-    Attributes:
-        setup: the cache.
-        hit_tokens: prompt tokens that were loaded from host memory or disk.
-        disk_tokens: prompt tokens that were loaded from disk.
-        hit_rate: `hit_tokens` as a share of all prompt tokens.
-        saved_seconds: seconds that hits saved; None if the cost is unknown.
-        written_blocks: the number of blocks written to disk.
-        refused_blocks: the number of blocks not written, because of `Setup.write_blocks`.
-        share: prompt tokens that were replayed as a share of all; 1 for the whole trace.
-    """
+    """The results of a cache on a trace. Those of a sample are estimates for the whole trace."""
 
     setup: Setup
     hit_tokens: int
+    """Prompt tokens that were loaded from host memory or disk."""
     disk_tokens: int
+    """Those of them that were loaded from disk."""
     hit_rate: float
+    """`hit_tokens` as a share of all prompt tokens."""
     saved_seconds: float | None
+    """None if the cost is unknown."""
     written_blocks: int
+    """Blocks written to disk."""
     refused_blocks: int = 0
+    """Blocks not written, because of `Setup.write_blocks`."""
     share: float = 1.0
+    """Prompt tokens that were replayed as a share of all."""
 
 
 def replay(trace: Trace, setup: Setup, savings: Savings | None = None) -> Outcome:
-    """Replay all requests of `trace` on the cache that `setup` describes.
-
-    Args:
-        trace: the trace, whose blocks are looked up and stored.
-        setup: the cache, which begins empty.
-        savings: what hits save; None if unknown.
-    """
+    """Replay all requests of `trace` on the cache that `setup` describes, which begins empty."""
     size = trace.block_tokens
     cache = _Cache(setup, size)
     engine = _Cache(Setup(setup.engine_blocks), size) if setup.engine_blocks else None
@@ -115,19 +99,15 @@ def replay(trace: Trace, setup: Setup, savings: Savings | None = None) -> Outcom
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """The blocks of a request.
-
-    Attributes:
-        prompt: keys of the prompt's blocks.
-        chain: keys of the blocks of prompt and answer.
-        most: the number of blocks of the prompt that a hit can save.
-        own: the number of blocks, from the first on, in the engine's own cache.
-    """
+    """The keys of a request's blocks."""
 
     prompt: Sequence[bytes]
     chain: Sequence[bytes]
+    """Those of the prompt and of the answer."""
     most: int
+    """How many blocks of the prompt a hit can save."""
     own: int
+    """How many blocks, from the first on, the engine's own cache has."""
 
 
 class _Cache:
@@ -158,15 +138,8 @@ class _Cache:
     def run(
         self, prefix: _Prefix, context: RequestContext, request: TracedRequest
     ) -> tuple[int, int]:
-        """Replay one request from lookup to end.
-
-        Args:
-            prefix: the blocks of the request.
-            context: what the policy knows of the request, without the hit.
-            request: the request in the trace.
-
-        Returns:
-            The number of blocks that were loaded, and how many of them came from disk.
+        """Replay one request from lookup to end. `context` is what the policy knows of it, without
+        the hit. Returns the number of blocks that were loaded, and how many of them came from disk.
         """
         index = self._index
         if self._budget is not None:

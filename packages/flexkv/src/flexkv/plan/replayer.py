@@ -18,15 +18,8 @@ points to that for 5 requests of the whole trace, and memory for 5 lost none to 
 
 
 class Replayer:
-    """Replays a trace.
-
-    Args:
-        trace: the trace.
-        curve: its curve.
-        savings: what hits save; None if unknown.
-        engine_blocks: blocks of the engine's own cache.
-        most_uses: the most uses of blocks in a replay. Beyond it, a sample is replayed, unless
-            the sample's memory would hold too few requests.
+    """Replays a trace. If a replay has more than `most_uses` uses of blocks, a sample is replayed,
+    unless the sample's memory would hold too few requests.
 
     Attributes:
         sample: the conversations that are replayed; None for the whole trace.

@@ -36,12 +36,9 @@ _Amount = TypeVar("_Amount", int, float)
 
 
 def conversations(trace: Trace) -> list[int]:
-    """Group requests that share more than a prefix of many conversations.
-
-    Returns:
-        For each request of the trace, the number of the first block of its prefix that belongs to
-        one conversation. If there is none, the number of its last block, or `NO_BLOCK`.
-    """
+    """Group requests that share more than a prefix of many conversations: for each request, the
+    number of the first block of its prefix that belongs to one conversation. If there is none, the
+    number of its last block, or `NO_BLOCK`."""
     parents = [NO_BLOCK] * trace.distinct_blocks
     chains = [[*each.blocks, *each.answer] for each in trace.requests]
     for chain in chains:
@@ -63,22 +60,15 @@ def conversations(trace: Trace) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some conversations of a trace.
-
-    Attributes:
-        trace: the requests of these conversations, in order. Its blocks have the numbers of the
-            whole trace.
-        whole: the curve of the whole trace.
-        curve: the curve of the sample.
-        share: prompt tokens of the sample as a share of all.
-        conversations: the number of conversations in the sample.
-        all_conversations: the number of conversations in the whole trace.
-    """
+    """Some conversations of a trace."""
 
     trace: Trace
+    """Their requests, in order. The blocks have the numbers of the whole trace."""
     whole: LRUCurve
+    """The curve of the whole trace."""
     curve: LRUCurve
     share: float
+    """Prompt tokens of the sample as a share of all."""
     conversations: int
     all_conversations: int
     _of_whole: npt.NDArray[np.int64]
@@ -121,18 +111,8 @@ def sample(
     trace: Trace, whole: LRUCurve, savings: Savings | None, most_uses: int, engine_blocks: int
 ) -> Sample | None:
     """Choose conversations at random, whose requests together use about `most_uses` blocks. The
-    same trace always gets the same sample.
-
-    Args:
-        trace: the whole trace.
-        whole: its curve.
-        savings: what hits save; None if unknown.
-        most_uses: the number of uses of blocks beyond which the trace is sampled.
-        engine_blocks: blocks of the engine's own cache, for the whole trace.
-
-    Returns:
-        The sample; None if the whole trace has no more uses, or only one conversation.
-    """
+    same trace always gets the same sample. None if the whole trace has no more uses, or only one
+    conversation. `whole` is the curve of the trace."""
     if trace.uses <= most_uses:
         return None
     groups = conversations(trace)

@@ -11,17 +11,14 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """The time that an engine takes to compute prompts.
-
-    Attributes:
-        per_token: seconds per token, wherever it is in the prompt.
-        per_pair: further seconds for each earlier token that attention reads; 0 if unknown.
-        source: the source of these figures, as text for the user.
-    """
+    """The time that an engine takes to compute prompts."""
 
     per_token: float
+    """Seconds per token, wherever it is in the prompt."""
     per_pair: float
+    """Further seconds for each earlier token that attention reads; 0 if unknown."""
     source: str
+    """The source of these figures, as text for the user."""
 
     def of_range(self, start: int, stop: int) -> float:
         """Seconds to compute the tokens at positions `start` to `stop - 1` of a prompt."""
@@ -30,12 +27,8 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
-    """The time that loading takes.
-
-    Attributes:
-        memory_seconds: seconds for a block from host memory to the engine.
-        disk_seconds: seconds for a block from disk to host memory.
-    """
+    """The seconds that loading a block takes: from host memory to the engine, and from disk to host
+    memory."""
 
     memory_seconds: float
     disk_seconds: float
@@ -45,12 +38,6 @@ class Savings:
     """The seconds that a hit of each block saves, by the position of the block in its prompt.
 
     A block of which loading takes longer than computing saves nothing, because FlexKV computes it.
-
-    Args:
-        cost: cost of computing.
-        load: cost of loading.
-        block_tokens: tokens of a block.
-        most_blocks: blocks of the longest prompt.
 
     Attributes:
         of_memory: float64 (most_blocks,): seconds that a block from host memory saves.
@@ -67,13 +54,8 @@ class Savings:
         self._disk_sums = np.concatenate(([0.0], np.cumsum(of_disk)))
 
     def of_hit(self, start: int, stop: int, from_disk: int) -> float:
-        """Seconds that loading a range of a prompt saves.
-
-        Args:
-            start: position of the first block.
-            stop: position behind the last block.
-            from_disk: how many of these blocks, from the last on, come from disk.
-        """
+        """Seconds that loading the blocks `start` to `stop - 1` of a prompt saves, of which the
+        last `from_disk` come from disk."""
         disk = stop - from_disk
         memory = self._memory_sums[disk] - self._memory_sums[start]
         return float(memory + self._disk_sums[stop] - self._disk_sums[disk])

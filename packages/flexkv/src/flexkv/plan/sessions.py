@@ -25,12 +25,7 @@ def recognises(value: Mapping[str, object]) -> bool:
 
 
 class SessionParser:
-    """Reads the sessions of one trace.
-
-    Args:
-        unit: unit of time, as for `Clock`.
-        starts: starts of the sessions.
-    """
+    """Reads the sessions of one trace."""
 
     def __init__(self, unit: str, starts: Starts) -> None:
         self._clock_unit = unit

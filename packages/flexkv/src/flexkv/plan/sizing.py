@@ -17,7 +17,7 @@ LRU = "lru"
 DAY_SECONDS = 86400.0
 LEAST_SECONDS = 600.0
 """Rates of a shorter trace are not scaled to a day, and its writes are not limited, because ten
-minutes say little about a day. Not tuned."""
+minutes say little about a day."""
 
 _SIZES = 12
 """Rows of the table, in addition to the sizes that the user names."""
@@ -25,7 +25,7 @@ _SMALLEST_SHARE = 64
 """The smallest of these sizes is a 64th of the largest."""
 
 _DISK_POINTS = 0.01
-"""A disk is advised if it adds one point of hit rate. Not tuned."""
+"""A disk is advised if it adds one point of hit rate."""
 _MOST_SHARE = 0.99
 """The advised disk gives 99 % of all possible hits, because the last percent often needs much more.
 On Mooncake's conversation trace, 99 % need 0.74 of the blocks that 100 % need. Memory of a curve
@@ -33,10 +33,9 @@ without a knee is as large."""
 
 _SAME_POLICY = 0.002
 """If two policies differ by at most 0.2 points, their order may be chance, and the simpler one is
-advised. Not tuned."""
+advised."""
 _SAME_ADMISSION = 0.01
-"""Among the admissions within one point of the best, the one that writes least is advised. Not
-tuned."""
+"""Among the admissions within one point of the best, the one that writes least is advised."""
 _WHOLE_MORE = 8
 """Policies are compared at the advised memory on the whole trace up to this many times the uses of
 other replays. A replay without a disk takes about a microsecond a use, one with a disk 3 to
@@ -45,13 +44,8 @@ other replays. A replay without a disk takes about a microsecond a use, one with
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The room of the machine, in blocks; None for no limit.
-
-    Attributes:
-        memory_blocks: host memory.
-        disk_blocks: disk.
-        drive_writes: how many times a day the advised disk may be written as a whole.
-    """
+    """The room of the machine, None for no limit, and how many times a day the advised disk may be
+    written as a whole."""
 
     memory_blocks: int | None = None
     disk_blocks: int | None = None
@@ -60,12 +54,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The results of memory of one size.
-
-    Attributes:
-        point: LRU's results.
-        outcomes: results of the other policies, in the order of their names given.
-    """
+    """The results of memory of one size: LRU's, and those of the other policies, in the order of
+    their names given."""
 
     point: Point
     outcomes: Sequence[Outcome]
@@ -73,35 +63,29 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The advice for a trace.
-
-    Attributes:
-        rows: results at some sizes, the smallest first.
-        knee: the point beyond which more memory adds few hits; None if the curve has no knee.
-        most: the smallest size with all possible hits.
-        memory_blocks: host memory to use, in blocks.
-        tried_disk: disk that was replayed, in blocks; 0 if none was, or it could not add a point.
-        write_blocks: blocks that it may write in `write_seconds`; None for no limit.
-        write_seconds: see `write_blocks`.
-        policies: outcome of each policy at `memory_blocks`, the best first.
-        admissions: outcome of each admission with the best policy, memory and disk; the one that
-            writes least first.
-        without_disk: the advised policy and memory, replayed as the admissions were; None without
-            such replays.
-        disk_most: LRU's results with a disk of this size that takes all blocks.
-    """
+    """The advice for a trace."""
 
     rows: Sequence[Row]
+    """Results at some sizes, the smallest first."""
     knee: Point | None
+    """The point beyond which more memory adds few hits; None if the curve has no knee."""
     most: Point
+    """The smallest size with all possible hits."""
     memory_blocks: int
+    """Host memory to use."""
     tried_disk: int
+    """Blocks of the disk that was replayed; 0 if none was, or it could not add a point."""
     write_blocks: int | None
+    """Blocks that it may write in `write_seconds`; None for no limit."""
     write_seconds: float
     policies: Sequence[Outcome]
+    """Outcome of each policy at `memory_blocks`, the best first."""
     admissions: Sequence[Outcome]
+    """Outcome of each admission with that policy, memory and disk, the least writes first."""
     without_disk: Outcome | None
+    """That policy and memory, replayed as the admissions were; None without such replays."""
     disk_most: Point
+    """LRU's results with a disk of this size that takes all blocks."""
 
     @property
     def policy(self) -> str:
@@ -162,9 +146,8 @@ def size_up(
         limits: room of the machine.
         sizes: further sizes for the table, in blocks.
         engine_blocks: blocks of the engine's own cache.
-        policies: names of policies to compare.
-        admissions: names of admissions to compare, if a disk is advised.
-        most_uses: the most uses of blocks in a replay; beyond it, a sample is replayed.
+        policies, admissions: those to compare; admissions only if a disk is advised.
+        most_uses: see `Replayer`.
         settable: the blocks of the next greater size that a setting can name, up to a limit.
         progress: called with the name of the next replay, and the finished share.
     """

@@ -29,12 +29,7 @@ def recognises(line: Mapping[str, object]) -> bool:
 
 
 class TokenParser:
-    """Reads the lines of one trace. Keeps digests of blocks, and no tokens.
-
-    Args:
-        block_tokens: tokens of a block; None for the engines' default.
-        unit: unit of time, as for `Clock`.
-    """
+    """Reads the lines of one trace. Keeps digests of blocks, and no tokens."""
 
     def __init__(self, block_tokens: int | None, unit: str) -> None:
         self._size = block_tokens or _USUAL_BLOCK

@@ -14,7 +14,7 @@ from flexkv.types.texts import size
 
 _STATM = Path("/proc/self/statm")
 _CHECKED_BLOCKS = 1 << 16
-"""Blocks between two looks at the memory that they take: 15 MB at most. Not tuned."""
+"""Blocks between two looks at the memory that they take: 15 MB at most."""
 
 NO_BLOCK = -1
 """In place of the block before the first one of a prompt."""
@@ -22,50 +22,36 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace.
-
-    Attributes:
-        seconds: time of its arrival, in seconds.
-        blocks: numbers of the prompt's complete blocks, first block first.
-        answer: numbers of the complete blocks behind them, which the answer filled; empty if
-            unknown.
-        prompt_tokens: tokens of its prompt.
-        output_tokens: tokens of its answer.
-        session: name of its conversation; empty if unknown.
-    """
+    """One request of a trace."""
 
     seconds: float
+    """Time of its arrival."""
     blocks: Sequence[int]
+    """Numbers of the prompt's complete blocks, first block first."""
     answer: Sequence[int]
+    """Numbers of the complete blocks behind them, which the answer filled; empty if unknown."""
     prompt_tokens: int
     output_tokens: int
     session: str = ""
+    """Name of its conversation; empty if unknown."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """The requests of a trace, in the order of their arrival.
-
-    Attributes:
-        name: name of the file.
-        form: format of the file, as in `--format`.
-        block_tokens: tokens of a block.
-        requests: the requests, in order.
-        distinct_blocks: the number of different blocks.
-        block_bytes: bytes of a block over all ranks; None if unknown.
-        prefill: seconds to compute a token and a pair of tokens, measured by the recording engine;
-            None if unknown.
-        skipped: the number of requests that are left out, by reason.
-    """
+    """The requests of a trace, in the order of their arrival."""
 
     name: str
     form: str
+    """Format of the file, as in `--format`."""
     block_tokens: int
     requests: list[TracedRequest]
     distinct_blocks: int
     block_bytes: int | None = None
+    """Over all ranks; None if unknown."""
     prefill: tuple[float, float] | None = None
+    """Seconds to compute a token and a pair of tokens, as the recording engine measured them."""
     skipped: Mapping[str, int] = field(default_factory=dict)
+    """The number of requests that are left out, by reason."""
 
     @property
     def seconds(self) -> float:
@@ -129,11 +115,8 @@ class Prefixes:
         return len(self._numbers)
 
     def follow(self, names: Iterable[Hashable], after: int = NO_BLOCK) -> list[int]:
-        """The numbers of consecutive blocks with these names.
-
-        Args:
-            names: names of the blocks, first block first.
-            after: number of the block before the first; `NO_BLOCK` if there is none.
+        """The numbers of consecutive blocks with these names, the first of them behind the block
+        `after`.
 
         Raises:
             TraceError: all blocks together take too much memory.

@@ -28,18 +28,14 @@ from flexkv.tiers.disk.opening import check_apart, places_of
 from flexkv.tiers.shared_store import shared_stores
 
 _START_SECONDS = 1.0
-"""Seconds that a start waits for what may hang. It checks all of it later, too. Not tuned."""
+"""Seconds that a start waits for what may hang. It checks all of it later, too."""
 
 _RUNTIME_DIR, _CONTROL = "runtime_dir", "control"
 
 
 def all_checks(config: CacheConfig, seconds: float = 0.0) -> list[Check]:
-    """All checks of the settings, in the order of the output.
-
-    Args:
-        config: the settings.
-        seconds: how long each drive is measured; 0 for not at all.
-    """
+    """All checks of the settings, in the order of the output. Each drive is measured for so many
+    seconds; 0 for not at all."""
     part = functools.partial
     checks = [
         Check("kernel", check_kernel),
@@ -65,8 +61,7 @@ def check_start(config: CacheConfig, *, meets: bool = True) -> None:
 
     Args:
         config: the settings.
-        meets: whether processes meet in `runtime_dir`. Without it, a start does without that
-            directory if need be, and operators cannot ask the process.
+        meets: whether processes meet in `runtime_dir`; else a start does without it if need be.
 
     Raises:
         FlexKVError: that of the start.

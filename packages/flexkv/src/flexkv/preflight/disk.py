@@ -12,7 +12,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexkv.layout import USUAL_BLOCK
 from flexkv.preflight.findings import Finding, Level
@@ -37,26 +37,21 @@ _CHUNK = 8 << 20
 """Bytes of one write or read: FlexKV's reads of several blocks are about as large."""
 
 _MOST_BYTES = 4 * GIB
-"""The most bytes that are written, for the life of the drive. Not tuned."""
+"""The most bytes that are written, for the life of the drive."""
 _ROOM_SHARE = 8
 """At most an eighth of the free room is written, so that other programs do not run out of it
-meanwhile. Not tuned."""
+meanwhile."""
 
 _SLOW_RATE = 500e6
-"""Bytes a second. Below, a disk seldom beats computing; any NVMe drive is faster. Not tuned."""
+"""Bytes a second. Below, a disk seldom beats computing; any NVMe drive is faster."""
 
 _MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre", "beegfs"}
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The speed of a drive.
-
-    Attributes:
-        written: bytes written a second, the flush included; 0 if there was no room to measure.
-        read: bytes read a second; 0 if nothing was written.
-    """
+class Speed(NamedTuple):
+    """Bytes that a drive writes, the flush included, and reads a second; 0 if there was no room to
+    measure."""
 
     written: float
     read: float
@@ -67,9 +62,9 @@ def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]
     missing directory is not created.
 
     Args:
-        path: path of the directory.
+        path: of the directory.
         room: bytes that blocks may take there.
-        seconds: duration of the measurement of its speed, half of it writing; 0 for none.
+        seconds: see `measure`; 0 for no measurement.
 
     Raises:
         OSError: the file system does not tell its kind or its room.
@@ -145,12 +140,8 @@ def _refused_folder(name: str, why: str) -> Finding:
 
 
 def measure(path: str, seconds: float) -> Speed:
-    """Write to the drive of a directory and read it back, past the page cache where that is
-    possible.
-
-    Args:
-        path: path of the directory.
-        seconds: duration of the measurement, half of it writing, without the flush.
+    """Write to the drive of a directory for half of `seconds` without the flush, and read it back,
+    past the page cache where that is possible.
 
     Raises:
         OSError: the file system has no files without a name, or the drive fails.

@@ -28,14 +28,8 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of a check.
-
-    Attributes:
-        check: name of the check, the first word of the output.
-        level: importance of the finding.
-        text: the state that the check found.
-        change: the change that the user should make; empty if none is needed.
-    """
+    """One result of a check: the state that it found, and the change that the user should make,
+    which is empty if none is needed."""
 
     check: str
     level: Level
@@ -66,16 +60,9 @@ class Check:
 
 
 def run_checks(checks: Sequence[Check], seconds: float) -> list[Finding]:
-    """Run all checks side by side, each in a thread of its own.
-
-    Args:
-        checks: the checks, with names of their own. An exception of a check becomes a finding.
-        seconds: time limit for all checks together. A check that takes longer is left behind in its
-            thread, which does not keep the process.
-
-    Returns:
-        The findings, in the order of `checks`.
-    """
+    """Run all checks side by side, each in a thread of its own. An exception of a check becomes a
+    finding. A check that takes longer than `seconds` for all together is left behind in its thread,
+    which does not keep the process."""
     calls = {each.name: functools.partial(_run, each) for each in checks}
     ended = call_within(calls, seconds)
     return [
@@ -86,11 +73,8 @@ def run_checks(checks: Sequence[Check], seconds: float) -> list[Finding]:
 
 
 def refuse_start(checks: Sequence[Check], seconds: float) -> None:
-    """Make the parts of `checks` that can refuse a start, side by side.
-
-    Args:
-        checks: as for `run_checks`.
-        seconds: time limit for all together. A start goes on without what has not answered by then.
+    """Make the parts of `checks` that can refuse a start, side by side. A start goes on without
+    what has not answered after `seconds` for all together.
 
     Raises:
         FlexKVError: the first error of a check. An `UnavailableError` is none: a start goes on.
@@ -135,9 +119,4 @@ def _refusal(check: Check) -> FlexKVError | None:
 
 def unanswered(name: str, seconds: float) -> Finding:
     """Make the finding about a check that did not end within `seconds` seconds."""
-    return Finding(
-        name,
-        Level.PROBLEM,
-        f"no answer within {seconds:g} s",
-        HANGS,
-    )
+    return Finding(name, Level.PROBLEM, f"no answer within {seconds:g} s", HANGS)

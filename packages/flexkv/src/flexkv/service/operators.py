@@ -54,7 +54,7 @@ _REMOVED = (
 _KEYS = 4096
 """Blocks that one turn of the loop looks up: about a millisecond. Not tuned."""
 _LOOP_SECONDS = 2.0
-"""Seconds within which the service's loop must answer. It mostly takes milliseconds. Not tuned."""
+"""Seconds within which the service's loop must answer. It mostly takes milliseconds."""
 
 
 class SilentLoopError(SilentError):

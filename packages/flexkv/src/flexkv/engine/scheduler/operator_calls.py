@@ -46,20 +46,19 @@ from flexkv.types.changes import Medium
 logger = logging.getLogger(__name__)
 
 _TURN_SECONDS = 5.0
-"""Seconds to wait for a turn: a step with long prompts may take some. Not tuned."""
+"""Seconds to wait for a turn: a step with long prompts may take some."""
 _END_SECONDS = 60.0
-"""Seconds to wait for the turn that ends a fetch, whose blocks would else stay. Not tuned."""
+"""Seconds to wait for the turn that ends a fetch, whose blocks would else stay."""
 _PAUSE_SECONDS = 0.002
-"""Pause between two turns, and between two attempts to get one. Not tuned."""
+"""Pause between two turns, and between two attempts to get one."""
 _PART_PAUSE_SECONDS = 0.0005
-"""Pause between two parts of a prompt, in which the engine's thread gets the GIL at once. Not
-tuned."""
+"""Pause between two parts of a prompt, in which the engine's thread gets the GIL at once."""
 _WARM_SECONDS = 60.0
-"""The longest that a warm waits for lower tiers. Not tuned."""
+"""The longest that a warm waits for lower tiers."""
 _REMOVE_SECONDS = 10.0
-"""The longest that a removal waits for blocks that are being stored or written. Not tuned."""
+"""The longest that a removal waits for blocks that are being stored or written."""
 _DEMOTE_SECONDS = 30.0
-"""The longest that a demotion waits for the tiers that the blocks are written to. Not tuned."""
+"""The longest that a demotion waits for the tiers that the blocks are written to."""
 _PART = 64
 """Blocks of a conversation that a turn removes. Not tuned."""
 _WARM_SHARE = 4
@@ -73,7 +72,9 @@ _R = TypeVar("_R")
 
 class OperatorCalls:
     """Called by threads of an engine's door. All methods wait, and raise SilentError if the
-    scheduler has let none in, or RefusedError if a call has failed, which the log says.
+    scheduler has let none in, or RefusedError if a call has failed, which the log says. Texts that
+    they return say why not all was done, for people; they are empty if there is no reason. `parts`
+    are the keys of a prefix, in order.
 
     Args:
         cache: the engine's cache; borrowed.
@@ -109,29 +110,14 @@ class OperatorCalls:
         self._warming = threading.Lock()
 
     def open(self, access: OperatorAccess, root: str, engine: str, fingerprint: str) -> EngineDoor:
-        """Answer operators; the caller closes the door.
-
-        Args:
-            access: how operators reach the cache.
-            root: path of the runtime directory.
-            engine: name of the engine.
-            fingerprint: of its blocks.
-        """
+        """Answer operators by a door in the runtime directory `root`; the caller closes it."""
         answers = _OperatorVerbs(self, self._cache, access.keys, engine, fingerprint).answers()
         poll = self.poll if self._cache.info.drops_old else None
         return EngineDoor(root, access.http, answers, poll)
 
     def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
         """Bring the blocks of a prefix from lower tiers into host memory, and wait until they are
-        there.
-
-        Args:
-            parts: the keys of the prefix, in order.
-            seconds: the longest wait.
-
-        Returns:
-            Why not all blocks were fetched that lower tiers have; empty if there is no reason.
-        """
+        there, at most so long."""
         if not self._cache.info.media:
             return "the cache has no lower tier"
         if not self._warming.acquire(blocking=False):
@@ -142,14 +128,7 @@ class OperatorCalls:
             self._warming.release()
 
     def demote(self, parts: Iterable[Sequence[bytes]]) -> str:
-        """Write the blocks of a prefix to lower tiers, and remove them from host memory.
-
-        Args:
-            parts: the keys of the prefix, in order.
-
-        Returns:
-            Why some may stay; empty if there is no reason.
-        """
+        """Write the blocks of a prefix to lower tiers, and remove them from host memory."""
         if not self._cache.info.media:
             return "the cache has no lower tier"
         keys = [*itertools.chain.from_iterable(parts)]
@@ -170,16 +149,8 @@ class OperatorCalls:
         self._turn(self._poll_busy)
 
     def pin(self, parts: Iterable[Sequence[bytes]], name: str, seconds: float | None) -> int:
-        """Pin the blocks of a prefix that are in host memory.
-
-        Args:
-            parts: the keys of the prefix, in order.
-            name: name of the pin, for `unpin`; requests have names of their own.
-            seconds: see `CacheClient.hold`.
-
-        Returns:
-            The number of blocks that the limit of all pins left out.
-        """
+        """Pin the blocks of a prefix that are in host memory, under a name that no request has.
+        Returns the number of blocks that the limit of all pins left out."""
         before = self._turn(lambda: self._refused)
         for keys in parts:
             self._turn(partial(self._cache.hold, Hold.PIN, keys, _owner(name), seconds))
@@ -190,24 +161,13 @@ class OperatorCalls:
         return self._turn(partial(self._cache.unhold, Hold.PIN, _owner(name)))
 
     def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
-        """Remove the blocks of a prefix from host memory and from disks.
-
-        Args:
-            parts: the keys of the prefix, in order.
-
-        Returns:
-            Why some may stay; empty if there is no reason.
-        """
+        """Remove the blocks of a prefix from host memory and from disks."""
         left, shared = self._remove_all(parts)
         return _joined(left, shared)
 
     def clear(self) -> tuple[int, str]:
         """Remove all blocks from host memory and from disks. Loads under way keep theirs until they
-        end, and stores under way are not published.
-
-        Returns:
-            How many blocks host memory had, and why some of lower tiers stay.
-        """
+        end, and stores under way are not published. Returns also how many host memory had."""
         self._refuse_shared()
         before = self._turn(self._clear_all)
         if before is None:
@@ -220,15 +180,8 @@ class OperatorCalls:
         return before, _joined(left, shared if self._shared else "")
 
     def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
-        """Remove the blocks of a conversation that no other one has, as `remove` does.
-
-        Args:
-            session: its name, as clients give it.
-            cache_salt: salt of its requests; empty for none.
-
-        Returns:
-            How many blocks of its own it has had, and why some may stay.
-        """
+        """Remove the blocks of a conversation that no other one has, as `remove` does. Returns also
+        how many it has had."""
         name = tenant_session(cache_salt, name_of(session))
         keys = own_keys(name, self._turn(self._sessions.known))
         whole = [*keys, *self._others(keys)]
@@ -239,14 +192,8 @@ class OperatorCalls:
 
     def release_session(self, session: str, cache_salt: str) -> int:
         """A conversation has ended: its blocks need not be retained, and those that no other one
-        has may be evicted first, as the option `release` of a request says.
-
-        Args:
-            session, cache_salt: see `remove_session`.
-
-        Returns:
-            How many blocks it has.
-        """
+        has may be evicted first, as the option `release` of a request says. Returns how many blocks
+        it has."""
         name = tenant_session(cache_salt, name_of(session))
         keys = self._turn(partial(self._sessions.keys_of, name))
         if keys:
