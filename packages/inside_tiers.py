@@ -65,6 +65,16 @@ def allow_one_write(link: Link) -> None:
     link._write_bytes = 1
 
 
+def threads_inside(turns: Any) -> int:
+    """Threads that have a turn, those that hang included."""
+    return len(turns._inside)
+
+
+def hang_after(turns: Any, seconds: float) -> None:
+    """From now on, a thread that comes hangs after so long."""
+    turns._hang_seconds = seconds
+
+
 def store_of(drive: Any) -> Any:
     """The file of a drive's blocks, or the store of a remote tier: tests replace its calls."""
     return drive._store

@@ -11,6 +11,7 @@ import pytest
 
 from flexkv.tiers.mooncake.mooncake_store import Turns
 from packages.conftest import PATIENCE_SECONDS
+from packages.inside_tiers import hang_after, threads_inside
 from packages.patience import wait_until
 
 
@@ -101,4 +102,25 @@ def test_a_thread_that_hangs_inside_gives_its_place_up_once() -> None:
     end(begin(come), begin(come))
     leave.set()
     end(hung)
-    assert turns._free == 1
+
+
+def test_a_thread_that_has_hung_leaves_no_place_of_another() -> None:
+    turns = Turns(1, 0.01)
+    leave, stay = threading.Event(), threading.Event()
+
+    def hang(until: threading.Event) -> None:
+        with turns:
+            until.wait(PATIENCE_SECONDS)
+
+    hung = begin(partial(hang, leave))
+    wait_until(lambda: threads_inside(turns) == 1)
+    hang_after(turns, PATIENCE_SECONDS)
+    other = begin(partial(hang, stay))
+    wait_until(lambda: threads_inside(turns) == 2)
+    third = begin(partial(hang, stay))
+    wait_for(turns, 1)
+    leave.set()
+    end(hung)
+    assert turns.waiting == 1
+    stay.set()
+    end(other, third)

@@ -8,7 +8,6 @@ two pieces of registered memory: the envelope's buffer and the arena's slot.
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import queue
 import threading
@@ -36,10 +35,8 @@ is shorter than asked."""
 
 class Turns:
     """Limits the number of threads that do something at once, as `threading.Semaphore` does, but
-    first come, first served.
-
-    A semaphore wakes the thread that has waited longest. Until that thread runs, any other thread
-    can take its place, even the thread that has just left, because it is awake already.
+    first come, first served: a semaphore lets a thread that has just left in again before those
+    that wait.
 
     Args:
         count: the most threads inside at once, not counting those that hang.
@@ -47,10 +44,10 @@ class Turns:
     """
 
     def __init__(self, count: int, hang_seconds: float) -> None:
-        self._free = count
+        self._count = count
         self._hang_seconds = hang_seconds
-        self._lock = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
+        self._changed = threading.Condition()
+        self._waiting: deque[int] = deque()  # threads
         self._inside: dict[int, float] = {}  # by thread, when it hangs
 
     @property
@@ -59,19 +56,14 @@ class Turns:
         return len(self._waiting)
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                self._come()
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        # Until a thread that leaves releases it, or a thread that waits finds that one hangs.
-        while not turn.acquire(timeout=self._until_hang()):
-            self._pass_by_hung()
-        with self._lock:
-            self._come()
+        own = threading.get_ident()
+        with self._changed:
+            self._waiting.append(own)
+            while self._waiting[0] != own or not self._is_free():
+                self._changed.wait(self._until_hang())
+            self._waiting.popleft()
+            self._inside[own] = time.monotonic() + self._hang_seconds
+            self._changed.notify_all()
 
     def __exit__(
         self,
@@ -79,31 +71,18 @@ class Turns:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._lock:
-            if self._inside.pop(threading.get_ident(), None) is not None:
-                self._pass_on()
+        with self._changed:
+            del self._inside[threading.get_ident()]
+            self._changed.notify_all()
 
-    def _come(self) -> None:
-        self._inside[threading.get_ident()] = time.monotonic() + self._hang_seconds
+    def _is_free(self) -> bool:
+        now = time.monotonic()
+        return sum(hangs > now for hangs in self._inside.values()) < self._count
 
-    def _pass_on(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().release()
-        else:
-            self._free += 1
-
-    def _until_hang(self) -> float:
-        """Seconds until the first thread hangs; a thread that is about to come hangs later."""
-        with self._lock:
-            first = min(self._inside.values(), default=math.inf)
-        return max(0.0, min(first - time.monotonic(), self._hang_seconds))
-
-    def _pass_by_hung(self) -> None:
-        with self._lock:
-            now = time.monotonic()
-            for thread in [thread for thread, hangs in self._inside.items() if hangs <= now]:
-                del self._inside[thread]
-                self._pass_on()
+    def _until_hang(self) -> float | None:
+        """Seconds until the next thread inside hangs; None if there is none."""
+        now = time.monotonic()
+        return min((hangs - now for hangs in self._inside.values() if hangs > now), default=None)
 
 
 class MooncakeBlocks:
