@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for several tiers at once; those for one are in `test_load_choice`."""
+"""Waits for several tiers at once; those for one are in `test_chooser`."""
 
 from __future__ import annotations
 

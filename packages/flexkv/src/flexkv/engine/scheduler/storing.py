@@ -435,6 +435,8 @@ class Stores:
         A block of a group that looks back less far is worth nothing without the last block of full
         attention. It does not need earlier blocks of its own group that no hit needs.
         """
+        if not runs:
+            return
         request, options = tracked.request, tracked.options
         chains = batch.get(tracked.built_on)
         if chains is None:
@@ -459,7 +461,7 @@ class Stores:
                     stored += own[at : at + run.blocks]
         if stored:
             chains.pins.append(_Pin(stored, request, options))
-        if runs and self._cache.info.takes_tenants:
+        if self._cache.info.takes_tenants:
             chains.tenants.append((len(keys), tenant_number_of(request)))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
