@@ -147,22 +147,6 @@ def _read_session(value: object) -> str:
     raise ValueError
 
 
-def _read_retention(value: object) -> float:
-    hint = retention(value)
-    if hint.value is None or isinstance(value, str):
-        raise ValueError
-    seconds: float = hint.value
-    return seconds
-
-
-def _read_priority(value: object) -> int:
-    hint = importance(value)
-    if hint.value is None:
-        raise ValueError
-    priority: int = hint.value
-    return priority
-
-
 _FLAG = "true or false"
 _COUNT = "a whole number from 0 on"
 _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -177,17 +161,14 @@ _PARAMETERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "session": (_read_session, "a text that is not empty"),
     "returns": (_read_flag, _FLAG),
     "max_store_tokens": (_read_count, _COUNT),
-    "retain_seconds": (_read_retention, f"a number above 0; at most {MOST_RETAIN_SECONDS} count"),
+    "retain_seconds": (retention, f"a number above 0; at most {MOST_RETAIN_SECONDS} count"),
     "release": (_read_flag, _FLAG),
-    "priority": (
-        _read_priority,
-        f"a whole number; -{MOST_PRIORITY} to {MOST_PRIORITY} count",
-    ),
+    "priority": (importance, f"a whole number; -{MOST_PRIORITY} to {MOST_PRIORITY} count"),
     "demote": (_read_flag, _FLAG),
     ANNOUNCED: (_read_count, _COUNT),
 }
 """For each parameter the function that reads its value or raises ValueError, and the allowed
-values, for errors."""
+values, for errors. Values that are clipped to a bound are read as hints."""
 
 
 _HINTS = {
@@ -195,16 +176,10 @@ _HINTS = {
     "returns": "returns",
     "max_load_tokens": "max_load_tokens",
     "max_store_tokens": "max_store_tokens",
-    "retain_seconds": "retain",
     "release": "release",
-    "priority": "priority",
     "demote": "demote",
 }
-"""Of each parameter that has other forms as well, the action in the metric of hints."""
-
-
-_BOUNDED = {"retain_seconds": retention, "priority": importance}
-"""For each parameter whose value is clipped to a bound, what becomes of it."""
+"""Of each other parameter that has further forms, the action in the metric of hints."""
 
 
 def pin_owner(request: EngineRequest, options: RequestOptions) -> tuple[str, str]:
@@ -333,7 +308,8 @@ class OptionsReader:
             result = HintResult.UNSUPPORTED
         elif hint.option:
             options[hint.option] = hint.value
-        self.hints[hint.action, result] += 1
+        if hint.action:
+            self.hints[hint.action, result] += 1
 
     def _read_own(self, request_id: str, params: Mapping[Any, Any]) -> dict[str, Any]:
         """The options that have FlexKV's own names."""
@@ -351,24 +327,21 @@ class OptionsReader:
                 continue
             read, allowed = _PARAMETERS[name]
             try:
-                options[name] = read(value)
+                found = read(value)
             except ValueError:
+                found = None
+            hint = found
+            if not isinstance(hint, Hint):
+                hint = Hint(_HINTS.get(name, ""), HintResult.ACCEPTED, name, found)
+            elif isinstance(value, str):
+                hint = None  # other forms alone have units
+            if hint is None or hint.value is None:
                 bad.append((f"has {key}: {_shown(value)}", allowed))
-                continue
-            if name in self._unsupported:
-                del options[name]
-            if name in _HINTS:
-                self._count_own(name, value)
+            else:
+                self._follow(hint, options)
         if bad:
             self._ignore(request_id, len(bad), *bad[0])
         return options
-
-    def _count_own(self, name: str, value: object) -> None:
-        bounded = _BOUNDED.get(name)
-        result = HintResult.ACCEPTED if bounded is None else bounded(value).result
-        if name in self._unsupported:
-            result = HintResult.UNSUPPORTED
-        self.hints[_HINTS[name], result] += 1
 
     def _ignore(self, request_id: str, count: int, first: str, allowed: str) -> None:
         """Count wrong parameters of a request, and log the first of them in one line."""
