@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 
 def adapter_of(connector: Any) -> Any:
@@ -196,16 +199,39 @@ def switch_on(manager: Any) -> None:
 
 
 def assert_manager_at_rest(manager: Any) -> None:
-    """An OffloadingManager and what follows its requests know of none."""
-    assert manager._requests == manager._loading == manager._fetched == {}
-    assert manager.prompts._lacking == {}
-    assert manager.prompts._finished == set()
+    """An OffloadingManager knows of no request, and vLLM of no transfer."""
+    assert manager._requests == manager._looked_up == {}
+    assert manager._ordered == set()
 
 
-def held_stores(manager: Any) -> Collection[Any]:
-    """Stores that count once vLLM reports their ends."""
-    held: Collection[Any] = manager.held._held.values()
-    return held
+def change_weights(manager: Any) -> None:
+    """As if vLLM had other weights now."""
+    manager._weights_changed(sure=True)
+
+
+def keep_at_resets(patch: pytest.MonkeyPatch, owner: Any) -> None:
+    """A reset of vLLM's keeps the blocks, as at a pause."""
+    patch.setattr(owner._weights, "reset", lambda keep, discard: keep())
+
+
+def tiers_of(tier: Any) -> Collection[Any]:
+    """The tiers of FlexKV's that a `FlexKVTier` has; none once it is closed."""
+    tiers: Collection[Any] = tier._tiers
+    return tiers
+
+
+@contextlib.contextmanager
+def lose_job(tier: Any) -> Iterator[None]:
+    """The first job of a `FlexKVTier` begins, and an error follows."""
+    end = tier._end_if_done
+
+    def fail_once(job: Any) -> None:
+        tier._end_if_done = end
+        raise RuntimeError("broken by the test")
+
+    tier._end_if_done = fail_once
+    yield
+    assert tier._end_if_done == end
 
 
 def jobs_of(worker: Any) -> dict[int, Any]:

@@ -129,7 +129,7 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "what an offloading manager answers renamed": (
         [Edit(OFFLOAD, "HIT_PENDING", "HIT_LATER")],
-        ["offloading/requests.py", "`HIT_PENDING`"],
+        ["offloading/request.py", "`HIT_PENDING`"],
     ),
     "vLLM's own connector imports another name": (
         [Edit(IN_TREE, "FlexKVConnectorV1Impl", "FlexKVConnectorV2Impl")],

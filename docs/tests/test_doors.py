@@ -20,8 +20,11 @@ MOST_MEMBERS = 30
 
 STARTERS = {
     "flexkv.engine.start",
+    "flexkv_vllm.offloading.start_tier",
+    "flexkv_vllm.offloading.tier",
 }
-"""The modules that start a cache or its tiers, so they import what they start."""
+"""The modules that start a cache or its tiers, so they import what they start. Under vLLM's own
+memory there is no cache of ours: tiers alone are below."""
 
 PUBLIC = {"KVCache": "flexkv.cache"}
 """Names of the package `flexkv` itself that are below the door, and their modules."""

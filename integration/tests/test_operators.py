@@ -7,14 +7,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from integration.harness.checkpoint import TINY
-from integration.harness.config import EngineConfig
-from integration.harness.connector import Connector
-from integration.harness.host import EngineHost
 from integration.harness.prompts import random_tokens
 from integration.sglang.linker import PAGE_TOKENS, linker_config
 from integration.sglang.server import SglangServer
@@ -103,36 +99,4 @@ def test_sglang(tmp_path: Path, model: Path, sglang: Path) -> None:
         assert operator.tiers() == [0, 0]
         server.flush()
         once_more = server.generate(PROMPT, ANSWER)
-        assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)
-
-
-def test_offloading_connector(
-    tmp_path: Path,
-    host: EngineHost,
-    offloading: Callable[..., Connector],
-    engine_config: Callable[..., EngineConfig],
-) -> None:
-    operator = Operator(tmp_path)
-    blocks = len(PROMPT) // corpus.FLEXKV_BLOCK
-    config = engine_config(offloading(runtime_dir=operator.root, **disk(tmp_path)))
-    with host.start(config) as engine:
-        answer = engine.generate(PROMPT, max_tokens=ANSWER)
-        operator.await_tiers([blocks, blocks])
-    with host.start(config) as engine:
-        assert operator.tiers() == [0, blocks]
-        assert f": host memory has {blocks} " in operator.on_prompt("warm")
-        assert f": pinned {blocks} " in operator.on_prompt("pin")
-        again = engine.generate(PROMPT, max_tokens=ANSWER)
-        assert again.tokens == answer.tokens
-        assert again.cached_tokens == blocks * corpus.FLEXKV_BLOCK
-        engine.reset_prefix_cache()
-        assert f": removed {blocks} " in operator.remove()
-        assert operator.tiers() == [0, 0]
-        once_more = engine.generate(PROMPT, max_tokens=ANSWER)
-        assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)
-        operator.await_tiers([blocks, blocks])
-        assert ": cleared; host memory had " in operator.clear()
-        assert operator.tiers() == [0, 0]
-        engine.reset_prefix_cache()
-        once_more = engine.generate(PROMPT, max_tokens=ANSWER)
         assert (once_more.tokens, once_more.cached_tokens) == (answer.tokens, 0)

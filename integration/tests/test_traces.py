@@ -46,7 +46,6 @@ def test_a_request_has_flexkvs_spans_in_its_trace(
     engine_config: Callable[..., EngineConfig],
     flexkv: Callable[..., dict[str, Any]],
 ) -> None:
-    """`test_spans` of the adapter has OffloadingConnector."""
     host.close()
     config = engine_config(
         connector.plugin(**flexkv()),

@@ -109,15 +109,10 @@ def run(repeats: int = 21) -> list[dict[str, Any]]:
                 side.get_num_new_matched_tokens,
                 side.get_external_cache_hit_sources,
             )
-            vllms = getattr(type(side).get_num_new_matched_tokens, "__wrapped__", None)
 
-            def note_match(request: Any, tokens: int, **options: Any) -> Any:
-                instant = match if vllms is None else lambda *args: vllms(side, *args)
-                return lookups.note(
-                    side,
-                    lambda: match(request, tokens, **options),
-                    lambda: instant(request, tokens),
-                )
+            def note_match(*args: Any, **options: Any) -> Any:
+                ask = lambda: match(*args, **options)  # noqa: E731
+                return lookups.note(side, ask, ask)
 
             def note_sources(*args: Any) -> Any:
                 ask = lambda: find_sources(*args)  # noqa: E731

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from engine_world import World, run_together
 from kv_pages import BLOCK_TOKENS, make_pages
 from ranks import LOADS_FIRST, Rank, ended_transfers, step_result
@@ -27,25 +26,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from world_config import OFFLOADING
 
 from flexkv.figures.definitions import sample
-from flexkv_vllm.compat.core import fails_by_request
 from flexkv_vllm.metrics import PREFIX
-from packages.late_mover import LateMover
-
-# With older releases the spec refuses to be imported.
-pytest.importorskip("vllm.v1.kv_offload.config", reason="vLLM is older than 0.26")
-
-from flexkv_vllm.offloading.idle import IdleManager
+from flexkv_vllm.offloading.spec import IdleManager
 from flexkv_vllm.offloading.worker import GroupMover
 from packages.inside import cache_of
 from packages.inside_adapters import assert_manager_at_rest, jobs_of, poll_side, replace_groups
-
-WINDOW = 40
-SEVERAL_GROUPS = pytest.mark.skipif(
-    not fails_by_request(), reason="this vLLM serves one KV cache group: others are refused"
-)
-HYBRID = pytest.mark.parametrize(
-    "windows", [(), pytest.param((WINDOW,), marks=SEVERAL_GROUPS)], ids=["full", "hybrid"]
-)
+from packages.late_mover import LateMover
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,8 +125,8 @@ class OffloadingWorld(World):
 
     @property
     def side(self) -> Any:
-        """What follows requests; None if FlexKV is turned off."""
-        return self.manager.prompts if self.is_on else None
+        """None: no `RequestSide` follows the requests."""
+        return None
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """One after another, as vLLM's current configuration is one for a process: only rank 0

@@ -70,10 +70,16 @@ WORKER: Calls = {
     "get_finished": ((set(),), (None, None)),
     "get_block_ids_with_load_errors": ((), {7, 8}),
     "build_connector_worker_meta": ((), WorkerReport(0, 0.0, 0)),
+    "unregister_kv_caches": ((), None),
+    "restore_kv_caches": ((), None),
 }
 RAISE = {"register_kv_caches"}
 """Errors at start end the engine."""
-WITHOUT_INSTANCE = {"requires_piecewise_for_cudagraph", "build_kv_connector_stats"}
+WITHOUT_INSTANCE = {
+    "requires_piecewise_for_cudagraph",
+    "build_kv_connector_stats",
+    "supports_sleep_mode",
+}
 NOT_CALLED_BROKEN = {
     "build_prom_metrics",
     "requires_kv_delivery",  # a constant
@@ -172,7 +178,7 @@ def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [("_build_orders", "_lose_track"), ("_end", "_forget"), ("suspend",)],
+    [("_build_orders", "_lose_track"), ("_end", "_forget"), ("reset",)],
     ids=lambda names: names[0],
 )
 def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_goes_on(
@@ -183,10 +189,10 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
     prompt = random_prompt(rng, 100)
     world.generate(prompt)
     side = world.side
-    owner = KVCache if broken == ("suspend",) else RequestSide
+    owner = KVCache if broken == ("reset",) else RequestSide
     for name in broken:
         monkeypatch.setattr(owner, name, raise_broken)
-    if broken == ("suspend",):
+    if broken == ("reset",):
         assert not world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate(random_prompt(rng, 40))
     assert side.is_off

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from disk_world import PROMPT_BLOCKS, fill, prompts
 from engine_world import MakeWorld, World
-from offloading_world import MakeOffloadingWorld
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is not installed")
 
@@ -91,14 +90,6 @@ def test_a_request_has_spans_of_its_fetch_its_load_and_its_store(
     exported = Exported()
     monkeypatch.setattr("flexkv_vllm.start_scheduler.request_spans_of", lambda _: exported.spans)
     check_spans(make_world(slots=14, disk_slots=100, budget=256), exported)
-
-
-def test_a_request_of_vllms_own_connector_has_them_too(
-    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = Exported()
-    monkeypatch.setattr("flexkv_vllm.offloading.spec.request_spans_of", lambda _: exported.spans)
-    check_spans(make_offloading_world(slots=14, disk_slots=100, budget=256), exported)
 
 
 def test_a_tracer_that_fails_costs_no_request(

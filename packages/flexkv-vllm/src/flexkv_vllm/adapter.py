@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flexkv.engine.boundary import always, answers
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.scheduler.storing import StoreTime
-from flexkv_vllm.compat.core import hit_sources, warn_if_newer
+from flexkv_vllm.compat.core import hit_sources, reports_sleep, warn_if_newer
 from flexkv_vllm.compat.steps import read_step
 from flexkv_vllm.events import BlockEvents
 from flexkv_vllm.metrics import FlexKVStats
@@ -69,7 +69,9 @@ class Adapter(WorkerCalls):
     """
 
     def __init__(self, vllm_config: VllmConfig, store_time: StoreTime, connector: type) -> None:
-        super().__init__(vllm_config, read_settings(vllm_config, connector))
+        hears_sleep = reports_sleep() and hasattr(connector, "unregister_kv_caches")
+        config = read_settings(vllm_config, connector)
+        super().__init__(vllm_config, config, hears_sleep=hears_sleep)
         self._store_time = store_time
         self._scheduler: RequestSide[StepMetadata] | None = None
         self._events: BlockEvents | None = None

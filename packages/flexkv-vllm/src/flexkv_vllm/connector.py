@@ -26,7 +26,7 @@ from flexkv_vllm.scheduler_calls import SchedulerCalls
 from flexkv_vllm.stages import Place
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
@@ -64,6 +64,12 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         alone = connectors_here() == [self]
         self._adapter.start_worker(kv_caches, self._kv_cache_config, Place.here(), alone=alone)
+
+    def unregister_kv_caches(self) -> None:
+        self._adapter.suspend()
+
+    def restore_kv_caches(self) -> None:
+        self._adapter.resume()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._adapter.fence(kv_connector_metadata)
@@ -130,6 +136,10 @@ class FlexKVConnectorV1(SchedulerCalls, KVConnectorBase_V1, HybridConnector):
         return self._adapter.hit_sources(request, num_external_tokens)
 
     # In the processes that log and serve metrics, without an instance.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

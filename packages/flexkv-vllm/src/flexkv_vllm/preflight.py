@@ -50,10 +50,9 @@ def check_settings(transfer: KVTransferConfig) -> None:
             check_engine(settings, FlexKVConnectorV1)
         else:
             from flexkv_vllm.offloading import offload_settings
-            from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 
             settings = offload_settings.load_settings(extra)
-            offload_settings.check_engine(settings, FlexKVOffloadingManager)
+            offload_settings.check_engine(settings)
         check_start(settings)
 
 

@@ -16,7 +16,12 @@ from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.compat.core import check_version
 from flexkv_vllm.compat.patches import is_made_by_another
 from flexkv_vllm.spans import by_headers
-from flexkv_vllm.support import check_attention, check_parallelism, check_pooling
+from flexkv_vllm.support import (
+    check_attention,
+    check_late_loads,
+    check_parallelism,
+    check_pooling,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +59,7 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
         check_parallelism(vllm_config)
         check_attention(vllm_config)
         check_pooling(vllm_config)
+        check_late_loads(vllm_config)
     return config
 
 

@@ -3,7 +3,8 @@
 
 vLLM's allocator unmaps the pages when the engine sleeps at level 1 or 2, or gives their memory
 back. A copy that reads or writes an unmapped page ends the device's context, and one that begins
-after the wake-up reads bytes that nobody computed.
+after the wake-up reads bytes that nobody computed. From 0.33 on, vLLM reports both to connectors,
+but neither to its own FlexKVConnectorV1 nor to an offloading worker.
 """
 
 from __future__ import annotations

@@ -112,3 +112,17 @@ def check_pooling(vllm_config: VllmConfig) -> None:
         f"none may come from a cache; allowed: models that generate, or pooling with which vLLM's "
         f"own prefix cache works, such as LAST"
     )
+
+
+def check_late_loads(vllm_config: VllmConfig) -> None:
+    """Refuse HiSparse, with which vLLM orders loads after the steps that reuse their blocks.
+
+    Raises:
+        LayoutError: the engine uses it. FlexKV would copy a load beside such a step.
+    """
+    attention = getattr(vllm_config, "attention_config", None)
+    if getattr(attention, "hisparse_config", None) is not None:
+        raise LayoutError(
+            "vLLM's HiSparse is on (hisparse_config of --attention-config), which orders loads "
+            "later than FlexKV can follow; allowed: no HiSparse"
+        )

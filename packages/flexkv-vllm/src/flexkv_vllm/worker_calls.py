@@ -37,11 +37,13 @@ class WorkerCalls:
     Args:
         vllm_config: of the engine.
         config: FlexKV's settings.
+        hears_sleep: whether vLLM itself calls `suspend` and `resume`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: CacheConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: CacheConfig, *, hears_sleep: bool) -> None:
         self._vllm_config = vllm_config
         self._config = config
+        self._hears_sleep = hears_sleep
         self._boundary = ErrorBoundary()
         self._worker: WorkerSide | None = None
         # What each load fills, of those under way and of those that end with the running step.
@@ -71,7 +73,8 @@ class WorkerCalls:
                 alone=alone,
             )
             self._by_request = self._worker.fails_by_request
-            follow_sleep(self)
+            if not self._hears_sleep:
+                follow_sleep(self)
 
     @answers(always(None), "copies end, now and for good")
     def suspend(self) -> None:

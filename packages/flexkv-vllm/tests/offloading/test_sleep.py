@@ -8,7 +8,8 @@ import random
 import pytest
 from engine_world import World, random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import HYBRID, MakeOffloadingWorld
+from offloading_release import HYBRID
+from offloading_world import MakeOffloadingWorld
 from sleeping_worker import begun, forget_pages_at_sleep, step_to_answer, worker
 
 HIT = 6 * BLOCK_TOKENS

@@ -11,7 +11,8 @@ import pytest
 from disk_world import PROMPT_BLOCKS, Hang, fill, hits, keep_in_engine, prompts
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
-from offloading_world import HYBRID, MakeOffloadingWorld
+from offloading_release import HYBRID
+from offloading_world import MakeOffloadingWorld
 from patience import wait_until
 from traffic import Traffic, fetched, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -8,26 +8,25 @@ import random
 from typing import Any
 
 import pytest
-from disk_world import Hang, delay_reads, fill, prompts
+from disk_world import PROMPT_BLOCKS, Hang, delay_reads, fill, prompts
 from engine_world import random_prompt
 from injection import Guarded, InjectedError, all_guarded, hit_all
 from kv_pages import BLOCK_TOKENS
-from offloading_world import SEVERAL_GROUPS, MakeOffloadingWorld, OffloadingWorld
+from offloading_world import MakeOffloadingWorld, OffloadingWorld
 from patience import wait_until
 
 from flexkv.client import Reset
 from flexkv.engine.boundary import LASTING
-from flexkv.types.mover import Direction
-from flexkv_vllm.offloading.requests import RequestBlocks
-from flexkv_vllm.offloading.worker import Job
+from flexkv_vllm.offloading.request import OffloadedRequest
 from packages.inside import assert_no_fetch, below_of, fail_resets, index_of
 from packages.inside_adapters import jobs_of
 from packages.tier_blocks import ready_blocks
 
-pytestmark = SEVERAL_GROUPS
+GUARDS = [each for each in all_guarded(offloading=True) if each.path.name != "tier.py"]
+"""`test_tier.py` hits those of `FlexKVTier`."""
 
 
-@pytest.mark.parametrize("guarded", all_guarded(offloading=True), ids=str)
+@pytest.mark.parametrize("guarded", GUARDS, ids=str)
 def test_after_an_error_all_is_as_without_flexkv(
     make_offloading_world: MakeOffloadingWorld, guarded: Guarded
 ) -> None:
@@ -48,28 +47,6 @@ def test_after_an_error_all_is_as_without_flexkv(
 
 def raising(*_: object) -> None:
     raise InjectedError
-
-
-def test_errors_in_polling_copies_that_last_hold_no_request(
-    make_offloading_world: MakeOffloadingWorld,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    world = make_offloading_world()
-    prompt = random_prompt(random.Random(10), 5 * BLOCK_TOKENS + 3)
-    world.generate(prompt)
-    world.forget()
-    (mover,) = world.slow_down(random.Random(6))
-    monkeypatch.setattr(mover, "poll", raising)
-    request = world.generate(prompt)
-    assert len(world.outputs[request]) == 4
-    world.forget()
-    assert world.external_tokens[world.generate(prompt)] == 0
-    world.check_outputs()
-    assert (world.cache.status.under_way, world.cache.ready_blocks) == ({}, 0)
-    lines = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
-    assert len(lines) == 1
-    assert "all loads and stores of this rank fail until the engine is restarted" in lines[0]
 
 
 def test_errors_in_polling_the_cache_that_last_switch_it_off(
@@ -94,47 +71,24 @@ def test_errors_in_polling_the_cache_that_last_switch_it_off(
     assert "FlexKV loads and stores nothing until the engine is restarted" in lines[0]
 
 
-def test_a_load_that_cannot_be_ordered_is_not_tried_again(
-    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["load", "end_fetch"])
+def test_a_load_that_cannot_be_ordered_is_ordered_again(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    world = make_offloading_world()
-    prompt = random_prompt(random.Random(2), 5 * BLOCK_TOKENS + 3)
-    world.generate(prompt)
-    world.forget()
-    asked = []
+    world = make_offloading_world(slots=14, disk_slots=100)
+    texts = prompts(8, 4)
+    fill(world, texts)
+    call, errors = getattr(world.cache, part), [InjectedError()]
 
-    def failing(keys: Any) -> None:
-        asked.append(list(keys))
-        raise InjectedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "load", failing)
-        world.generate(prompt)
-    assert len(asked) == 1
-    world.check_outputs()
-    world.forget()
-    assert world.external_tokens[world.generate(prompt)] == 5 * BLOCK_TOKENS
-
-
-def test_a_load_that_fails_while_it_is_ordered_keeps_nothing(
-    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make_offloading_world()
-    prompt = random_prompt(random.Random(7), 5 * BLOCK_TOKENS + 3)
-    world.generate(prompt)
-    world.forget()
-
-    settle, errors = RequestBlocks.settle, [InjectedError()]
-
-    def failing_once(blocks: RequestBlocks) -> None:
+    def failing_once(*arguments: Any) -> Any:
         if errors:
             raise errors.pop()
-        settle(blocks)
+        return call(*arguments)
 
-    monkeypatch.setattr(RequestBlocks, "settle", failing_once)
-    request = world.generate(prompt)
+    monkeypatch.setattr(world.cache, part, failing_once)
+    request = world.generate(texts[0])
     assert errors == []
-    assert world.external_tokens[request] == 0
+    assert world.external_tokens[request] == PROMPT_BLOCKS * BLOCK_TOKENS
     world.assert_at_rest()
     world.check_outputs()
 
@@ -165,21 +119,6 @@ def test_a_request_that_ends_with_an_error_keeps_no_fetch(
     world.assert_at_rest()
 
 
-def test_a_prefix_on_disk_whose_loads_fail_is_computed(
-    make_offloading_world: MakeOffloadingWorld,
-) -> None:
-    world = make_offloading_world(disk_slots=40)
-    prompt = random_prompt(random.Random(5), 5 * BLOCK_TOKENS + 3)
-    world.generate(prompt)
-    world.forget()
-    (mover,) = world.slow_down(random.Random(6), failure_rate=1.0)
-    mover.failing = frozenset({Direction.LOAD})
-    request = world.generate(prompt)
-    assert mover.refused == 1
-    assert world.external_tokens[request] == 0
-    world.check_outputs()
-
-
 def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,22 +126,18 @@ def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
     texts = prompts(9, 4)
     fill(world, texts)
     worker = world.ranks[0].worker
-
-    def failing(_: Any) -> None:
-        raise InjectedError
-
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_wait_for", failing)
-        jobs_of(worker)[10**9] = Job(Direction.STORE, None, [])
+        patch.setattr(worker, "_wait_for", raising)
+        jobs_of(worker)[10**9] = None
         worker.wait({10**9})
         del jobs_of(worker)[10**9]
-    world.generate(texts[0])
+    world.generate(random_prompt(random.Random(3), 20))  # whose store fails
+    world.settle()
     counters = world.cache.counters
-    assert counters.failed_loads == 1
     begun = counters.loads, counters.stores
     for text in [*texts, *texts]:
-        world.forget()
         assert world.external_tokens[world.generate(text)] == 0
+        world.forget()
     assert (counters.loads, counters.stores) == begun
     world.check_outputs()
 
@@ -234,14 +169,9 @@ def test_an_error_in_a_store_gives_its_slots_back(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_offloading_world()
-
-    def failing(*_: Any) -> None:
-        raise InjectedError
-
     with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "hold", failing)
-        prompt = random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3)
-        world.generate(prompt, params={"flexkv.pin": True})
+        patch.setattr(OffloadedRequest, "have_slots", raising)
+        world.generate(random_prompt(random.Random(4), 5 * BLOCK_TOKENS + 3))
     world.assert_at_rest()
     assert ready_blocks(index_of(world.cache)) == {}
 
@@ -253,6 +183,6 @@ def test_no_request_waits_for_a_fetch_that_never_begins(
     texts = prompts(9, 4)
     fill(world, texts)
     with monkeypatch.context() as patch:
-        patch.setattr(world.manager.held, "step_is_complete", raising)
+        patch.setattr(world.cache, "fetch", raising)
         world.generate(texts[0])
     world.check_outputs()

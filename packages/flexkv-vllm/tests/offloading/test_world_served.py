@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from disk_world import PROMPT_BLOCKS, hits, prompts
 from kv_pages import BLOCK_TOKENS
-from offloading_world import HYBRID
+from offloading_release import HYBRID
 from patience import PATIENCE_SECONDS, wait_until
 from served_offloading_world import ServedOffloadingWorld
 from served_world import MakeService, assert_nothing_is_lost
 from traffic import Traffic, loaded, loads_more_than, make_stems
 
-from flexkv.engine.scheduler.loads import HeldHits
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from packages.flexkv.tests.service.served import Service
 from packages.inside import announced, line_of, stores_of
+from packages.inside_adapters import change_weights
 
 MakeServed = Callable[..., ServedOffloadingWorld]
 
@@ -31,7 +32,7 @@ def make_served(tmp_path: Path) -> Iterator[MakeServed]:
     worlds: list[ServedOffloadingWorld] = []
 
     def make(service: Service, **options: Any) -> ServedOffloadingWorld:
-        settings = {"service": service.root, "always_load": True} | options.pop("settings", {})
+        settings = {"service": service.root} | options.pop("settings", {})
         world = ServedOffloadingWorld(tmp_path, settings=settings, **options)
         worlds.append(world)
         world.settle()
@@ -115,7 +116,7 @@ def test_a_change_of_one_engine_leaves_the_others_alone(
     if changes == "a reset":
         one.manager.reset_cache()
     else:
-        one.manager.weights_changed(sure=True)
+        change_weights(one.manager)
     assert hits(one, text) == 0
     assert hits(other, text) == PROMPT_BLOCKS
     one.settle()
@@ -159,7 +160,7 @@ def test_a_hit_that_cannot_be_held_is_a_miss(
     one.generate(text)
     one.settle()
     one.forget()
-    monkeypatch.setattr(HeldHits, "hold", lambda *_: False)
+    monkeypatch.setattr(FlexKVOffloadingManager, "_holds", lambda *_: False)
     assert hits(one, text) == 0
     one.check_outputs()
     assert_nothing_is_lost(service)

@@ -73,11 +73,39 @@ def open_tiers(
         ConfigError: the client of a shared store is not installed.
         StoreSettingError: a shared store cannot be used with these settings.
     """
-    tiers = []
+    info, spec = session.info, session.arena.spec
+    return open_tiers_below(
+        config, spec, info.fingerprint, info.identity, policy, engines=engines, ages=ages
+    )
+
+
+def open_tiers_below(
+    config: CacheConfig,
+    spec: ArenaSpec,
+    fingerprint: str,
+    identity: Sequence[str],
+    policy: MakePolicy,
+    *,
+    engines: int = 1,
+    ages: BlockAges | None = None,
+) -> list[AttachedTier]:
+    """As `open_tiers`, below memory of these sizes that need be no arena. `identity`: the parts of
+    the fingerprint."""
+    tiers: list[AttachedTier] = []
     if config.ssd_cache_gb is not None:
-        tiers.append(_open_disk(config, session, config.ssd_cache_gb, policy, engines, ages=ages))
+        disk = _open_disk(
+            config,
+            spec,
+            fingerprint,
+            identity,
+            size=int(config.ssd_cache_gb * GIB),
+            policy=policy,
+            engines=engines,
+            ages=ages,
+        )
+        tiers.append(disk)
     with closed_on_error(tiers):
-        return tiers + open_shared_tiers(config, session.info.fingerprint, session.arena.spec)
+        return tiers + open_shared_tiers(config, fingerprint, spec)
 
 
 def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) -> list[AttachedTier]:
@@ -132,28 +160,29 @@ def ages_of(config: CacheConfig, num_slots: int) -> BlockAges | None:
 
 def _open_disk(
     config: CacheConfig,
-    session: Session,
-    size_gb: float,
+    spec: ArenaSpec,
+    fingerprint: str,
+    identity: Sequence[str],
+    *,
+    size: int,
     policy: MakePolicy,
     engines: int,
-    *,
     ages: BlockAges | None,
 ) -> AttachedTier:
-    spec = session.arena.spec
     day_gb = config.ssd_write_gb_per_day
     tier = open_disk_tier(
         config.ssd_cache_dir,
-        session.info.fingerprint,
+        fingerprint,
         spec.format.slot_bytes,
-        int(size_gb * GIB),
+        size,
         owners=MAX_OWNERS if config.ssd_in_use == "own" else engines,
         keep_others=config.ssd_other_models == "keep",
         day_bytes=None if day_gb is None else int(day_gb * GIB),
         queue_bytes=_queue_bytes(spec),
         stall_seconds=config.ssd_timeout_seconds,
         policy=policy,
-        identity=session.info.identity,
-        states=lambda root: _states(config, Medium.DISK, root, session.info.fingerprint),
+        identity=identity,
+        states=lambda root: _states(config, Medium.DISK, root, fingerprint),
         ages=ages,
     )
     for drive in tier.drives:

@@ -123,6 +123,11 @@ def binds_pool() -> bool:
     return hasattr(KVConnectorBase_V1, "bind_gpu_block_pool")
 
 
+def reports_sleep() -> bool:
+    """Whether vLLM tells a connector when it unmaps its KV pages: from 0.33 on."""
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
 def tells_states() -> bool:
     """Whether vLLM reports the block of each recurrent state to a connector: from 0.32 on."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__

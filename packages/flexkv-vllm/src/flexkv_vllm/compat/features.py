@@ -61,6 +61,10 @@ CALLS = {
 """Functions and methods that the adapter calls, and with how many positional arguments."""
 
 
+_CALLED_IF_KNOWN = frozenset({"unregister_kv_caches", "restore_kv_caches"})
+"""Methods of the connector that FlexKV can do without: `reports_sleep`."""
+
+
 def missing_features(ours: type, theirs: type) -> list[str]:
     """Features that the adapter uses and the installed vLLM lacks, or has with another signature;
     empty if vLLM has all.
@@ -113,7 +117,7 @@ def _misfit_methods(ours: type, theirs: type) -> Iterator[str]:
         if name.startswith("_") or not inspect.isfunction(answer):
             continue
         call = next((vars(base)[name] for base in bases if name in vars(base)), None)
-        if call is None:
+        if call is None and name not in _CALLED_IF_KNOWN:
             yield f"{theirs.__name__}.{name}"
         elif inspect.isfunction(call) and not _answers(answer, call):
             yield f"{theirs.__name__}.{name}{inspect.signature(call)}"

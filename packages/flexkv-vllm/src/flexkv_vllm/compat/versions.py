@@ -13,7 +13,8 @@ CONNECTOR = Releases(CONNECTOR_NAME, (0, 20), NEWEST)
 """Releases (major, minor) that were tested with at least vLLM's scheduler: those of
 compat-ci/versions.toml above the static level."""
 
-OFFLOADING = Releases("OffloadingConnector", (0, 26), NEWEST)
-"""Releases that have the interface of offloading specs that FlexKV implements."""
+OFFLOADING = Releases("OffloadingConnector", (0, 31), NEWEST)
+"""Releases whose interface of offloading specs FlexKV implements. Older ones do not show the names
+of a request's blocks; up to 0.29, they also offer blocks that were not computed."""
 
 RELEASES = (CONNECTOR, OFFLOADING)

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's cache under vLLM's own `OffloadingConnector`: an offloading spec.
+"""FlexKV's blocks under vLLM's own `OffloadingConnector`, by the interface that vLLM publishes.
 
-vLLM decides what is loaded and stored, also for models with several KV cache groups. FlexKV keeps
-the blocks in the same arena and on the same disks as its own connector, and copies them by the same
-movers.
+`FlexKVOffloadingSpec` keeps vLLM's blocks in FlexKV's arena and below. `tier.FlexKVTier` keeps them
+below vLLM's own CPU memory. Neither replaces a method of vLLM's connector.
 """
 
 from __future__ import annotations
 
-import importlib.util
-
 import vllm
+from vllm.v1.kv_offload import base
 
 from flexkv import EngineVersionError
 from flexkv_vllm.compat.versions import CONNECTOR, OFFLOADING
 
-if importlib.util.find_spec("vllm.v1.kv_offload.config") is None:
+if not hasattr(base.ReqContext, "get_offload_key_position"):
     raise EngineVersionError(
         f"vLLM {vllm.__version__} is installed, whose OffloadingConnector FlexKV cannot serve; "
         f"allowed: {OFFLOADING}, a newer version, or FlexKV's own connector ({CONNECTOR.runs})"

@@ -1,96 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes of loadable blocks, for the KV events of vLLM's `OffloadingConnector`."""
+"""The changes of loadable blocks, as events for vLLM's `OffloadingConnector`, which describes them
+if `self_describing_kv_events` is set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
-from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
 
 from flexkv.client import CacheClient
-from flexkv.engine.epoch_cache import epoch_of
 from flexkv.engine.key_epoch import KeyEpoch
-from flexkv.engine.scheduler.groups import Group, Reach
-from flexkv_vllm.compat.events import group_traits
-from flexkv_vllm.events import BlockEvents
-from flexkv_vllm.offloading.requests import GroupBlocks, RequestBlocks
-from flexkv_vllm.pool import Pool
+from flexkv.types.changes import Medium
+from flexkv_vllm.compat.offloading import EVENT_MEDIA
 
-if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadedNames:
-    """See `NamedKeys`. The cache itself has the end of the epoch behind its keys."""
-
-    hash_tokens: int
-    epoch: KeyEpoch
-
-    def origin(self, key: bytes) -> tuple[int, bytes]:
-        """See `NamedKeys.origin`."""
-        name = OffloadKey(key)
-        return get_offload_group_idx(name), get_offload_block_hash(name)
+_BLOCKS_PER_CALL = 2048
+"""The most blocks of an earlier epoch whose removal one call reports: some milliseconds of work, as
+for the changes of a tier."""
 
 
 class OffloadedBlocks:
-    """Reports the loadable blocks, as FlexKV's own connector does. Single-threaded.
+    """Reports the loadable blocks. Single-threaded. After an error nobody knows what subscribers
+    know: all reported blocks are taken back, and all blocks are reported again.
 
     Args:
         cache: the cache of the engine; watched from now on. The first calls of `take` report the
             blocks that its disks hold already.
-        hash_tokens: tokens of one of vLLM's block hashes.
-        chunk: vLLM's blocks of a FlexKV block.
+        epoch: of its keys.
     """
 
-    def __init__(self, cache: CacheClient, hash_tokens: int, chunk: int) -> None:
+    def __init__(self, cache: CacheClient, epoch: KeyEpoch) -> None:
         self._cache = cache
-        self._chunk = chunk
-        self._names = OffloadedNames(hash_tokens, epoch_of(cache))
-        self._traits: dict[int, dict[str, Any]] = {}
-        # Blocks of adapters are never on disk at the start.
-        self._events = BlockEvents(cache, self._names, has_stamps=False, traits=self._traits)
-
-    def bind(self, pool: Any, kv_cache_config: Any) -> None:
-        """vLLM's own prefix cache, whose resets are followed, and the configuration of its groups
-        are known from now on."""
-        self._traits |= group_traits(kv_cache_config)
-        self._events.bind_pool(Pool(pool))
-
-    def describe(self, blocks: RequestBlocks, keys: Sequence[bytes]) -> None:
-        """Those of the blocks of a request that have a slot in host memory are reported in full."""
-        request: Any = blocks.request
-        if request is None:
-            return
-        missing = set(self._cache.missing(keys))
-        there = [key for i, key in enumerate(keys) if i not in missing]
-        for group, found in blocks.places(there):
-            tokens = group.tokens // self._chunk
-            kind = Group(group.number, Reach.ALL, 0, tokens, self._chunk)
-            own = self._of_request(request, group, found)
-            self._events.describe(request, kind, own)
-
-    def _of_request(
-        self, request: Any, group: GroupBlocks, found: Sequence[tuple[int, bytes]]
-    ) -> Iterator[tuple[int, bytes]]:
-        """Without those of a prompt that has changed since."""
-        hashes, step = request.block_hashes, group.tokens // self._names.hash_tokens
-        for position, key in found:
-            at = (position + 1) * step - 1
-            if at < len(hashes) and self._names.origin(key) == (group.number, hashes[at]):
-                yield position, key
-
-    def cleared(self) -> None:
-        """See `BlockEvents.cleared`."""
-        self._events.cleared()
+        self._epoch = epoch
+        self._end = epoch.end
+        self._told: set[tuple[Medium, bytes]] = set()
+        self._outdated: list[tuple[Medium, bytes]] = []
+        self._outdated_end = 0
+        self._failed = False
+        cache.watch()
 
     @property
     def pending(self) -> bool:
-        """See `BlockEvents.pending`."""
-        return self._events.pending
+        """Whether `take` has changes to report. After an error, False until `take` succeeds."""
+        outdated = self._outdated or self._end != self._epoch.end
+        return not self._failed and (bool(outdated) or self._cache.status.has_changes)
 
-    def take(self) -> list[KVCacheEvent]:
-        """See `BlockEvents.take`."""
-        return self._events.take()
+    def take(self) -> list[OffloadingEvent]:
+        """The events of changes since the last call, removals first. Many changes take several
+        calls; see `pending`."""
+        failed, self._failed = self._failed, True
+        if not self._outdated and (failed or self._end != self._epoch.end):
+            self._cache.watch()
+            self._outdated, self._outdated_end = list(self._told), len(self._end)
+            self._told, self._end = set(), self._epoch.end
+        if self._outdated:
+            some = self._outdated[-_BLOCKS_PER_CALL:]
+            events = list(_events(some, self._outdated_end, removed=True))
+            del self._outdated[-_BLOCKS_PER_CALL:]
+        else:
+            events = self._take_changes()
+        self._failed = False
+        return events
+
+    def _take_changes(self) -> list[OffloadingEvent]:
+        changes = self._cache.drain_changes()
+        gone = [(each.medium, key) for each in changes for key in each.removed]
+        gone = [each for each in gone if each in self._told]
+        new = [(each.medium, key) for each in changes for key in each.added if self._epoch.has(key)]
+        end = len(self._end)
+        events = [*_events(gone, end, removed=True), *_events(new, end, removed=False)]
+        self._told.difference_update(gone)
+        self._told.update(new)
+        return events
+
+
+def _events(
+    blocks: Iterable[tuple[Medium, bytes]], end: int, *, removed: bool
+) -> Iterable[OffloadingEvent]:
+    """An event for each medium of these blocks, whose keys end with `end` bytes of an epoch."""
+    names: dict[Medium, list[OffloadKey]] = {}
+    for medium, key in blocks:
+        names.setdefault(medium, []).append(OffloadKey(key[: len(key) - end]))
+    for medium, keys in names.items():
+        yield OffloadingEvent(
+            keys, EVENT_MEDIA[medium], removed, Locality.LOCAL, removal_expected=True
+        )

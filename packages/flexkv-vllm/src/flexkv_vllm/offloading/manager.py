@@ -4,8 +4,9 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
@@ -20,28 +21,38 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv import CacheConfig
-from flexkv.client import CacheClient, Reset, Transfer
+from flexkv.client import CacheClient, Reset, Transfer, TransferEnd
 from flexkv.engine.boundary import ErrorBoundary, always, answers
+from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.scheduled_step import IdleSteps
-from flexkv.engine.side_figures import log_totals
-from flexkv_vllm.compat.offloading import load_source
+from flexkv.engine.side_figures import CacheFigures, log_totals
 from flexkv_vllm.offloading.events import OffloadedBlocks
-from flexkv_vllm.offloading.held import HeldStores
-from flexkv_vllm.offloading.orders import ArenaBlocks
-from flexkv_vllm.offloading.prompts import OffloadedPrompts
+from flexkv_vllm.offloading.request import OffloadedRequest, RequestMaker, load_source
 from flexkv_vllm.offloading.stats import connector_stats
+from flexkv_vllm.weights import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
 
-ChooseReset = Callable[[Callable[[], bool], Callable[[str], bool]], bool]
-"""See `WeightWatch.reset`."""
-
-
 _POLLING = "polling the cache"
+_ENDS = "vLLM ends rather than compute on missing bytes, unless a second try succeeds"
+
+
+@dataclass(slots=True)
+class ArenaBlocks(LoadStoreSpec):
+    """The manager's order to the workers: FlexKV's end of a transfer job of vLLM's.
+
+    Attributes:
+        cell: where the ranks report on the completion board; None if there is nothing to copy. A
+            load without a cell has failed.
+        slots: one for each block of the job, in the order of its keys.
+    """
+
+    cell: int | None = None
+    slots: Sequence[int] = ()
 
 
 class FlexKVOffloadingManager(OffloadingManager):
@@ -55,17 +66,11 @@ class FlexKVOffloadingManager(OffloadingManager):
         cache: the cache of the engine; owned.
         unmap: closes the session with the arena; called once the cache is closed.
         boundary: catches errors.
-        events: reports loadable blocks; None if KV events are off. Owned.
         settings: settings of the engine, which metrics show, too.
-        prompts: follows requests through vLLM's connector; owned.
-
-    Attributes:
-        prompts: as given.
-        held: the stores whose blocks are not known to be computed yet.
-        choose_reset: decides whether a reset of vLLM's keeps or discards the blocks; discards them
-            unless the owner sets it.
-        weights_changed: to be called when the engine has other weights; discards every block. No
-            method of the class, whose public ones are vLLM's.
+        groups: number of vLLM's KV cache groups.
+        fingerprint: of the blocks.
+        shares: whether other engines may find blocks of this one.
+        events: whether KV events are on.
     """
 
     def __init__(
@@ -73,94 +78,95 @@ class FlexKVOffloadingManager(OffloadingManager):
         cache: CacheClient,
         unmap: Callable[[], None],
         boundary: ErrorBoundary,
-        events: OffloadedBlocks | None,
         *,
         settings: CacheConfig,
-        prompts: OffloadedPrompts,
+        groups: int,
+        fingerprint: str,
+        shares: bool,
+        events: bool,
     ) -> None:
         self._cache = cache
         self._unmap = unmap
         self._boundary = boundary
-        self._events = events
-        if events is not None:
-            prompts.got_slots, prompts.pool_bound = events.describe, events.bind
-        self.prompts = prompts
-        prompts.before_match = self._poll
-        self._requests, self._answers = prompts.by_id, prompts.answers
-        self._figures, self._traced = prompts.figures, prompts.traced
-        # By id of the loaded request the media of its blocks that came from lower tiers.
-        self._fetched: dict[str, Mapping[bytes, Any]] = {}
-        self._loading: dict[int, str] = {}
+        self._groups = groups
+        self._epoch = KeyEpoch()
+        if cache.info.is_shared and not shares:
+            self._epoch.renew()
+        self._events = OffloadedBlocks(cache, self._epoch) if events else None
+        self._maker = RequestMaker(settings.request_options, cache.info)
+        self._figures = CacheFigures(cache, boundary, self._maker.put_counts)
+        self._requests: dict[str, OffloadedRequest] = {}
+        self._looked_up: dict[str, OffloadedRequest] = {}  # in this step
         self._ended = EndedTransfers(cache)
         self._ordered: set[int] = set()  # ids of the transfers under way that vLLM knows
         self._lost_some = False
-        self.held = HeldStores(cache, boundary)
-        prompts.distrust = self.held.discard
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
-        prompts.may_find = self._may_find
-        prompts.may_change = self._may_change
-        prompts.empty = partial(self._forget, partial(cache.reset, Reset.EMPTY))
-        boundary.after_error = self._after_error_in(cache)
-        self.weights_changed: Callable[..., None] = self._weights_changed
-        self.choose_reset: ChooseReset = lambda keep, discard: discard("request")
+        boundary.after_error = partial(self._after_error, cache)
+        self._weights = WeightWatch(self._weights_changed)
+        self._figures.report_health(settings.session_root, "vllm", fingerprint)
 
     # Requests.
 
     @answers(lambda *_: RequestOffloadingContext(), "it is begun when it is looked up")
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         with self._boundary.guard("beginning a request", "it is begun when it is looked up"):
-            self.prompts.request(req_context)
+            self._request(req_context)
         return RequestOffloadingContext()
 
     @answers(always(None), "its blocks may leave sooner")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self.prompts.ended(req_context.req_id)
-        self._fetched.pop(req_context.req_id, None)
+        request = self._requests.pop(req_context.req_id, None)
+        self._looked_up.pop(req_context.req_id, None)
         if request is None:
             return
         with self._boundary.guard("ending a request", "its blocks may leave sooner"):
-            request.settle()
-            self._cache.touch(list(request.stored))
-            self.prompts.report_ended(request)
+            self._release(request)
+            self._end_fetch(request)
+            self._cache.touch(self._own(request.keys))
+            self._cache.ended(req_context.req_id, request.answer_tokens)
             return
-        request.settle()
+        self._release(request)
+        self._end_fetch(request)
 
     # Loads.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # One block a call, thousands for a long prompt. This cannot fail.
-        result = self._answers.get(key)
-        return self._look_up(key, req_context) if result is None else result
+        request = self._requests.get(req_context.req_id)
+        if request is None or key not in request.answers:
+            return self._look_up(key, req_context)
+        request.asked.append(key)
+        return request.answers[key]
 
     @answers(always(LookupResult.MISS), "it is a miss")
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._may_find():
+        """The first lookup of a request in a step, which finds the results for all its blocks."""
+        if self._is_off:
             return LookupResult.MISS
         with self._boundary.guard("lookup", "it is a miss"):
-            return self.prompts.lookup(key, self.prompts.request(req_context))
+            request = self._request(req_context)
+            self._find(request)
+            result = request.answers.get(key, LookupResult.MISS)
+            request.answers[key] = result
+            request.asked.append(key)
+            return result
+        known = self._requests.get(req_context.req_id)
+        if known is not None:
+            known.answers.update(dict.fromkeys(known.keys, LookupResult.MISS))
         return LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         # One block a call, as above.
-        fetched = self._fetched.get(req_context.req_id)
-        medium = None if fetched is None else fetched.get(key)
-        return self._from_host if medium is None else load_source(medium)
+        return load_source(self._requests.get(req_context.req_id), key)
 
-    @cached_property
-    def _from_host(self) -> Any:
-        return load_source()
-
-    @answers(lambda *_: ArenaBlocks(), "vLLM is told that it failed")
+    @answers(lambda *_: ArenaBlocks(), _ENDS)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        transfer = None
-        with self._boundary.guard("ordering a load", "vLLM is told that it failed"):
-            transfer = self._begin_load(keys, req_context)
-        if transfer is None:
-            self._load_no_more(req_context.req_id)
-            return ArenaBlocks()
-        return self._order(transfer)
+        for _ in range(2):
+            with self._boundary.guard("ordering a load", _ENDS):
+                return self._order_load(list(keys), req_context)
+        return ArenaBlocks()
 
     @answers(always(None), "transfers that ended are seen later")
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -176,37 +182,31 @@ class FlexKVOffloadingManager(OffloadingManager):
 
         Never returns None, which would ask vLLM to offer the blocks again in the next step.
         """
-        transfer = None
         with self._boundary.guard("reserving blocks", "they are not cached"):
-            transfer = self._reserve(list(keys), req_context.req_id)
-        if transfer is None:
-            return _nothing_to_store()
-        reserved = [OffloadKey(key) for key in transfer.keys]
-        return PrepareStoreOutput(reserved, self._order(transfer), [])
+            return self._order_store(keys, req_context.req_id)
+        return _nothing_to_store()
 
     @answers(always(None), "transfers that ended are seen later")
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         # Whether it is one is known from the board, where the ranks have reported.
-        self.held.release(keys)
         self._poll()
 
     # Steps.
 
     @answers(always(None), "nothing is fetched")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        with self._boundary.guard("ending a step's lookups", "nothing is fetched"):
-            self.held.step_is_complete()
-            self._idle_steps.note(bool(self._requests))
-            self.prompts.hits.release_all()
-            self._poll()
-            self.prompts.fetch_lacking()
-            for request_id in context.new_req_ids:
-                if request_id in self._requests:
-                    self._requests[request_id].settle()
-            return
-        self.prompts.fetch_nothing()
+        while self._looked_up:
+            self._end_lookups(self._looked_up.popitem()[1])
+        self._idle_steps.note(bool(self._requests))
+        self._poll()
+        for request_id in context.new_req_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                with self._boundary.guard("recording a request", "its use counts for nothing"):
+                    self._end_fetch(request)
+                    self._record(request)
 
     @answers(always(False), "copies end in the steps of later requests")
     def has_pending_work(self) -> bool:
@@ -216,41 +216,16 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(lambda self: self._turn_off(), "FlexKV finds nothing until the engine is restarted")
     def reset_cache(self) -> None:
-        self.choose_reset(self._pause, self._reset)
+        self._weights.reset(self._pause, self._reset)
 
     def _weights_changed(self, *, sure: bool) -> None:
         with self._boundary.turn:
             self._reset("weights")
 
-    def _pause(self) -> bool:
-        with self._boundary.guard("pausing", "all blocks are discarded"):
-            self.prompts.forget()
-            self._cache.reset(Reset.PAUSE)
-            self.held.release_all()
-            self._figures.note_activity()
-            return True
-        return False
-
-    def _reset(self, cause: str) -> bool:
-        return self._forget(partial(self._cache.reset, Reset.CLEAR, cause))
-
-    def _forget(self, forget: Callable[[], None]) -> bool:
-        self._cache.reset(Reset.SUSPEND)
-        with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
-            self.prompts.forget()
-            forget()
-            if self._events is not None:
-                self._events.cleared()
-            self.held.release_all()
-            self._figures.note_activity()
-            return True
-        return False
-
-    @answers(always(()), "they are told later, or lost")
+    @answers(always(()), "they are reported later, or lost")
     def take_events(self) -> Iterable[Any]:
-        """The events for vLLM's subscribers; see `follow_connector`."""
         if self._events is not None:
-            with self._boundary.guard("telling events", "they are told later, or lost"):
+            with self._boundary.guard("reporting events", "they are reported later, or lost"):
                 return self._events.take()
         return ()
 
@@ -272,35 +247,123 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._closed = True
         with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
             self._figures.close()
-            self.prompts.close()
             unused = self._cache.close()
             log_totals(self._cache, self._boundary)
             if unused:
                 self._unmap()
 
-    def _turn_off(self) -> None:
-        """Find no block any more, after a reset that may have left outdated ones."""
-        self._is_off = True
+    # Behind the guards.
 
-    def _may_change(self) -> bool:
-        return not (self._is_off or self._closed or self.prompts.is_matching)
+    def _request(self, context: ReqContext) -> OffloadedRequest:
+        """The state of a request. It begins with the first call."""
+        request = self._requests.get(context.req_id)
+        if request is None:
+            request = self._maker.make(context)
+            self._requests[context.req_id] = request
+        return request
 
-    def _may_find(self) -> bool:
-        return not (self._is_off or self.held.lost)
+    def _own(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The cache's keys of these blocks."""
+        end = self._epoch.end
+        return [key + end for key in keys] if end else keys
 
-    def _begin_load(self, keys: Collection[OffloadKey], context: ReqContext) -> Transfer | None:
-        transfer = self._cache.load(list(keys))
-        self.prompts.hits.release(context.req_id)
-        if transfer is not None:
-            request = self.prompts.request(context)
-            self._fetched.pop(context.req_id, None)
-            media = request.media()
-            if media:
-                self._fetched[context.req_id] = media
-            request.settle()
-            self._loading[transfer.id] = context.req_id
-            self._traced.began(transfer.id, request.request, len(keys))
-        return transfer
+    def _find(self, request: OffloadedRequest) -> None:
+        """Find where those of its blocks are that have no answer in this step."""
+        if not self._looked_up:
+            self._poll()
+        self._looked_up[request.context.req_id] = request
+        fetches = False
+        if request.fetch is not None:
+            state = self._cache.fetch_state(request.fetch)
+            request.note(state)
+            fetches = not state.done
+        keys = [key for key in request.keys if key not in request.answers]
+        there = self._cache.presence(self._own(keys))
+        results = {
+            key: request.answer(key, each, fetches=fetches)
+            for key, each in zip(keys, there, strict=True)
+        }
+        hits = [key for key in keys if results[key] is LookupResult.HIT]
+        if not self._holds(request, hits):
+            results.update(dict.fromkeys(hits, LookupResult.MISS))
+        request.answers.update(results)
+
+    def _holds(self, request: OffloadedRequest, keys: Sequence[bytes]) -> bool:
+        """Hold blocks until the end of the step, if other engines may evict them. Returns False if
+        one of them has left."""
+        if not self._cache.info.is_shared or not keys:
+            return True
+        transfer = self._cache.load(self._own(keys))
+        if transfer is None:
+            return False
+        request.held.append(transfer.id)
+        return True
+
+    def _release(self, request: OffloadedRequest) -> None:
+        while request.held:
+            self._cache.end_transfer(request.held.pop(), TransferEnd.CANCEL)
+
+    def _end_lookups(self, request: OffloadedRequest) -> None:
+        """The step's lookups are over: fetch the blocks that only lower tiers have."""
+        with self._boundary.guard("ending a step's lookups", "its blocks are not fetched"):
+            self._release(request)
+            wanted = request.lacking()
+            if wanted:
+                request.fetches(wanted)
+                priority = request.options.priority or 0
+                fetch = self._cache.fetch(self._own(wanted), priority=priority)
+                self._end_fetch(request)  # only now, so that what is under way goes on for the new
+                request.began_fetch(fetch, wanted)
+                if fetch is not None:
+                    request.note(self._cache.fetch_state(fetch))
+            request.looked_up(self._groups)
+            return
+        # vLLM waits for no block that no fetch brings.
+        request.fetches(request.asked)
+        request.looked_up(self._groups)
+        self._release(request)
+
+    def _end_fetch(self, request: OffloadedRequest) -> None:
+        if request.fetch is not None:
+            request.note(self._cache.end_fetch(request.fetch))
+            request.fetch = None
+
+    def _record(self, request: OffloadedRequest) -> None:
+        request.may_fetch_again()
+        found, context = request.began()
+        prompt = self._own(request.keys) if self._groups == 1 else None
+        self._cache.record(self._own(found), context, prompt)
+
+    def _order_load(self, keys: list[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+        transfer = self._cache.load(self._own(keys))
+        if transfer is None:
+            return ArenaBlocks()
+        request = self._request(context)
+        self._release(request)
+        self._end_fetch(request)
+        request.may_fetch_again()
+        request.have_slots(keys)
+        return self._order(transfer)
+
+    def _order_store(self, keys: Collection[OffloadKey], request_id: str) -> PrepareStoreOutput:
+        request = self._requests.get(request_id)
+        if request is None or request.stale or not request.options.store:
+            return _nothing_to_store()
+        wanted = request.storable(keys)
+        known = [*wanted, *request.ends]
+        missing = {known[i] for i in self._cache.missing(self._own(known))}
+        chain, positions, prefix_starts = request.offer(wanted, missing)
+        transfer = None
+        if positions:
+            transfer = self._cache.store(self._own(chain), positions, prefix_starts)
+        request.have_slots([key for key in wanted if key not in missing])
+        if transfer is None:
+            return _nothing_to_store()
+        self._figures.note_activity()
+        end = len(self._epoch.end)
+        stored = [OffloadKey(key[: len(key) - end]) for key in transfer.keys]
+        request.have_slots(stored)
+        return PrepareStoreOutput(stored, self._order(transfer), [])
 
     def _order(self, transfer: Transfer) -> ArenaBlocks:
         """The order of a transfer for vLLM, which copies it. After an error before this, `_poll`
@@ -309,62 +372,55 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._ordered.add(transfer.id)
         return order
 
-    def _load_no_more(self, request_id: str) -> None:
-        """vLLM looks up the blocks of a failed load again, and would load them for ever."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.load_no_more()
+    # Resets.
 
-    def _reserve(self, keys: list[OffloadKey], request_id: str) -> Transfer | None:
-        request = self._requests.get(request_id)
-        if request is None:
-            # vLLM 0.26 reports the end of a request before it offers the request's last blocks.
-            return None
-        request.settle()  # it runs
-        if request.stale or not request.options.store:
-            return None
-        wanted = request.storable(keys)
-        chain, positions = request.offer(wanted)
-        transfer = self._cache.store(chain, positions, held=True) if positions else None
-        if transfer is not None:
+    def _pause(self) -> bool:
+        with self._boundary.guard("pausing", "all blocks are discarded"):
+            self._forget_requests()
+            self._cache.reset(Reset.PAUSE)
             self._figures.note_activity()
-            request.reserved(transfer.keys)
-            self.held.hold(request_id, transfer)
-            self._traced.began(transfer.id, request.request, len(transfer.keys))
-            self.prompts.describe(request, transfer.keys)
-        request.keep(wanted)
-        return transfer
+            return True
+        return False
+
+    def _reset(self, cause: str) -> bool:
+        self._cache.reset(Reset.SUSPEND)
+        with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
+            self._forget_requests()
+            self._cache.reset(Reset.CLEAR, cause)
+            self._epoch.renew()  # a cache that others share keeps its blocks
+            self._figures.note_activity()
+            return True
+        return False
+
+    def _forget_requests(self) -> None:
+        for request in self._requests.values():
+            request.forget()
+            self._end_fetch(request)
+
+    def _turn_off(self) -> None:
+        """Find no block any more, after a reset that may have left outdated ones."""
+        self._is_off = True
+
+    # What has ended.
 
     def _poll(self) -> None:
         if not self._ended.busy:
             return
         with self._boundary.guard(_POLLING, "transfers that ended are seen later"):
             self._figures.note_activity()
-            self._take_ended()
+            if self._lost_some:
+                self._ended.end_lost(self._ordered, self._ordered)
+                self._lost_some = False
+            for ended in self._ended.take():
+                self._ordered.discard(ended.id)
             return
         if self._boundary.lasts(_POLLING):
             self._cache.reset(Reset.STOP)
             self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
 
-    def _take_ended(self) -> None:
-        if self._lost_some:
-            self.held.discard_all()
-            self._ended.end_lost(self._ordered, {*self._loading, *self._ordered})
-            self._lost_some = False
-        for ended in self._ended.take():
-            request_id = self._loading.get(ended.id)
-            if request_id is not None and not ended.done:
-                self._load_no_more(request_id)
-            self._loading.pop(ended.id, None)
-            self._traced.ended(ended)
-            self._ordered.discard(ended.id)
-
-    def _after_error_in(self, cache: CacheClient) -> Callable[[], None]:
-        def after_error() -> None:
-            cache.reset(Reset.RECOVER)
-            self._lost_some = True
-
-        return after_error
+    def _after_error(self, cache: CacheClient) -> None:
+        cache.reset(Reset.RECOVER)
+        self._lost_some = True
 
 
 def _nothing_to_store() -> PrepareStoreOutput:

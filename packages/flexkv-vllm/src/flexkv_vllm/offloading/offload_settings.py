@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlexKV's settings beside those of vLLM's `OffloadingConnector`."""
+"""FlexKV's settings beside those of vLLM's `OffloadingConnector`, and what it refuses at start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import vllm
 from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig, ConfigError, LayoutError
 from flexkv.settings import configure_logging
-from flexkv_vllm.compat.core import check_version, fails_by_request
+from flexkv_vllm.compat.core import check_version
+from flexkv_vllm.compat.patches import is_made_by_another
+from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
 from flexkv_vllm.settings import load_extra
 
 _VLLMS = frozenset(
@@ -22,35 +23,32 @@ _VLLMS = frozenset(
         "blocks_per_chunk",
         "offload_prompt_only",
         "self_describing_kv_events",
+        "sync_load_budget_bytes",
     }
 )
 """Keys of `kv_connector_extra_config` that vLLM reads itself."""
 
 
-def read_settings(config: OffloadingConfig, manager: type) -> CacheConfig:
+def read_settings(config: OffloadingConfig) -> CacheConfig:
     """FlexKV's settings for this engine.
-
-    Args:
-        config: of the engine.
-        manager: FlexKV's class that vLLM's connector calls.
 
     Raises:
         FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
     """
     settings = load_settings(config.extra_config)
     configure_logging(settings)
-    check_engine(settings, manager)
+    check_engine(settings)
     if settings.enable:
         _check_parallelism(config)
-        _check_groups(config)
         _check_blocks(config, settings)
+        _check_alone()
     return settings
 
 
-def check_engine(settings: CacheConfig, manager: type) -> None:
+def check_engine(settings: CacheConfig) -> None:
     """Check vLLM's version, unless FlexKV is turned off; see `check_version`."""
     if settings.enable:
-        check_version(settings.allow_untested_engine, manager, OffloadingManager)
+        check_version(settings.allow_untested_engine, FlexKVOffloadingManager, OffloadingManager)
 
 
 def load_settings(extra_config: Mapping[str, object]) -> CacheConfig:
@@ -76,16 +74,6 @@ def _check_parallelism(config: OffloadingConfig) -> None:
             )
 
 
-def _check_groups(config: OffloadingConfig) -> None:
-    if len(config.groups) > 1 and not fails_by_request():
-        # vLLM looks for the blocks of a failed load in the only group, and ends if there are more.
-        raise LayoutError(
-            f"the model has {len(config.groups)} KV cache groups, and vLLM {vllm.__version__} "
-            f"cannot handle a failed load of several; allowed: 1 "
-            f"(--disable-hybrid-kv-cache-manager, if the model supports it), or vLLM 0.30 or newer"
-        )
-
-
 def _check_blocks(config: OffloadingConfig, settings: CacheConfig) -> None:
     chunk = config.cache.blocks_per_chunk
     tokens = sorted({group.tokens_per_block * chunk for group in config.groups})
@@ -101,4 +89,15 @@ def _check_blocks(config: OffloadingConfig, settings: CacheConfig) -> None:
         raise ConfigError(
             f"blocks_per_chunk is {chunk} for a model with {len(config.groups)} KV cache groups; "
             f"allowed: 1"
+        )
+
+
+def _check_alone() -> None:
+    """Beside another connector, whose loads may fail within a step, FlexKV would store what was
+    computed on wrong bytes: vLLM does not report that to an offloading manager."""
+    if is_made_by_another():
+        raise ConfigError(
+            "FlexKVOffloadingSpec is inside MultiConnector, where vLLM does not report to it which "
+            "loads of other connectors failed; allowed: OffloadingConnector alone, or "
+            "FlexKVConnectorV1 inside MultiConnector"
         )

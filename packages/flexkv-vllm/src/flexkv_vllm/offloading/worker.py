@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -21,32 +17,26 @@ from vllm.v1.kv_offload.base import (
 )
 
 from flexkv.engine.boundary import LASTING, ErrorBoundary, always, answers
-from flexkv.engine.side_figures import CopyFigures
 from flexkv.engine.worker.pages import Device
 from flexkv.engine.worker.rank_copies import RankSlots
 from flexkv.host.arena import Arena
 from flexkv.layout import KVLayout, PlacedPlane
 from flexkv.session import Session
 from flexkv.types.mover import Direction, Mover, Status
-from flexkv_vllm.compat.patches import answer_stats, offloading_connector_of
-from flexkv_vllm.offloading.failures import LoadFailures
-from flexkv_vllm.offloading.orders import ArenaBlocks
-from flexkv_vllm.offloading.stats import connector_stats
+from flexkv_vllm.offloading.manager import ArenaBlocks
 
 logger = logging.getLogger("flexkv.vllm")
 
 _WAIT_SLICE_SECONDS = 1.0
 _POLLING = "polling copies"
+_TRIES = 2
+"""How often a failed load begins again. The blocks stay in host memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMover:
-    """The mover of a KV cache group.
-
-    Attributes:
-        mover: mover of its pages; groups with the same pages share one.
-        block_bytes: bytes from one engine block to the next in a slot.
-    """
+    """The mover of a KV cache group, which groups with the same pages share. `block_bytes`: bytes
+    from one engine block to the next in a slot."""
 
     mover: Mover
     block_bytes: int
@@ -58,8 +48,9 @@ class Job:
 
     Attributes:
         direction: LOAD or STORE.
-        cell: where to report on the board; None for nowhere.
-        engine_blocks: engine blocks of all groups.
+        pages: vLLM's end of it.
+        blocks: FlexKV's end.
+        tries: how often its copies may begin again, after they have failed.
         copies: the movers' tickets, one for each group that has blocks.
         size: bytes to copy.
         failed: whether a copy could not begin.
@@ -67,8 +58,9 @@ class Job:
     """
 
     direction: Direction
-    cell: int | None
-    engine_blocks: list[int]
+    pages: GPULoadStoreSpec
+    blocks: ArenaBlocks
+    tries: int = 0
     copies: list[tuple[Mover, int]] = field(default_factory=list)
     size: int = 0
     failed: bool = False
@@ -101,9 +93,6 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._chunk = session.arena.spec.format.engine_blocks
         self._device = device
         self._boundary = boundary
-        self._failures = LoadFailures(len(groups))
-        self._figures = CopyFigures(boundary, lambda _: None, self._bytes_by_way)
-        self._has_connector = False
         self._jobs: dict[int, Job] = {}
         self._suspended = False
 
@@ -111,7 +100,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
+        return self._submit(job_id, Direction.STORE, src_spec, dst_spec, tries=0)
 
     @answers(lambda self, *job, **_: self._fail(Direction.LOAD, *job), "the load fails")
     def submit_load(
@@ -121,37 +110,47 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
+        # vLLM computes on an expedited load in this step, before it asks how the load has ended.
+        tries = 0 if expedited else _TRIES
+        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec, tries=tries)
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended, failed ones included. Blocks of a failed store are not found; those
-        of a failed load are reported to vLLM by `LoadFailures`."""
+        """Jobs that have ended. vLLM has no answer to a failed load and ends: no token is computed
+        over missing bytes. The blocks of a failed store are not found, which vLLM need not know."""
         ended = []
         for job_id, job in list(self._jobs.items()):
             statuses = self._poll(job)
             if Status.PENDING in statuses:
                 continue
-            del self._jobs[job_id]
             failed = job.failed or Status.FAILED in statuses
-            if job.cell is not None:
+            if failed and job.tries:
+                job.tries -= 1
+                self._begin(job)
+                continue
+            del self._jobs[job_id]
+            if job.blocks.cell is not None:
                 status = Status.FAILED if failed else Status.DONE
-                self._arena.board.report(job.cell, self._rank, status)
-            if failed and job.direction is Direction.LOAD:
-                self._failures.report(job_id, job.engine_blocks)
+                self._arena.board.report(job.blocks.cell, self._rank, status)
+            loads = job.direction is Direction.LOAD
+            if failed and loads:
+                logger.error(
+                    "a load of %d blocks failed, which vLLM's OffloadingConnector cannot compute "
+                    "instead: vLLM ends. FlexKVConnectorV1 computes what could not be loaded",
+                    len(job.pages.block_ids),
+                )
             size, seconds = 0 if failed else job.size, self._seconds(job)
-            if size:
-                self._figures.count(job.direction, size, seconds or None)
-            ended.append(TransferResult(job_id, True, size, seconds))
+            ended.append(TransferResult(job_id, not (failed and loads), size, seconds))
         return ended
 
     @answers(always(None), "copies end, now and for good")
     def wait(self, job_ids: set[int]) -> None:
         """Wait for the end of those jobs that are under way, whose engine blocks will be
         overwritten."""
-        with self._boundary.guard("fencing stores", "copies end, now and for good"):
-            for job_id in job_ids & self._jobs.keys():
-                self._wait_for(self._jobs[job_id])
-            return
+        for _ in range(2):  # without copies, the next load would end the engine
+            with self._boundary.guard("fencing stores", "copies end if a second try fails, too"):
+                for job_id in job_ids & self._jobs.keys():
+                    self._wait_for(self._jobs[job_id])
+                return
         self._end_copies()
 
     @answers(always(None), "copies end, now and for good")
@@ -171,30 +170,6 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         """End all copies, then leave the session. Idempotent."""
         self._stop_copying()
         self._session.close()
-
-    def _find_connector(self) -> None:
-        """Have vLLM's connector report failed loads and figures. vLLM has made it known when the
-        first job comes, and asks for reports at the end of that step."""
-        if self._has_connector:
-            return
-        with self._boundary.guard("finding vLLM's connector", "the worker ends if a load fails"):
-            connector = offloading_connector_of(self)
-            if connector is not None:
-                self._failures.listen(connector)
-                answer_stats(connector, self._take_stats)
-                self._has_connector = True
-
-    def _take_stats(self) -> OffloadingConnectorStats | None:
-        if self._figures.active or self._boundary.failures:
-            with self._boundary.guard("counting", "the counts come later, or are lost"):
-                return connector_stats(self._figures.take())
-        return None
-
-    def _bytes_by_way(self) -> Mapping[str, int]:
-        total: Counter[str] = Counter()
-        for mover in {id(group.mover): group.mover for group in self._groups}.values():
-            total.update(mover.bytes_by_way())
-        return total
 
     def _wait_for(self, job: Job) -> None:
         for mover, ticket in job.copies:
@@ -228,30 +203,38 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         return 0.0
 
     def _submit(
-        self, job_id: int, direction: Direction, pages: GPULoadStoreSpec, blocks: LoadStoreSpec
+        self,
+        job_id: int,
+        direction: Direction,
+        pages: GPULoadStoreSpec,
+        blocks: LoadStoreSpec,
+        *,
+        tries: int,
     ) -> bool:
         assert isinstance(blocks, ArenaBlocks)
-        self._find_connector()
         refused = self._suspended or blocks.cell is None
-        job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=refused)
+        job = Job(direction, pages, blocks, 0 if refused else tries, failed=refused)
         self._jobs[job_id] = job
-        if job.failed:
-            return True
-        with self._boundary.guard(f"{direction.name.lower()} of blocks", "they count as a miss"):
-            self._copy(job, pages, blocks.slots)
-            return True
-        job.failed = True  # once what was begun of it has ended
+        if not refused:
+            self._begin(job)
         return True
 
     def _fail(self, direction: Direction, job_id: int, source: Any, target: Any) -> bool:
         """After an error in `_submit`: the job ends as failed."""
         stores = direction is Direction.STORE
         pages, blocks = (source, target) if stores else (target, source)
-        job = Job(direction, blocks.cell, pages.block_ids.tolist(), failed=True)
-        self._jobs.setdefault(job_id, job).failed = True
+        job = self._jobs.setdefault(job_id, Job(direction, pages, blocks))
+        job.failed = True
         return True
 
-    def _copy(self, job: Job, pages: GPULoadStoreSpec, slots: Sequence[int]) -> None:
+    def _begin(self, job: Job) -> None:
+        """Begin its copies. If one fails, the job has failed once those that have begun end."""
+        job.copies, job.size, job.failed = [], 0, True
+        with self._boundary.guard(f"{job.direction.name.lower()} of blocks", "it fails"):
+            self._copy(job)
+            job.failed = False
+
+    def _copy(self, job: Job) -> None:
         """Start the copies of a job behind the engine's work so far: the forward pass that computes
         the blocks to store, or work that may still read the blocks to fill.
 
@@ -259,22 +242,22 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             ValueError: vLLM's blocks do not match the slots; nothing is copied then.
         """
         after = self._device.work_so_far()
-        for group, blocks, offsets in self._plan(job, pages, slots):
+        for group, blocks, offsets in self._plan(job):
             # In one statement: no error may lose a copy that has begun.
             job.copies.append(
                 (group.mover, group.mover.submit(job.direction, blocks, offsets, after))
             )
             job.size += len(blocks) * group.block_bytes
 
-    def _plan(
-        self, job: Job, pages: GPULoadStoreSpec, slots: Sequence[int]
-    ) -> list[tuple[GroupMover, array[int], array[int]]]:
+    def _plan(self, job: Job) -> list[tuple[GroupMover, array[int], array[int]]]:
         """For each group with blocks: its engine blocks, and the place of each in the arena.
 
         vLLM lists the engine blocks of a group in a row, from a given place of the request on. A
         slot has as many as a chunk.
         """
         plan = []
+        pages, slots = job.pages, job.blocks.slots
+        engine_blocks = pages.block_ids.tolist()
         block_at = slot_at = 0
         sizes = zip(self._groups, pages.group_sizes, pages.block_indices, strict=True)
         for group, size, index in sizes:
@@ -283,7 +266,7 @@ class FlexKVOffloadingWorker(OffloadingWorker):
             skip = index % self._chunk
             if job.direction is Direction.STORE and (skip or size % self._chunk):
                 raise ValueError(f"{size} engine blocks from {index} on do not fill whole blocks")
-            blocks = array("Q", job.engine_blocks[block_at : block_at + size])
+            blocks = array("Q", engine_blocks[block_at : block_at + size])
             count = -(-(skip + size) // self._chunk)
             place = RankSlots(self._arena, self._rank, group.block_bytes)
             offsets = place.offsets(slots[slot_at : slot_at + count], skip, size)
