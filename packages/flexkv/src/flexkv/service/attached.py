@@ -445,8 +445,8 @@ class AttachedEngine:
         slots = self.pool.cache.grant(wanted, self.number, self.tenant)
         if slots:
             self._granted.update(slots)
-            for start in range(0, len(slots), wire.MOST_KEYS):
-                self.tell(wire.Granted(slots[start : start + wire.MOST_KEYS]))
+            for part in wire.parts(slots):
+                self.tell(wire.Granted(part))
 
     def send(self) -> None:
         """Send what waits, as far as the engine reads.

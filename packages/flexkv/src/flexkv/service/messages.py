@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -453,8 +453,16 @@ _for_service = msgspec.msgpack.Decoder(list[ToService])
 _for_engine = msgspec.msgpack.Decoder(list[ToEngine])
 
 
+Item = TypeVar("Item")
+
+
 class WireError(Exception):
     """The peer sent something that is no packet of this protocol."""
+
+
+def parts(items: Sequence[Item], most: int = MOST_KEYS) -> Iterator[list[Item]]:
+    """The items, as many as fit into a message at a time."""
+    return (list(items[start : start + most]) for start in range(0, len(items), most))
 
 
 def described_parts(described: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:

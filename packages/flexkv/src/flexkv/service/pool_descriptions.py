@@ -55,7 +55,7 @@ class PoolDescriptions:
     def messages(self, changes: Sequence[Changes]) -> Iterator[wire.Changed]:
         """What engines are told of changes, with the descriptions of the blocks that came."""
         for change in changes:
-            for removed in _parts(change.removed, wire.MOST_KEYS):
+            for removed in wire.parts(change.removed):
                 yield wire.Changed(change.medium, removed, [], [])
             if change.medium is Medium.DISK and change.added:
                 self._cache.describe({k: self._texts[k] for k in change.added if k in self._texts})
@@ -68,11 +68,11 @@ class PoolDescriptions:
         """What an engine that begins is told: all blocks, a part at a time; first those that have a
         description. Each part is as old as the last of `messages`: an engine that has read those
         and goes on to read the next ones is told of each block that leaves."""
-        for keys in _parts(list(self._texts), _PART):
+        for keys in wire.parts(list(self._texts), _PART):
             yield self._repeated(keys)
         for listed in self._cache.listed():
             keys = [key for key in listed if key not in self._texts]
-            yield [each for part in _parts(keys, _PART) for each in self._repeated(part)]
+            yield [each for part in wire.parts(keys, _PART) for each in self._repeated(part)]
 
     def _repeated(self, keys: list[bytes]) -> list[wire.Changed]:
         in_host = compress(keys, self._cache.reported(keys))
@@ -113,10 +113,6 @@ def _added(
 ) -> Iterator[wire.Changed]:
     for part in wire.described_parts({key: texts.get(key, b"") for key in keys}):
         yield wire.Changed(medium, [], [*part], [*part.values()] if any(part.values()) else [])
-
-
-def _parts(keys: list[bytes], most: int) -> Iterator[list[bytes]]:
-    return (keys[start : start + most] for start in range(0, len(keys), most))
 
 
 def joined(change: wire.Changed, later: wire.Changed) -> wire.Changed | None:

@@ -21,22 +21,33 @@ from flexkv.types.changes import Changes, Medium
 logger = logging.getLogger(__name__)
 
 
-class TierKeys:
-    """The keys of the blocks that disks have. A key shows a moment after its block is written, and
-    for a moment after it has left: a fetch tells.
+class PoolKeys:
+    """A set of keys in memory that the engines of a pool read.
 
     Args:
-        blocks: the most that disks have.
+        most: the most keys.
 
     Attributes:
         fd: descriptor of the memory; owned.
     """
 
-    def __init__(self, blocks: int) -> None:
-        size = key_set_bytes(blocks)
+    def __init__(self, most: int) -> None:
+        size = key_set_bytes(most)
         self.fd = create_file(size, Pages.ORDINARY)
         self._keys = key_set(mmap.mmap(self.fd, size), is_owner=True)
-        self._lacks_some = False
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class TierKeys(PoolKeys):
+    """The keys of the blocks that disks have. A key shows a moment after its block is written, and
+    for a moment after it has left: a fetch tells."""
+
+    _lacks_some = False
 
     def note(self, changes: Sequence[Changes], *, are_all: bool) -> None:
         """Note what came and left.
@@ -55,12 +66,6 @@ class TierKeys:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each of `keys` whether a disk has its block."""
         return self._keys.contains(keys)
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
     def _add(self, keys: Sequence[bytes]) -> None:
         refused = self._keys.add(keys)
@@ -83,21 +88,12 @@ _LEAST = 1024
 """The set has room for as many keys at least, and for those of a whole pool. Not tuned."""
 
 
-class AnnouncedKeys:
-    """The keys of these blocks in one pool, in memory that its engines read. Single-threaded.
-
-    Args:
-        slots: of the pool.
-        fetcher: of the pool; its fetches wait for the blocks.
-
-    Attributes:
-        fd: descriptor of the memory; owned.
-    """
+class AnnouncedKeys(PoolKeys):
+    """The keys of the blocks that engines of one pool compute or store, for which its fetches wait.
+    Single-threaded."""
 
     def __init__(self, slots: int, fetcher: Fetcher) -> None:
-        size = key_set_bytes(max(_LEAST, slots))
-        self.fd = create_file(size, Pages.ORDINARY)
-        self._keys = key_set(mmap.mmap(self.fd, size), is_owner=True)
+        super().__init__(max(_LEAST, slots))
         self._fetcher = fetcher
 
     def begin(self, keys: Sequence[bytes]) -> None:
@@ -107,12 +103,6 @@ class AnnouncedKeys:
     def end(self, keys: Sequence[bytes]) -> None:
         """What was begun with these keys has ended. The blocks are ready or not."""
         self._keys.remove(self._fetcher.retract(keys))
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 @dataclass(slots=True, eq=False)

@@ -17,10 +17,7 @@ _PART = wire.MOST_KEYS // 2
 
 
 def _returns(slots: Sequence[int]) -> list[wire.Return]:
-    return [
-        wire.Return(list(slots[start : start + wire.MOST_KEYS]))
-        for start in range(0, len(slots), wire.MOST_KEYS)
-    ]
+    return [wire.Return(part) for part in wire.parts(slots)]
 
 
 def _without_repetitions(keys: Sequence[bytes], places: Sequence[int]) -> list[int]:
@@ -224,8 +221,8 @@ class ServedStores:
         self.by_id[number] = store
         self.keys.update(store.keys)
         announced = store.runs()
-        for start in range(0, len(announced), wire.MOST_KEYS):
-            self._line.put(wire.Announce(cell, announced[start : start + wire.MOST_KEYS]))
+        for part in wire.parts(announced):
+            self._line.put(wire.Announce(cell, part))
         store.is_announced = bool(announced)
         return store.is_announced
 
@@ -296,10 +293,10 @@ class ServedStores:
     def claim(self) -> None:
         """Tell a service that did not grant them which slots this engine has."""
         self._published = 0
-        slots = sorted(self.granted)
-        for start in range(0, max(len(slots), 1), wire.MOST_KEYS):
-            part = slots[start : start + wire.MOST_KEYS]
-            self._line.put(wire.Claim(part, start + wire.MOST_KEYS >= len(slots)))
+        *first, last = list(wire.parts(sorted(self.granted))) or [[]]
+        for part in first:
+            self._line.put(wire.Claim(part, False))
+        self._line.put(wire.Claim(last, True))
 
     def lose_told(self) -> None:
         """The service is gone. Its index has the blocks of the stores that it was told of, or its

@@ -58,11 +58,10 @@ class StoreAnswers:
         new = {key for key in unknown if now - self._asked.get(key, 0.0) > LACKS_SECONDS}
         first = [key for key in keys if key in new]
         others = [key for key in scattered if key in new]
-        most = wire.MOST_KEYS
-        for start in range(0, len(first), most):
-            self._line.put(wire.Query(first[start : start + most], []))
-        for start in range(0, len(others), most):
-            self._line.put(wire.Query([], others[start : start + most]))
+        for part in wire.parts(first):
+            self._line.put(wire.Query(part, []))
+        for part in wire.parts(others):
+            self._line.put(wire.Query([], part))
         for key in (*first, *others):
             self._asked.pop(key, None)  # to its end
             self._asked[key] = now
@@ -239,8 +238,7 @@ class ServedTiers:
         return fetch
 
     def _put_more(self, fetch: FetchId, keys: Sequence[bytes]) -> None:
-        for start in range(0, len(keys), wire.MOST_KEYS):
-            part = list(keys[start : start + wire.MOST_KEYS])
+        for part in wire.parts(keys):
             self._line.put(wire.ExtendFetch(fetch, part, False))
 
     def _reach(self, keys: Sequence[bytes], start: int) -> int:

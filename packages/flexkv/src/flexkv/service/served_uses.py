@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from flexkv.client import Hold
 from flexkv.eviction import RequestContext
@@ -36,8 +36,8 @@ class ServedUses:
         found = len(keys)
         is_prefix = not found or (found <= len(whole) and whole[found - 1] == keys[-1])
         others = [] if is_prefix else list(keys)
-        parts = [wire.RecordUse(part, found, [], None) for part in _parts(whole)]
-        parts += [wire.RecordUse([], found, part, None) for part in _parts(others)]
+        parts = [wire.RecordUse(part, found, [], None) for part in wire.parts(whole)]
+        parts += [wire.RecordUse([], found, part, None) for part in wire.parts(others)]
         last = parts.pop() if parts else wire.RecordUse([], found, [], None)
         # All or none: the service joins those that come to one prompt.
         self._line.put(*parts, wire.RecordUse(last.prompt, found, last.others, context))
@@ -46,7 +46,7 @@ class ServedUses:
     def touch(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.touch`."""
         # The first part last: every tier evicts the end of the prefix before its beginning.
-        for part in reversed([*_parts(keys)]):
+        for part in reversed([*wire.parts(keys)]):
             self._line.put(wire.Touch(part))
 
     def ended(self, request_id: str, output_tokens: int) -> None:
@@ -59,14 +59,14 @@ class ServedUses:
         """See `CacheClient.hold`."""
         if kind is Hold.PIN:
             self._pins.add(repr(owner))
-        for part in _parts(keys):
+        for part in wire.parts(keys):
             self._line.put(wire.HoldBlocks(kind, part, repr(owner), seconds))
 
     def unhold(self, kind: Hold, owner: Hashable, keys: Sequence[bytes]) -> bool:
         """See `CacheClient.unhold`."""
         name = repr(owner)
         if kind is Hold.RETAIN:
-            for part in _parts(keys):
+            for part in wire.parts(keys):
                 self._line.put(wire.UnholdBlocks(kind, name, part))
             return False
         is_known = name in self._pins
@@ -90,7 +90,7 @@ class ServedUses:
         while self._late and self._late[0][0].isdisjoint(untold):
             _, keys = self._late.popleft()
             # The last part first: the end of the prefix leaves before its beginning.
-            for part in reversed([*_parts(keys)]):
+            for part in reversed([*wire.parts(keys)]):
                 self._line.put(wire.Demote(part))
 
     def forget_demotions(self) -> None:
@@ -107,9 +107,3 @@ class ServedUses:
         """The service is gone, and all pins with it."""
         self._pins.clear()
         self._late.clear()
-
-
-def _parts(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """The keys, as many as fit into a message at a time."""
-    for start in range(0, len(keys), wire.MOST_KEYS):
-        yield list(keys[start : start + wire.MOST_KEYS])
