@@ -158,7 +158,6 @@ class KVCache:
         return self._index.pinned_blocks
 
     def figures(self) -> Figures:
-        """See `CacheClient.figures`."""
         info = self.info
         host = HostFigures(
             self.counters,
@@ -184,12 +183,10 @@ class KVCache:
 
     @property
     def slots_of_tenants(self) -> Mapping[int, int]:
-        """See `BlockIndex.tenants`."""
         return self._index.tenants
 
     @property
     def status(self) -> CacheStatus:
-        """See `CacheClient.status`."""
         index = self._index
         return CacheStatus(
             disabled=self._off,
@@ -211,7 +208,6 @@ class KVCache:
 
     @property
     def busy(self) -> bool:
-        """See `CacheClient.busy`."""
         # An engine asks this twice a step: without a tier, no call is needed.
         if self._device.unreported or self._index.stale_blocks or self._uses or self._recovering:
             return True
@@ -220,12 +216,10 @@ class KVCache:
         return self._has_tiers and self._below.busy
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """See `CacheClient.lookup`."""
         found = 0 if self._off else self._index.lookup(keys)
         return found if self._ages is None else self._ages.count_young(keys[:found])
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """See `CacheClient.presence`."""
         if self._off:
             return [Presence.ABSENT] * len(keys)
         there = self._present(keys)
@@ -236,14 +230,12 @@ class KVCache:
         return [Presence.HOST if each else presence_below(next(below)) for each in there]
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
-        """See `CacheClient.where`."""
         # The index's calls hold the GIL to their end.
         host = [False] * len(keys) if self._off else self._present(keys)
         return {Medium.HOST: host} | self._below.where(keys)
 
     @_sound
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
-        """See `CacheClient.query`."""
         if self._off or self._recovering:
             return False
         return self._below.fetcher.query(keys, scattered)
@@ -255,7 +247,6 @@ class KVCache:
         context: RequestContext = UNKNOWN_REQUEST,
         prompt: Sequence[bytes] | None = None,
     ) -> None:
-        """See `CacheClient.record`."""
         whole, now = keys if prompt is None else prompt, time.monotonic()
         if self._tenant:
             context = replace(context, tenant=self._tenant)
@@ -264,18 +255,15 @@ class KVCache:
         self._below.used(keys, hit=context)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
-        """See `CacheClient.ended`."""
         now = time.monotonic()
         self._index.ended(request_id, output_tokens, now)
         self._below.ended(request_id, output_tokens, now)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `CacheClient.touch`."""
         self._below.used(keys, hit=None)
 
     @_sound
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
-        """See `CacheClient.load`."""
         old = self._ages is not None and self._ages.count_young(keys) < len(keys)
         blocks = None if self._off or old else self._index.lease(keys)
         if blocks is None:
@@ -297,7 +285,6 @@ class KVCache:
         announced: int = 0,
         priority: int = 0,
     ) -> FetchId | None:
-        """See `CacheClient.fetch`."""
         if self._off or self._recovering or not self.info.may_fetch:
             return None
         urgency = Urgency(Priority.PREFETCH if queued else Priority.LOAD, -priority)
@@ -308,22 +295,18 @@ class KVCache:
     def extend_fetch(
         self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
     ) -> bool:
-        """See `CacheClient.extend_fetch`."""
         if self._off or self._recovering:
             return False
         return self._below.fetcher.extend(fetch, keys, raise_priority=raise_priority)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
-        """See `CacheClient.fetch_state`."""
         return self._below.fetcher.state(fetch)
 
     @_sound
     def end_fetch(self, fetch: FetchId) -> FetchState:
-        """See `CacheClient.end_fetch`."""
         return self._below.fetcher.end(fetch)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
-        """See `CacheClient.missing`."""
         found = self._index.missing(keys[start:] if start else keys)
         return [start + i for i in found] if start else found
 
@@ -337,7 +320,6 @@ class KVCache:
         held: bool = False,
         tenants: Sequence[int] | None = None,
     ) -> Transfer | None:
-        """See `CacheClient.store`."""
         if self._off or self._recovering:
             return None
         self._pins.expire(time.monotonic())
@@ -362,7 +344,6 @@ class KVCache:
     def end_transfer(
         self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
     ) -> None:
-        """See `CacheClient.end_transfer`."""
         match end:
             case TransferEnd.CONFIRM:
                 self._device.confirm(transfer_id)
@@ -391,7 +372,6 @@ class KVCache:
 
     @_sound
     def poll(self) -> list[Ended]:
-        """See `CacheClient.poll`."""
         if self._recovering:
             self._recover()
         else:
@@ -414,7 +394,6 @@ class KVCache:
         owner: Hashable = None,
         seconds: float | None = None,
     ) -> None:
-        """See `CacheClient.hold`."""
         if kind is Hold.PIN:
             self._pins.pin(keys, owner, seconds, time.monotonic())
         else:
@@ -422,7 +401,6 @@ class KVCache:
 
     @_sound
     def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
-        """See `CacheClient.unhold`."""
         if kind is Hold.PIN:
             return self._pins.unpin(owner, time.monotonic())
         self._pins.release(keys, owner)
@@ -430,20 +408,17 @@ class KVCache:
 
     @_sound
     def remove(self, keys: Sequence[bytes]) -> int:
-        """See `CacheClient.remove`."""
         if self._off or self._recovering:
             return len(keys)
         self._drop(keys)
         return len(keys) - len(self._index.missing(keys)) + self._below.remove(keys)
 
     def watch(self, *, lower: bool = False) -> None:
-        """See `CacheClient.watch`."""
         if not lower:
             self._index.watch()
         self._below.watch()
 
     def drain_changes(self) -> list[Changes]:
-        """See `CacheClient.drain_changes`."""
         changes = self._index.changes
         if changes is None:
             return []
@@ -452,11 +427,9 @@ class KVCache:
         return host + self._below.drain_changes(_CHANGES)
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
-        """See `CacheClient.describe`."""
         self._below.describe(described)
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
-        """See `CacheClient.reset`."""
         match kind:
             case Reset.SUSPEND:
                 self._off = True
@@ -488,7 +461,6 @@ class KVCache:
             self._stopped = True
 
     def close(self, flush_seconds: float = 0.0) -> bool:
-        """See `CacheClient.close`."""
         try:
             self.poll()
         except Exception as error:  # noqa: BLE001 - tiers and arena would never be closed

@@ -26,15 +26,10 @@ from flexkv.types.presence import Presence
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks that workers copy between the arena and the engine's pages.
-
-    Attributes:
-        id: number of the transfer; each transfer of a cache has a greater one than those before.
-        direction: LOAD or STORE, as seen from the engine's pages.
-        cell: cell of the completion board in which the ranks report.
-        keys: keys of the blocks, in the order of the prefix. Nobody changes them.
-        slots: the arena slot of each block, from or to which workers copy.
-    """
+    """Blocks that workers copy between the arena and the engine's pages, as the direction is seen
+    from the pages. Each transfer of a cache has a greater id than those before. The ranks report in
+    `cell` of the completion board. `keys` are in the order of the prefix, and nobody changes them;
+    `slots` are those of the arena, for each key."""
 
     id: int
     direction: Direction
@@ -44,13 +39,8 @@ class Transfer:
 
 
 class Ended(NamedTuple):
-    """The end of a transfer.
-
-    Attributes:
-        id: as in `Transfer`.
-        direction: as in `Transfer`.
-        done: whether all ranks have copied all blocks. If not, the transfer has failed.
-    """
+    """The end of a transfer. `done` says whether all ranks have copied all blocks; if not, the
+    transfer has failed."""
 
     id: int
     direction: Direction
@@ -114,14 +104,10 @@ FetchId = NewType("FetchId", int)
 
 
 class AwaitedBlocks(NamedTuple):
-    """Consecutive blocks that the arena lacked when their fetch began.
-
-    Attributes:
-        start: position of the first in the keys of the fetch.
-        stop: position behind the last.
-        medium: medium of the tier that gave them, is expected to give them, or is queried about
-            them. HOST if the engine stores them, or if no tier has given them.
-    """
+    """Consecutive blocks that the arena lacked when their fetch began, by their positions in the
+    keys of the fetch: from `start` to before `stop`. `medium` is that of the tier that gave them,
+    is expected to give them, or is queried about them; HOST if the engine stores them, or if no
+    tier has given them."""
 
     start: int
     stop: int
@@ -322,14 +308,12 @@ class CacheClient(Protocol):
         ...
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
-        """Query the lower tiers that do not know which of these blocks they have.
+        """Query the lower tiers that do not know which of these blocks they have. Returns whether
+        an answer is awaited; it arrives within each tier's deadline.
 
         Args:
             keys: keys of a prefix, first block first.
             scattered: keys of further blocks, with gaps; of no use without the first of `keys`.
-
-        Returns:
-            Whether an answer is awaited; it arrives within each tier's deadline.
         """
         ...
 
@@ -370,19 +354,11 @@ class CacheClient(Protocol):
     def extend_fetch(
         self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
     ) -> bool:
-        """Let a fetch bring the blocks behind its prefix, too: beginning a long fetch at once takes
-        longer than a step of an engine may. Without keys, look for room again.
-
-        Args:
-            fetch: the fetch.
-            keys: keys of the blocks, in order.
-            raise_priority: whether a request waits from now on for a fetch that began as `queued`.
-                What tiers have got meanwhile behind its blocks is brought, too.
-
-        Returns:
-            Whether the fetch can be extended further. If not, no tier has a block to add, or the
-            fetch has ended.
-        """
+        """Let a fetch bring the blocks behind its prefix, too, in order: beginning a long fetch at
+        once takes longer than a step of an engine may. Without keys, look for room again. With
+        `raise_priority`, a request waits from now on for a fetch that began as `queued`. Returns
+        whether the fetch can be extended further. If not, no tier has a block to add, or the fetch
+        has ended."""
         ...
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
@@ -429,13 +405,8 @@ class CacheClient(Protocol):
         self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
     ) -> None:
         """End a load or store otherwise than by the reports of its ranks; see `TransferEnd`. Does
-        nothing if it is not under way.
-
-        Args:
-            transfer_id: id of the transfer.
-            end: how it ends.
-            positions: positions in the transfer's `keys` of the blocks to discard; None for all.
-        """
+        nothing if it is not under way. `positions` are those, in the transfer's `keys`, of the
+        blocks to discard; None for all."""
         ...
 
     def record(
@@ -485,23 +456,15 @@ class CacheClient(Protocol):
         ...
 
     def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
-        """End all pins of `owner`, or what `hold` has retained of `keys` for it.
-
-        Returns:
-            Whether the owner has pinned blocks since its last `unhold`; a cache that is not the
-            service's knows whether a pin of them is left. False for retained blocks.
-        """
+        """End all pins of `owner`, or what `hold` has retained of `keys` for it. Returns whether
+        the owner has pinned blocks since its last `unhold`; a cache that is not the service's knows
+        whether a pin of them is left. False for retained blocks."""
         ...
 
     def demote(self, keys: Sequence[bytes]) -> None:
         """Write the blocks of a prefix to lower tiers, and evict those that are there then: the end
-        of the prefix first, without blocks that others build on, use, pin or retain. Later polls do
-        that. Does nothing without a lower tier.
-
-        Args:
-            keys: keys of the prefix, first block first; those of several prefixes may follow each
-                other.
-        """
+        of the prefix first, without blocks that others build on, use or hold. Later polls do that.
+        Does nothing without a lower tier. The keys of several prefixes may follow each other."""
         ...
 
     def poll(self) -> list[Ended]:
@@ -524,13 +487,9 @@ class CacheClient(Protocol):
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Keep descriptions of blocks on disk beside them, over restarts: what events say of a
-        block. Best effort, written later; blocks that are not there are skipped. A cache that
-        others share (`CacheInfo.is_shared`) keeps those of blocks in host memory, too, and of
-        blocks that are about to be stored: it gives them to the others.
-
-        Args:
-            described: the description of each block by key; the caller's own format.
-        """
+        block, in the caller's own format. Best effort, written later; blocks that are not there are
+        skipped. A cache that others share (`CacheInfo.is_shared`) keeps those of blocks in host
+        memory, too, and of blocks that are about to be stored: it gives them to the others."""
         ...
 
     def figures(self) -> Figures:
@@ -540,12 +499,9 @@ class CacheClient(Protocol):
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove the blocks of `keys` that are ready, from host memory and from disks, pinned or
         not. In host memory, blocks that build on them leave, too. Shared stores keep theirs, and so
-        does a cache that others share.
-
-        Returns:
-            How many of them may still come, because they are being stored, fetched, or written to a
-            tier. If there are any, the caller calls again after some polls.
-        """
+        does a cache that others share. Returns how many of them may still come, because they are
+        being stored, fetched, or written to a tier. If there are any, the caller calls again after
+        some polls."""
         ...
 
     def sync(self) -> list[Future[str]]:
@@ -555,12 +511,8 @@ class CacheClient(Protocol):
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
         """Change the state of the whole cache; see `Reset`. If a clear, empty or renew raises, the
-        cache stays suspended.
-
-        Args:
-            kind: what to do.
-            cause: one of `ResetCause`, for metrics; for a clear or a renew.
-        """
+        cache stays suspended. `cause` is one of `ResetCause`, for the metrics of a clear or a
+        renew."""
         ...
 
     def close(self, flush_seconds: float = 0.0) -> bool:

@@ -56,22 +56,13 @@ def open_tiers(
     engines: int = 1,
     ages: BlockAges | None = None,
 ) -> list[AttachedTier]:
-    """Open the tiers below the arena that the settings name.
+    """Open the tiers below the arena of a session, which is borrowed. Returns them, the fastest
+    first; the caller closes them. `policy` makes the eviction policy of a disk. Each of the
+    `engines` of a server with these settings has a folder of its own on a disk.
 
-    Args:
-        config: FlexKV's settings.
-        session: the session of the arena; borrowed.
-        policy: makes the eviction policy of a disk.
-        engines: of a server with these settings, each of which has a folder of its own on a disk.
-        ages: of the cache's blocks; see `ages_of`.
-
-    Returns:
-        The tiers, the fastest first. The caller closes them.
-
-    Raises:
-        DiskError: a cache directory is refused; see `open_disk_tier`.
-        ConfigError: the client of a shared store is not installed.
-        StoreSettingError: a shared store cannot be used with these settings.
+    Raises DiskError if a cache directory is refused (see `open_disk_tier`); ConfigError if the
+    client of a shared store is not installed; StoreSettingError if a shared store cannot be used
+    with these settings.
     """
     info, spec = session.info, session.arena.spec
     return open_tiers_below(

@@ -14,15 +14,12 @@ class KeyEpoch:
     """The time between two changes of an engine's weights.
 
     All keys of an epoch end with `end`. The first epoch, that of the model's files, has no end: its
-    blocks serve other engines and later processes. The end of a later epoch is random. So no other
-    engine and no later process finds the blocks of a later epoch, and nothing has to be cleared.
+    blocks serve other engines and later processes. The end of a later epoch is random, of 16 bytes.
+    So no other engine and no later process finds the blocks of a later epoch, and nothing has to be
+    cleared.
 
-    Args:
-        engine: what tells the engine's processes from those of all others, if each of them begins
-            the same epochs by itself. Empty if one process makes all keys.
-
-    Attributes:
-        end: empty, or 16 bytes.
+    If each of an engine's processes begins the same epochs by itself, `engine` tells them from all
+    others; it is empty if one process makes all keys.
     """
 
     def __init__(self, engine: bytes = b"") -> None:

@@ -22,57 +22,33 @@ class ServiceError(AskError):
 
 
 def is_service(root: str) -> bool:
-    """Whether a directory is that of a service that runs, or was killed.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Whether a directory is that of a service that runs, or was killed. Raises OSError if it
+    cannot be read."""
     return RuntimeDirectory.has_socket(root, SOCKET)
 
 
 def metrics_of(root: str) -> bytes:
-    """The metrics of the service in a directory, in Prometheus's text format.
-
-    Raises:
-        ServiceError: it does not answer.
-    """
+    """The metrics of the service in a directory, in Prometheus's text format. Raises ServiceError
+    if it does not answer."""
     return _ask(root, "GET", "/metrics")
 
 
 def state_of(root: str) -> ServiceState:
-    """The state of the service in a directory.
-
-    Raises:
-        ServiceError: it does not answer, or is of another version.
-    """
+    """The state of the service in a directory. Raises ServiceError if it does not answer, or is of
+    another version."""
     return _decoded(root, _ask(root, "GET", "/state"), ServiceState)
 
 
 def clear_pools(root: str, fingerprint: str | None) -> Cleared:
-    """Have the service in a directory drop the blocks of its memory and of its disks.
-
-    Args:
-        root: the directory.
-        fingerprint: of the pool; None for all.
-
-    Raises:
-        ServiceError: it does not answer, or has no such pool.
-    """
+    """Have the service in a directory drop the blocks of its memory and of its disks: of the pool
+    of a fingerprint, or of all. Raises ServiceError if it does not answer, or has no such pool."""
     query = f"?fingerprint={quote(fingerprint or 'all')}"
     return _decoded(root, _ask(root, "POST", f"/clear{query}", seconds=CLEAR_SECONDS), Cleared)
 
 
 def find_prompt(root: str, question: PromptQuestion, fingerprint: str | None) -> AllPlaces:
-    """Where the pools of the service in a directory have the blocks of a prompt.
-
-    Args:
-        root: the directory.
-        question: the prompt, by its hashes.
-        fingerprint: of the pool; None for all.
-
-    Raises:
-        ServiceError: it does not answer, or has no such pool.
-    """
+    """Where the pools of the service in a directory, or the one of a fingerprint, have the blocks
+    of a prompt. Raises ServiceError if it does not answer, or has no such pool."""
     query = "" if fingerprint is None else f"?fingerprint={quote(fingerprint)}"
     body = msgspec.json.encode(question)
     return _decoded(root, _ask(root, "POST", f"/lookup{query}", body), AllPlaces)

@@ -40,13 +40,8 @@ tuned."""
 
 class Membership:
     """The service knows of this process by its connection and a pidfd, and if another service
-    comes, by a lock on the memory, until this process has greeted that one, too. A thread does so.
-
-    Args:
-        connection: to the service; owned.
-        lock: on the memory; owned.
-        join: greets the service again.
-    """
+    comes, by a lock on the memory, until this process has greeted that one, too. A thread does so
+    by `join`. Connection and lock are owned."""
 
     def __init__(
         self, connection: socket.socket, lock: MemoryLock, join: Callable[[], socket.socket]
@@ -70,7 +65,6 @@ class Membership:
         self._lock.close()
 
     def leave_to_parent(self) -> None:
-        """See `flexkv.system.forks.Owner`."""
         self._connection.close()
 
     def _stay(self) -> None:
@@ -104,14 +98,8 @@ _LASTS_SECONDS = 60.0
 
 
 class Attachment(NamedTuple):
-    """What a service has given to a scheduler.
-
-    Attributes:
-        connection: to the service.
-        below: what the disks of the pool have.
-        announced: the blocks that engines of the pool are storing.
-        has_shares: whether tenants have shares of the memory.
-    """
+    """What a service has given to a scheduler: a connection, what the disks of the pool have, the
+    blocks that engines of the pool are storing, and whether tenants have shares of the memory."""
 
     connection: socket.socket
     below: KeySet
@@ -120,12 +108,9 @@ class Attachment(NamedTuple):
 
 
 class Reattachment:
-    """Watches a connection, and attaches again whenever the service has closed it.
-
-    Args:
-        connection: the first one; borrowed for the call.
-        attach: attaches again; may raise ArenaError and OSError. Called in the thread.
-    """
+    """Watches a connection, borrowed for the call, and attaches again in a thread whenever the
+    service has closed it: that waits for the service, and an idle engine calls nobody. `attach` may
+    raise ArenaError and OSError."""
 
     def __init__(self, connection: socket.socket, attach: Callable[[], Attachment]) -> None:
         self._attach = attach
@@ -216,23 +201,16 @@ _RETRY_SECONDS = 0.1
 
 
 class Attached:
-    """The scheduler's part.
-
-    Args:
-        info: describes the session, with the service's ticket.
-        step_blocks, tenant: see `messages.Schedule`.
-        arena: the memory; borrowed until `close`.
+    """The scheduler's part. The arena is borrowed until `close`. For the tenant and the blocks of a
+    step see `messages.Schedule`. Raises ArenaError if the service does not answer, or refuses the
+    engine.
 
     Attributes:
-        tenant: as above.
         connection: to the service; the caller's. Calls on it do not wait.
         index: memory of the index, which this process cannot write to.
         below: what the disks of the pool have.
         page: what this engine writes for the service.
         answer: what the service says of the pool.
-
-    Raises:
-        ArenaError: the service does not answer, or refuses the engine.
     """
 
     def __init__(
@@ -279,15 +257,9 @@ class Attached:
 
     def resume(self) -> Attachment:
         """Attach again, to the same service or to the next one. Waits; may be called in a thread of
-        its own.
-
-        Returns:
-            The attachment, which the caller owns. `Claim` comes first on its connection, on which
-            calls do not wait.
-
-        Raises:
-            ArenaError: the service does not answer, or refuses the engine.
-        """
+        its own. The caller owns the attachment; `Claim` comes first on its connection, on which
+        calls do not wait. Raises ArenaError if the service does not answer, or refuses the
+        engine."""
         ticket = self._ticket
         greeting = wire.Resume(
             wire.PROTOCOL,
@@ -329,17 +301,8 @@ class Attached:
 
 
 def open_pool(root: str, model: str, engine: str, about: SessionInfo) -> Session:
-    """Ask the service for an arena, as rank 0 of an engine. Waits for a service that starts.
-
-    Args:
-        root: runtime directory of the service.
-        model: the name by which the engine serves its model.
-        engine: the engine's id, for logs.
-        about: the blocks of the engine.
-
-    Raises:
-        ArenaError: no service runs there, or it refuses the engine.
-    """
+    """Ask the service in a runtime directory for an arena, as rank 0 of an engine. Waits for a
+    service that starts. Raises ArenaError if no service runs there, or it refuses the engine."""
     _await_service(root)
     model = model[: wire.MOST_NAME]
     greeting = wire.Open(wire.PROTOCOL, engine, model, _blocks_of(about))
@@ -385,19 +348,9 @@ def _await_service(root: str) -> None:
 
 
 def join_pool(ticket: ServiceTicket, arena: Arena) -> Membership:
-    """Tell the service that this process, a rank of an engine, has the arena. It knows so until the
-    process ends.
-
-    Args:
-        ticket: what rank 0 has got.
-        arena: the memory; borrowed.
-
-    Returns:
-        The membership, which the caller closes.
-
-    Raises:
-        ArenaError: the service does not answer, or refuses the process.
-    """
+    """Tell the service that this process, a rank of an engine, has the arena, which is borrowed. It
+    knows so until the process ends, or the caller closes the membership. Raises ArenaError if the
+    service does not answer, or refuses the process."""
     return _member(ticket, _join(ticket), arena)
 
 
@@ -471,11 +424,8 @@ def _unexpected(root: str, answer: wire.ToEngine) -> ArenaError:
 
 
 def _map_keys(fd: int) -> KeySet:
-    """The set of keys in a memory file, whose descriptor is closed.
-
-    Raises:
-        OSError, ValueError: it cannot be mapped, or is no set.
-    """
+    """The set of keys in a memory file, whose descriptor is closed. Raises OSError or ValueError if
+    it cannot be mapped, or is no set."""
     try:
         check_seals(fd)
         return key_set(mmap.mmap(fd, 0, prot=mmap.PROT_READ), is_owner=False)

@@ -59,12 +59,8 @@ Slots of a process of which the service has no more than this lock wait so long.
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process of an engine that has the memory mapped.
-
-    Attributes:
-        connection: to it; owned.
-        pidfd: by which its end shows; owned.
-    """
+    """A process of an engine that has the memory mapped. It owns its connection, and a pidfd by
+    which its end shows."""
 
     connection: socket.socket
     pidfd: int
@@ -87,20 +83,14 @@ class Process:
 
 
 class AttachedEngine:
-    """One engine. Single-threaded.
+    """One engine of a pool, by the number of its board and its page. Single-threaded.
 
     Slots that were granted to it stay out of use until it publishes or returns them, or all its
-    processes have ended: an order to copy may still wait in a queue of theirs.
-
-    Args:
-        name: its id, for logs.
-        pool: its pool; borrowed.
-        number: number of its board and its page.
-        begun: whether it is one of a service that has ended. It may attach again, and holds blocks
-            meanwhile.
+    processes have ended: an order to copy may still wait in a queue of theirs. An engine of a
+    service that has ended has begun: it may attach again, and holds blocks meanwhile.
 
     Attributes:
-        number: as above.
+        name: its id, for logs.
         tenant: number of the tenant of all its requests; `NO_TENANT` if it has none of its own.
         ticket: what its processes show; of an engine that has begun, what the first one shows.
         processes: those that have the memory and live. Of an engine that has begun, some may not
@@ -194,17 +184,8 @@ class AttachedEngine:
         return len(self._granted)
 
     def schedule(self, process: Process, greeting: wire.Schedule, engines: int) -> list[int]:
-        """The scheduler begins. Returns the descriptors of the memory of the index and of the
-        holds, both borrowed.
-
-        Args:
-            process: the scheduler's.
-            greeting: its greeting.
-            engines: the number of engines of the pool.
-
-        Raises:
-            RefusalError: the engine has a scheduler.
-        """
+        """The scheduler begins, in a pool of so many engines. Returns descriptors of the memory
+        that it reads, borrowed. Raises RefusalError if the engine has a scheduler."""
         if self._scheduler is not None or self.has_ended:
             raise RefusalError(
                 f"engine {self.name!r} has had a scheduler; allowed: one in its life"
@@ -224,20 +205,10 @@ class AttachedEngine:
         self._reader = self.pool.cache.add_reader(page)
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
-        """The scheduler goes on. It says next what slots it has.
-
-        Args:
-            process: the scheduler's.
-            greeting: its greeting.
-            engines: the number of engines of the pool.
-
-        Returns:
-            The same process as it was known before, which the caller closes and discards. None if
-            it was not.
-
-        Raises:
-            RefusalError: the engine has a scheduler, or none that it could be.
-        """
+        """The scheduler goes on, in a pool of so many engines, and says next what slots it has.
+        Returns the same process as it was known before, which the caller closes and discards; None
+        if it was not. Raises RefusalError if the engine has a scheduler, or none that it could
+        be."""
         is_it = self.ticket is None or secrets.compare_digest(
             self.ticket.token, greeting.ticket.token
         )
@@ -286,12 +257,8 @@ class AttachedEngine:
     # Messages.
 
     def handle(self, message: wire.ToService) -> None:
-        """Do what a message of the scheduler says.
-
-        Raises:
-            RefusalError: it is against the rules, by a fault or by intent.
-            ValueError, IndexError: parts of it do not fit each other.
-        """
+        """Do what a message of the scheduler says. Raises RefusalError if it is against the rules,
+        by a fault or by intent; ValueError or IndexError if parts of it do not fit each other."""
         # Figures that an engine has not read yet would delay what it waits for.
         self._has_news = self._has_news or not isinstance(message, wire.Announce | wire.Retract)
         match message:
@@ -449,12 +416,8 @@ class AttachedEngine:
                 self.tell(wire.Granted(part))
 
     def send(self) -> None:
-        """Send what waits, as far as the engine reads.
-
-        Raises:
-            OSError: it has left.
-            RefusalError: too much waits.
-        """
+        """Send what waits, as far as the engine reads. Raises OSError if it has left; RefusalError
+        if too much waits."""
         process = self._scheduler
         if self._messages and not self._waiting and self._has_read:
             self._waiting += wire.packets(self._messages)

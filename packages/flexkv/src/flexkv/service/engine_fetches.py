@@ -30,15 +30,9 @@ AboutFetch: TypeAlias = wire.Fetch | wire.ExtendFetch | wire.EndFetch
 
 @dataclass(slots=True, eq=False)
 class _OpenFetch:
-    """A fetch that the engine has not ended.
-
-    Attributes:
-        id: of the pool's cache; None if no tier has a block to add, or if it has ended there.
-        blocks: how many it may bring.
-        told: its state as the engine knows it.
-        is_told: whether the engine knows it.
-        has_row: whether the engine reads it in its page. Else it is sent.
-    """
+    """A fetch that the engine has not ended. `id` is that of the pool's cache, None if no tier has
+    a block to add or the fetch has ended there; `blocks` how many it may bring; `told` its state as
+    the engine knows it. With `has_row`, the engine reads the state in its page; else it is sent."""
 
     has_row: bool = False
     id: FetchId | None = None
@@ -48,13 +42,7 @@ class _OpenFetch:
 
 
 class EngineFetches:
-    """Single-threaded.
-
-    Args:
-        cache: of the pool; borrowed.
-        holds: of the engine; borrowed.
-        rows: in its page; borrowed.
-    """
+    """Fetches of one engine. Single-threaded."""
 
     def __init__(self, cache: CacheClient, holds: EngineHolds, rows: FetchRows) -> None:
         self._cache = cache
@@ -69,15 +57,8 @@ class EngineFetches:
         return len(self._open)
 
     def handle(self, message: AboutFetch, tenant: int) -> None:
-        """Do what the engine says.
-
-        Args:
-            message: what it says.
-            tenant: for whom blocks count if the message names none.
-
-        Raises:
-            RefusalError: it is against the rules, by a fault or by intent.
-        """
+        """Do what the engine says. Blocks count for `tenant` if the message names none. Raises
+        RefusalError if the message is against the rules, by a fault or by intent."""
         if isinstance(message, wire.Fetch):
             if message.fetch in self._open:
                 raise RefusalError(f"fetch {message.fetch} begins twice")
@@ -111,15 +92,8 @@ class EngineFetches:
                 self._cache.extend_fetch(fetch.id, keys, raise_priority=message.raise_priority)
 
     def tell(self, *, has_read: bool) -> Sequence[wire.Fetched]:
-        """Let the engine know the states that have changed.
-
-        Args:
-            has_read: whether the engine has read all that was sent: a slow one gets the latest
-                state, not each.
-
-        Returns:
-            The messages to send.
-        """
+        """Let the engine know the states that have changed. Returns the messages to send: none to
+        an engine that has not read all, so that a slow one gets the latest state, not each."""
         messages = []
         for number, fetch in self._open.items():
             state = None if fetch.id is None else self._cache.fetch_state(fetch.id)
@@ -136,12 +110,8 @@ class EngineFetches:
         return messages
 
     def look(self, now: float, *, has_read: bool) -> None:
-        """End all fetches if the engine hangs.
-
-        Args:
-            now: time.monotonic().
-            has_read: whether the engine has read all that was sent.
-        """
+        """End all fetches if the engine hangs. `now` is time.monotonic(); `has_read` says whether
+        the engine has read all that was sent."""
         if has_read or not self._open:
             self._unread_since = None
         elif self._unread_since is None:
@@ -204,11 +174,7 @@ _PAUSE_SECONDS = 0.002
 
 
 class EngineQueries:
-    """Single-threaded.
-
-    Args:
-        cache: of the pool; borrowed.
-    """
+    """Queries of one engine. Single-threaded."""
 
     def __init__(self, cache: CacheClient) -> None:
         self._cache = cache

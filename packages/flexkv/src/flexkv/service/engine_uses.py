@@ -30,13 +30,7 @@ AboutUse: TypeAlias = (
 
 
 class EngineUses:
-    """Single-threaded.
-
-    Args:
-        pool: the engine's; borrowed.
-        number: of the engine.
-        announced: what its requests will store; borrowed.
-    """
+    """Uses and holds of one engine, by its number. Single-threaded."""
 
     def __init__(self, pool: SharedPool, number: int, announced: Announcements) -> None:
         self._pool = pool
@@ -48,15 +42,9 @@ class EngineUses:
         self._pins: set[str] = set()
 
     def handle(self, message: AboutUse, tenant: int) -> None:
-        """Do what the engine says.
-
-        Args:
-            message: what it says.
-            tenant: of the engine, for whom its requests count, whatever they name.
-
-        Raises:
-            RefusalError: it is against the rules, by a fault or by intent.
-        """
+        """Do what the engine says. `tenant` is that of the engine, for whom its requests count,
+        whatever they name. Raises RefusalError if the message is against the rules, by a fault or
+        by intent."""
         cache = self._pool.cache
         match message:
             case wire.RecordUse():

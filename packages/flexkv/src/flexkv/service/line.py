@@ -22,11 +22,8 @@ _STATE = (wire.Claim, wire.Publish, wire.Retract, wire.Return, wire.EndFetch, wi
 
 
 class Line:
-    """Single-threaded; nothing waits, and nothing raises.
-
-    Args:
-        connection: to the service; owned. Calls on it do not wait.
-        bell: see `EnginePage`; borrowed until `close`.
+    """The line. Single-threaded; nothing waits, and nothing raises. It owns the connection, on
+    which calls do not wait; the bell (see `EnginePage`) is borrowed until `close`.
 
     Attributes:
         is_cut: whether the service has ended or closed the connection.

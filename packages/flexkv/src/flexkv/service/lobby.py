@@ -43,14 +43,8 @@ class RefusalError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Newcomer:
-    """A process that has greeted.
-
-    Attributes:
-        connection: to it; owned.
-        greeting: what it wants.
-        pidfd: by which its end shows; owned, unless it is -1.
-        memory: descriptors of the memory that it hands back; owned.
-    """
+    """A process that has greeted. It owns its connection, a pidfd by which its end shows (-1 for
+    none), and descriptors of the memory that it hands back."""
 
     connection: socket.socket
     greeting: Greeting
@@ -73,10 +67,9 @@ class Newcomer:
 
 
 class Lobby:
-    """Single-threaded.
+    """Processes that have not been let in. Single-threaded; it owns `listener`, where they connect.
 
     Args:
-        listener: where processes connect; owned.
         watch: calls a function whenever a connection can be read.
         unwatch: ends this. A connection that is not watched is no error.
         is_ready: whether a newcomer can be let in now. Else it is asked again in each turn.
@@ -208,11 +201,8 @@ class Lobby:
 
 
 def _greeting_of(messages: list[wire.ToService], fds: Sequence[int]) -> Greeting:
-    """The greeting that a packet with these descriptors is.
-
-    Raises:
-        RefusalError: it is none, or of another protocol.
-    """
+    """The greeting that a packet with these descriptors is. Raises RefusalError if it is none, or
+    of another protocol."""
     resumes = bool(messages) and isinstance(messages[0], wire.Resume)
     most = 1 + _MEMORY_FDS if resumes else 1
     # Nothing else tells the end of a process, so that its slots would never be free again.
@@ -236,11 +226,7 @@ def _greeting_of(messages: list[wire.ToService], fds: Sequence[int]) -> Greeting
 
 
 def _check_blocks(blocks: wire.PoolBlocks) -> None:
-    """Refuse blocks that no engine has. Their fingerprint names folders.
-
-    Raises:
-        RefusalError: the engine has others.
-    """
+    """Refuse blocks that no engine has, by a RefusalError. Their fingerprint names folders."""
     counts = (blocks.engine_blocks, blocks.replicas, *blocks.shard_bytes)
     are_sizes = blocks.shard_bytes and all(0 < each <= _MOST_BYTES for each in counts)
     if not are_sizes or not _FINGERPRINT.fullmatch(blocks.fingerprint):

@@ -69,13 +69,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class PoolBlocks(Message, frozen=True):
-    """The blocks of an engine: engines with equal ones share a pool.
-
-    Attributes:
-        fingerprint: see `flexkv.layout.fingerprint`.
-        engine_blocks, shard_bytes, replicas: see `BlockFormat`.
-        identity: the parts of the fingerprint, for people to read.
-    """
+    """The blocks of an engine: engines with equal ones share a pool. `identity` has the parts of
+    the fingerprint, for people to read; for the sizes see `BlockFormat`."""
 
     fingerprint: str
     engine_blocks: int
@@ -85,24 +80,16 @@ class PoolBlocks(Message, frozen=True):
 
 
 class Ticket(Message, frozen=True):
-    """What the processes of an engine show to the service.
-
-    Attributes:
-        client: number of the engine.
-        token: proof that the service gave it out.
-    """
+    """What the processes of an engine show to the service: the engine's number, and proof that the
+    service gave it out."""
 
     client: int
     token: bytes
 
 
 class Open(Message, frozen=True, tag="open"):
-    """The first rank of an engine asks for a pool. Its packet has a pidfd of the process.
-
-    Attributes:
-        engine: the engine's id, for logs.
-        model: the name by which the engine serves its model.
-    """
+    """The first rank of an engine asks for a pool. Its packet has a pidfd of the process. `engine`
+    is the engine's id, for logs; `model` the name by which it serves its model."""
 
     protocol: int
     engine: str
@@ -118,12 +105,9 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Schedule(Message, frozen=True, tag="schedule"):
-    """The scheduler of the engine begins. Its packet has a pidfd of the process.
-
-    Attributes:
-        step_blocks: how many blocks the engine can fill before its first stores are published.
-        tenant: number of the tenant of all its requests; `NO_TENANT` if it has none of its own.
-    """
+    """The scheduler of the engine begins. Its packet has a pidfd of the process. The engine can
+    fill `step_blocks` blocks before its first stores are published. `tenant` is the number of the
+    tenant of all its requests; `NO_TENANT` if it has none of its own."""
 
     protocol: int
     ticket: Ticket
@@ -134,13 +118,8 @@ class Schedule(Message, frozen=True, tag="schedule"):
 class Resume(Message, frozen=True, tag="resume"):
     """The scheduler of an engine goes on after its connection has ended, at the same service or at
     the next one. Its packet has descriptors: a pidfd of the process, the arena, the memory of the
-    index, and that of the holds.
-
-    Attributes:
-        engine, model, blocks: as in `Open`.
-        slots: slots of the arena.
-        step_blocks, tenant: as in `Schedule`.
-    """
+    index, and that of the holds. For the fields see `Open` and `Schedule`; `slots` are those of the
+    arena."""
 
     protocol: int
     ticket: Ticket
@@ -153,11 +132,8 @@ class Resume(Message, frozen=True, tag="resume"):
 
 
 class Claim(Message, frozen=True, tag="claim"):
-    """Follows `Resume`: slots that were granted to the engine and may be written to.
-
-    Attributes:
-        last: whether the engine has no others.
-    """
+    """Follows `Resume`: slots that were granted to the engine and may be written to. The last
+    message of these says so."""
 
     slots: list[int]
     last: bool
@@ -166,12 +142,8 @@ class Claim(Message, frozen=True, tag="claim"):
 class Announce(Message, frozen=True, tag="announce"):
     """Blocks that the engine is storing, beside others: those of prompts. Another engine waits for
     them. The announcement ends with the last `Publish` of the store, or with `Retract`. `RecordUse`
-    announces what a request computes of its prompt, until `Publish` or `RequestEnded`.
-
-    Attributes:
-        cell: the store's cell of the board.
-        keys: keys of the blocks.
-    """
+    announces what a request computes of its prompt, until `Publish` or `RequestEnded`. `cell` is
+    the store's cell of the board."""
 
     cell: int
     keys: list[bytes]
@@ -185,17 +157,9 @@ class Retract(Message, frozen=True, tag="retract"):
 
 
 class Publish(Message, frozen=True, tag="publish"):
-    """Blocks of a store whose ranks have all reported DONE.
-
-    Attributes:
-        cell: the store's cell of the board.
-        keys: keys of the blocks.
-        before: for each of them the key of the block before it; empty if that is the one before it
-            in `keys`, None for the first of a prefix.
-        slots: for each of them its slot.
-        tenants: for each of them the number of its tenant; empty for the engine's own.
-        last: whether these are the last blocks of the store.
-    """
+    """Blocks of a store whose ranks have all reported DONE; `last` ends the store. `before` has for
+    each block the key of the block before it: empty if that is the one before it in `keys`, None
+    for the first of a prefix. `tenants` is empty for the engine's own."""
 
     cell: int
     keys: list[bytes]
@@ -343,14 +307,9 @@ class Joined(Message, frozen=True, tag="joined"):
 
 class Scheduled(Message, frozen=True, tag="scheduled"):
     """The answer to `Schedule`, with descriptors of the memory of the index, of the holds, of what
-    disks have and of what engines are storing (`pool_keys`).
-
-    Attributes:
-        media: the lower tiers, the fastest first.
-        asks_stores: whether a tier has to be asked what it has.
-        policy: name of the eviction policy.
-        has_shares: whether tenants have shares of the memory.
-    """
+    disks have and of what engines are storing (`pool_keys`). `media` has the lower tiers, the
+    fastest first; `asks_stores` says whether one has to be asked what it has, and `has_shares`
+    whether tenants have shares of the memory."""
 
     media: tuple[Medium, ...]
     asks_stores: bool
@@ -359,11 +318,7 @@ class Scheduled(Message, frozen=True, tag="scheduled"):
 
 
 class Resumed(Message, frozen=True, tag="resumed"):
-    """The answer to `Resume`, with the last two descriptors of `Scheduled`.
-
-    Attributes:
-        has_shares: as in `Scheduled`.
-    """
+    """The answer to `Resume`, with the last two descriptors of `Scheduled`."""
 
     has_shares: bool
 
@@ -395,12 +350,8 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 class Changed(Message, frozen=True, tag="changed"):
-    """See `Changes`.
-
-    Attributes:
-        texts: the description of each block that came, empty if there is none; or no descriptions
-            at all.
-    """
+    """See `Changes`. `texts` has the description of each block that came, empty if there is none;
+    or it is empty for no descriptions at all."""
 
     medium: Medium
     removed: list[bytes]
@@ -422,12 +373,8 @@ class Answered(Message, frozen=True, tag="answered"):
 
 
 class NodeFigures(Message, frozen=True, tag="figures"):
-    """What all engines of a pool have in common.
-
-    Attributes:
-        shared: values of host memory and lower tiers.
-        is_suspended: whether a clear of the pool has failed.
-    """
+    """What all engines of a pool have in common: values of host memory and lower tiers, and whether
+    a clear of the pool has failed."""
 
     shared: dict[str, float]
     is_suspended: bool
@@ -482,11 +429,8 @@ def described_parts(described: Mapping[bytes, bytes]) -> Iterator[dict[bytes, by
 
 
 def packets(messages: Sequence[ToService] | Sequence[ToEngine]) -> list[bytes]:
-    """The messages in as few packets as hold them, in order.
-
-    Raises:
-        WireError: a message is larger than a packet.
-    """
+    """The messages in as few packets as hold them, in order. Raises WireError if a message is
+    larger than a packet."""
     made: list[list[bytes]] = []
     size = MAX_PACKET
     for message in messages:
@@ -510,11 +454,7 @@ def _array(parts: Sequence[bytes]) -> bytes:
 
 
 def read_service(packet: bytes | memoryview) -> list[ToService]:
-    """The messages of an engine's packet.
-
-    Raises:
-        WireError: it is none.
-    """
+    """The messages of an engine's packet. Raises WireError if it is none."""
     try:
         return _for_service.decode(packet)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -522,11 +462,7 @@ def read_service(packet: bytes | memoryview) -> list[ToService]:
 
 
 def read_engine(packet: bytes | memoryview) -> list[ToEngine]:
-    """The messages of the service's packet.
-
-    Raises:
-        WireError: it is none.
-    """
+    """The messages of the service's packet. Raises WireError if it is none."""
     try:
         return _for_engine.decode(packet)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -535,15 +471,11 @@ def read_engine(packet: bytes | memoryview) -> list[ToEngine]:
 
 def receive(connection: socket.socket, room: bytearray) -> memoryview:
     """One packet of a peer that has greeted, without its descriptors, which the kernel drops. The
-    packet is empty at the end of the connection.
+    packet is empty at the end of the connection. It lies in `room`, of `MAX_PACKET` bytes, until
+    that is used again.
 
-    Args:
-        connection: the connection.
-        room: `MAX_PACKET` bytes, in which the packet lies until they are used again.
-
-    Raises:
-        OSError: the connection broke, or has no packet now.
-        WireError: the packet is too large.
+    Raises OSError if the connection broke, or has no packet now; WireError if the packet is too
+    large.
     """
     size = connection.recv_into(room, 0, socket.MSG_TRUNC)
     if size > len(room):
@@ -555,10 +487,9 @@ def receive_greeting(connection: socket.socket) -> tuple[bytes, list[int]]:
     """One packet, and the descriptors in it, which the caller closes. The packet is empty at the
     end of the connection.
 
-    Raises:
-        OSError: the connection broke, timed out, or has no packet now; or this process has too many
-            open files to take the descriptors.
-        WireError: the packet is too large, or has too many descriptors.
+    Raises OSError if the connection broke, timed out, or has no packet now, or if this process has
+    too many open files to take the descriptors; WireError if the packet is too large, or has too
+    many descriptors.
     """
     try:
         return receive_packet(connection, MAX_PACKET, _MOST_FDS)
@@ -571,11 +502,7 @@ _MOST_FDS = 4
 
 def own_process() -> int:
     """A pidfd of this process, by which the peer notices its end. Process ids mean nothing in other
-    containers. The caller closes it.
-
-    Raises:
-        OSError: the kernel is older than 5.3.
-    """
+    containers. The caller closes it. Raises OSError if the kernel is older than 5.3."""
     return os.pidfd_open(os.getpid())
 
 

@@ -51,22 +51,14 @@ def file_bytes(slots: int) -> int:
 
 
 class EnginePage:
-    """One engine's page, mapped in this process.
-
-    Args:
-        fd: descriptor of the file; borrowed.
-        number: number of the engine, from 1.
-        slots: slots of the pool.
-
-    It is unmapped once nobody has its views.
+    """One engine's page, mapped in this process until nobody has its views. `fd` is borrowed;
+    engines have numbers from 1. Raises OSError or ValueError if the file cannot be mapped, or has
+    another size.
 
     Attributes:
         holds: 16-bit counters, one for each slot, that the engine alone writes.
         fetches: rows that the service alone writes.
         bell: words of 32 bits; see `SENT` and `MOST_HELD`.
-
-    Raises:
-        OSError, ValueError: the file cannot be mapped, or has another size.
     """
 
     def __init__(self, fd: int, number: int, slots: int) -> None:
@@ -95,11 +87,9 @@ _NONE = _encoder.encode(wire.Fetched(0, None))
 
 
 class FetchRows:
-    """The rows of one engine, for the service or for the engine. Single-threaded.
-
-    Args:
-        memory: see `EnginePage`; borrowed.
-    """
+    """How far fetches are, in the rows of one engine: the service writes, and the engine reads
+    without a message or a system call. A row has the latest message about one fetch. The reader may
+    look while the writer is at it, since a checksum tells. Single-threaded."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -144,22 +134,13 @@ def row_of(fetch: int) -> int:
 
 
 def most_at_once(most_held: int) -> int:
-    """The slots that a load may hold if it is the only one: so a long prompt is a hit in a small
-    pool, too.
-
-    Args:
-        most_held: see `MOST_HELD`.
-    """
+    """The slots that a load may hold if it is the only one, by the word `MOST_HELD`: so a long
+    prompt is a hit in a small pool, too."""
     return 2 * most_held
 
 
 class LoadHolds:
-    """The holds of an engine that keeps the service's limit. Single-threaded.
-
-    Args:
-        reader: of the pool's index; borrowed.
-        bell: see `EnginePage`; borrowed.
-    """
+    """The holds of an engine that keeps the service's limit. Single-threaded."""
 
     def __init__(self, reader: IndexReader, bell: memoryview) -> None:
         self._reader = reader
@@ -198,7 +179,6 @@ class LoadHolds:
         self._count()
 
     def settle(self, slots: Sequence[int]) -> None:
-        """See `IndexReader.settle`."""
         self._reader.settle(slots)
         self._count()
 
@@ -226,15 +206,10 @@ Not tuned."""
 
 
 class EngineHolds:
-    """The holds of one engine. Single-threaded.
+    """The holds of one engine, as the service sees them. Single-threaded.
 
     A slot that an engine holds is never given away, whatever the limit: the engine may read it. The
     service limits what else the engine gets.
-
-    Args:
-        page: the engine's; borrowed.
-        num_slots: slots of the pool.
-        name: the engine's id, for logs.
     """
 
     def __init__(self, page: EnginePage, num_slots: int, name: str) -> None:
@@ -269,12 +244,8 @@ class EngineHolds:
         return not self._is_over and (not most or others + blocks <= most)
 
     def look(self, now: float, *, is_short: bool) -> None:
-        """Look at what it holds.
-
-        Args:
-            now: time.monotonic().
-            is_short: whether evictions have met many slots that engines hold.
-        """
+        """Look at what it holds. `now` is time.monotonic(); `is_short` says whether evictions have
+        met many slots that engines hold."""
         loads = self._bell[LOADS]
         if loads != self._loads or self._changed_at is None:
             self._loads, self._changed_at = loads, now

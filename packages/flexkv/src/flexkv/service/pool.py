@@ -99,15 +99,15 @@ class SharedCache(KVCache):
         """Blocks that an engine has written to granted slots are ready. A block that is there
         already, or whose predecessor has left, is not kept; its slot becomes free.
 
+        Raises ValueError or IndexError if the arguments do not fit each other, or a slot was not
+        granted.
+
         Args:
             keys: keys of blocks, each of which builds on the one before.
             positions: positions in `keys` of the blocks.
             prefix_starts: positions of blocks that begin a prefix.
             slots: for each of `positions` its slot.
             tenants: for each of `keys` the number of the tenant for whom its block counts.
-
-        Raises:
-            ValueError, IndexError: the arguments do not fit each other, or a slot was not granted.
         """
         try:
             placed = self._index.place(keys, positions, prefix_starts, slots, tenants)
@@ -127,7 +127,6 @@ class SharedCache(KVCache):
         return self._index.add_reader(page.holds)
 
     def remove_reader(self, reader: int) -> None:
-        """See `BlockIndex.remove_reader`."""
         self._index.remove_reader(reader)
 
     def reported(self, keys: Sequence[bytes]) -> list[bool]:
@@ -146,37 +145,23 @@ class SharedCache(KVCache):
         yield from self._below.listed()
 
     def look_at_holds(self) -> int:
-        """See `BlockIndex.look_at_holds`."""
         return self._index.look_at_holds()
 
 
 class SharedPool:
-    """One pool. Single-threaded.
+    """One pool, which owns its memory (also if this raises), cache and keys. Single-threaded. The
+    memory of a service that has ended has begun.
 
-    Args:
-        config: settings of the service, with the sizes of this pool.
-        model: the name by which its first engine serves the model.
-        blocks: the blocks of its engines.
-        memory: the memory; owned, also if this raises.
-        begun: whether the memory is that of a service that has ended.
+    Raises FlexKVError if a lower tier cannot be used; ValueError if the memory is that of no index.
 
     Attributes:
-        model: as above.
-        cache: the cache; owned.
-        arena: its memory; owned.
-        index_fd, pages_fd: descriptors of the memory of index and engines' pages; owned.
-        below: what its disks have; owned.
-        announced: the blocks that its engines store; owned.
+        model: the name by which its first engine serves the model.
+        below: what its disks have.
+        announced: the blocks that its engines store.
         descriptions: what events say of its blocks.
-        policy: name of the eviction policy.
-        has_shares: whether tenants have shares of the memory.
         untold: changes that engines have not been told of.
         prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
             engines found.
-
-    Raises:
-        FlexKVError: a lower tier cannot be used.
-        ValueError: the memory is that of no index.
     """
 
     def __init__(
@@ -288,19 +273,9 @@ class SharedPool:
 
 
 class PoolMemory:
-    """The memory of a pool: what it takes, or what a service before it has left to the engines.
-
-    Args:
-        arena: the arena; owned.
-        index, pages: descriptors of the memory of the index, and of the engines' pages; owned.
-
-    Attributes:
-        arena, index, pages: as above.
-        lock: that of its only owner.
-
-    Raises:
-        ArenaError: another service owns the memory.
-    """
+    """The memory of a pool: what it takes, or what a service before it has left to the engines. It
+    owns the arena, the descriptors of index and engines' pages, and the lock of its only owner.
+    Raises ArenaError if another service owns the memory."""
 
     def __init__(self, arena: Arena, index: int, pages: int) -> None:
         self.arena, self.index, self.pages = arena, index, pages
@@ -318,15 +293,8 @@ class PoolMemory:
 
     @classmethod
     def create(cls, config: CacheConfig, blocks: PoolBlocks) -> PoolMemory:
-        """Take memory for a pool.
-
-        Args:
-            config: settings of the service, with the sizes of this pool.
-            blocks: the blocks of its engines.
-
-        Raises:
-            ArenaError: it is missing.
-        """
+        """Take memory for a pool, by the settings with the sizes of this pool. Raises ArenaError if
+        it is missing."""
         with ExitStack() as undo, closing(Reservation(config.session_root)) as reservation:
             arena = Arena.create_planned(
                 lambda promised: _plan(_format_of(blocks), config, promised),
@@ -343,16 +311,11 @@ class PoolMemory:
 
     @classmethod
     def resume(cls, blocks: PoolBlocks, slots: int, fds: Sequence[int]) -> PoolMemory:
-        """Take over memory of engines whose service has ended.
+        """Take over memory of engines whose service has ended: descriptors of arena, index and
+        pages, owned also if this raises.
 
-        Args:
-            blocks: the blocks of its engines.
-            slots: slots of the arena.
-            fds: descriptors of arena, index and pages; owned, also if this raises.
-
-        Raises:
-            ArenaError: they have other sizes, or a service owns the memory.
-            OSError: they are no memory files.
+        Raises ArenaError if they have other sizes, or a service owns the memory; OSError if they
+        are no memory files.
         """
         with ExitStack() as undo:
             for fd in fds:
@@ -372,12 +335,8 @@ class PoolMemory:
         return cls(arena, index, pages)
 
     def close(self, *, unmap: bool = True) -> None:
-        """Close all. Idempotent.
-
-        Args:
-            unmap: whether nothing in this process reads or writes the arena any more. If not, it
-                stays mapped.
-        """
+        """Close all. Idempotent. With `unmap`, nothing in this process reads or writes the arena
+        any more; else it stays mapped."""
         self.lock.close()
         self._close_files(unmap=unmap)
 
@@ -410,13 +369,7 @@ def _plan(block_format: BlockFormat, config: CacheConfig, promised: Sequence[Pro
 
 
 class Made(NamedTuple):
-    """What has come of a pool.
-
-    Attributes:
-        blocks: the blocks of its engines.
-        newcomer: who needs it.
-        result: the pool, the caller's; or why there is none.
-    """
+    """What has come of a pool: the pool, the caller's, or why there is none; and who needs it."""
 
     blocks: PoolBlocks
     newcomer: Newcomer
@@ -424,11 +377,9 @@ class Made(NamedTuple):
 
 
 class PoolMaker:
-    """Makes one pool after the other. All methods are the loop's.
-
-    Args:
-        wake: lets the loop begin a turn. Called in the thread.
-    """
+    """Makes one pool after the other in a thread: to fill hundreds of GiB takes seconds to minutes,
+    and the service's loop serves all others meanwhile. All methods are the loop's; `wake`, called
+    in the thread, lets the loop begin a turn."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -16,16 +16,9 @@ _AT_ONCE = 2048
 
 
 class PoolChanges:
-    """Single-threaded. It remembers the key of each block that it has reported, so that it finds
-    those that left while the engine was not attached. Those that came meanwhile are repeated.
-
-    Args:
-        reader: of the pool's index; borrowed.
-        line: to the service; borrowed.
-
-    Attributes:
-        watches: whether the engine wants to know of changes.
-    """
+    """What an engine is told of changes. It remembers the key of each block that it has reported,
+    so that it finds those that left while the engine was not attached. Those that came meanwhile
+    are repeated. Single-threaded; `watches` says whether the engine wants to know of changes."""
 
     def __init__(self, reader: IndexReader, line: Line) -> None:
         self._reader = reader
@@ -46,7 +39,6 @@ class PoolChanges:
 
     @property
     def awaits_changes(self) -> bool:
-        """See `CacheStatus.awaits_changes`."""
         return self._ended != self._watch
 
     def drain(self) -> list[Changes]:
@@ -67,7 +59,6 @@ class PoolChanges:
         return changes
 
     def watch(self, *, lower: bool = False) -> None:
-        """See `CacheClient.watch`."""
         if not lower:
             self.watches, self._is_torn = True, False
         self._list_again([Medium.DISK] if lower else Medium)
@@ -91,7 +82,6 @@ class PoolChanges:
         self._is_torn = self.watches
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
-        """See `CacheClient.describe`."""
         for part in wire.described_parts(described):
             self._line.put(wire.Describe([*part], [*part.values()]))
 

@@ -29,15 +29,10 @@ class DescribedCache(Protocol):
 
 
 class PoolDescriptions:
-    """The descriptions of blocks in host memory and on disks. An engine that stores a block sends
-    its description ahead; those of blocks on disk lie beside them, too, and come back with them
-    after a restart of the service. Single-threaded.
-
-    Args:
-        cache: the pool's; borrowed.
-        below: what its disks have; borrowed.
-        most_bytes: of descriptions. Those that have been kept for longest give way to others.
-    """
+    """The descriptions of blocks in host memory and on disks, up to `most_bytes`; those that have
+    been kept for longest give way to others. An engine that stores a block sends its description
+    ahead; those of blocks on disk lie beside them, too, and come back with them after a restart of
+    the service. Single-threaded."""
 
     def __init__(self, cache: DescribedCache, below: TierKeys, most_bytes: int) -> None:
         self._cache = cache

@@ -22,14 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class PoolKeys:
-    """A set of keys in memory that the engines of a pool read.
-
-    Args:
-        most: the most keys.
-
-    Attributes:
-        fd: descriptor of the memory; owned.
-    """
+    """A set of up to `most` keys in memory that the engines of a pool read, by the descriptor
+    `fd`."""
 
     def __init__(self, most: int) -> None:
         size = key_set_bytes(most)
@@ -50,12 +44,8 @@ class TierKeys(PoolKeys):
     _lacks_some = False
 
     def note(self, changes: Sequence[Changes], *, are_all: bool) -> None:
-        """Note what came and left.
-
-        Args:
-            changes: of any media.
-            are_all: whether all changes so far are known now, of blocks from before the start, too.
-        """
+        """Note what came and left. `are_all`: all changes so far are known now, of blocks from
+        before the start, too."""
         for change in changes:
             if change.medium is Medium.DISK:
                 self._keys.remove(change.removed)
@@ -107,25 +97,16 @@ class AnnouncedKeys(PoolKeys):
 
 @dataclass(slots=True, eq=False)
 class _Computation:
-    """A request that computes blocks which the engine is to store.
-
-    Attributes:
-        progressed: when it began, or when the last of its blocks was published; time.monotonic().
-        keys: keys of its blocks that are not published.
-    """
+    """A request that computes blocks which the engine is to store: when it began or the last of its
+    blocks was published, by time.monotonic(), and the keys of its blocks that are not published."""
 
     progressed: float
     keys: set[bytes]
 
 
 class Announcements:
-    """The announcements of one engine: of stores that are ordered, and of prompts that its requests
-    compute. A block may be announced as both. Single-threaded.
-
-    Args:
-        keys: of its pool; borrowed.
-        most: the most blocks that it may announce at once.
-    """
+    """The announcements of one engine, at most `most` blocks at once: of stores that are ordered,
+    and of prompts that its requests compute. A block may be announced as both. Single-threaded."""
 
     def __init__(self, keys: AnnouncedKeys, most: int) -> None:
         self._keys = keys
@@ -135,11 +116,8 @@ class Announcements:
         self._by_key: dict[bytes, str] = {}
 
     def begin(self, cell: int, keys: Sequence[bytes]) -> None:
-        """The store of this cell of the board has these blocks, beside others.
-
-        Raises:
-            RefusalError: there is no such cell, or so many blocks cannot be.
-        """
+        """The store of this cell of the board has these blocks, beside others. Raises RefusalError
+        if there is no such cell, or so many blocks cannot be."""
         if not 0 <= cell < CELLS:
             raise RefusalError(f"cell {cell} is none of the board")
         if sum(len(known) for _, known in self._stores.values()) + len(keys) > self._most:

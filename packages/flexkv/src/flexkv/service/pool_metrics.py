@@ -23,12 +23,7 @@ _POOL = ("pool", "model_name")
 
 
 def exposition(state: ServiceState, config: CacheConfig) -> bytes:
-    """The state as metrics, in Prometheus's text format.
-
-    Args:
-        state: the state.
-        config: the service's settings.
-    """
+    """The state as metrics, in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(state, config))
     text: bytes = generate_latest(registry)

@@ -29,13 +29,8 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Memory and disk, in GiB, and how tenants share the memory.
-
-    Attributes:
-        memory: None for the default of `cpu_cache_gb`; of a total, for no limit.
-        disk: None for no disk; of a total, for no limit.
-        shares: of tenants.
-    """
+    """Memory and disk, in GiB, and how tenants share the memory. `memory` is None for the default
+    of `cpu_cache_gb`, `disk` for no disk; of a total, None is no limit."""
 
     memory: float | None = None
     disk: float | None = None
@@ -55,14 +50,9 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class PoolFile:
-    """What the file says. Without one, each pool has the sizes of the settings.
-
-    Attributes:
-        path: of the file; empty without one.
-        other: the sizes of a pool that no entry names.
-        named: the sizes of a model's pool, by the name that engines serve it by.
-        total: of all pools together.
-    """
+    """What the file says: `other` for a pool that no entry names, `named` for the pool of a model
+    by the name that engines serve it by, and `total` for all together. Without a file, whose path
+    is empty, each pool has the sizes of the settings."""
 
     path: str
     other: PoolSize
@@ -72,38 +62,22 @@ class PoolFile:
 
 @dataclass(slots=True)
 class _Taken:
-    """What one pool has.
-
-    Attributes:
-        entry: the entry that it has; None for a pool that no entry names.
-    """
+    """What one pool has, and the entry that it has; None for a pool that no entry names."""
 
     size: PoolSize
     entry: str | None
 
 
 class PoolSizes:
-    """The sizes of the pools that there are, and of the next one.
-
-    Args:
-        file: what the file says.
-    """
+    """The sizes of the pools that there are, and of the next one."""
 
     def __init__(self, file: PoolFile) -> None:
         self._file = file
         self._taken: dict[Hashable, _Taken] = {}
 
     def take(self, pool: Hashable, model: str, slot_bytes: int) -> PoolSize:
-        """The size of a pool that is about to be made, until `give_back`.
-
-        Args:
-            pool: stands for the pool.
-            model: the name by which its first engine serves the model.
-            slot_bytes: bytes of a block.
-
-        Raises:
-            NoRoomError: the total leaves no room for one block.
-        """
+        """The size of a pool that is about to be made, until `give_back`, for the model that its
+        first engine serves. Raises NoRoomError if the total leaves no room for one block."""
         taken = self._plan(model)
         total = self._file.total.memory
         # Less than a block without a total is an error of the size, which the arena names.
@@ -119,15 +93,8 @@ class PoolSizes:
         return taken.size
 
     def resume(self, pool: Hashable, model: str, memory: float) -> tuple[PoolSize, float | None]:
-        """The size of a pool that engines hand back, until `give_back`: it keeps its memory.
-
-        Args:
-            pool, model: see `take`.
-            memory: the memory that it has, in GiB.
-
-        Returns:
-            The size, and the memory that a new pool would get; None for the default.
-        """
+        """The size of a pool that engines hand back, until `give_back`: it keeps its memory, in
+        GiB. Returns also the memory that a new pool would get; None for the default."""
         taken = self._plan(model)
         planned = taken.size.memory
         taken.size = replace(taken.size, memory=memory)
@@ -177,15 +144,8 @@ def sizes_of_settings(config: CacheConfig) -> PoolFile:
 
 
 def read_pools(path: str, config: CacheConfig) -> PoolFile:
-    """Read a file with the sizes of pools.
-
-    Args:
-        path: of the file.
-        config: the settings of the service, which have the sizes that the file does not name.
-
-    Raises:
-        ConfigError: the file cannot be read, or has a key or a value that is not allowed.
-    """
+    """Read the sizes of pools. Those that the file does not name are those of the settings. Raises
+    ConfigError if the file cannot be read, or has a key or a value that is not allowed."""
     path = os.path.abspath(path)
     reader = _Reader(path, config)
     content = read_file(path, "--pools")

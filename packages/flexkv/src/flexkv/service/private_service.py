@@ -55,12 +55,8 @@ _READY = "ready"
 
 
 class PrivateService:
-    """A service that this process has started. A thread starts it again if it ends.
-
-    Args:
-        root: its runtime directory.
-        begin: starts the process; may raise ArenaError and OSError.
-    """
+    """A service that this process has started. A thread starts it again if it ends. `begin` starts
+    the process, and may raise ArenaError and OSError."""
 
     def __init__(self, root: str, begin: Callable[[], subprocess.Popen[str]]) -> None:
         self._root = root
@@ -110,19 +106,9 @@ class PrivateService:
 def start_private(
     root: str, config: CacheConfig, sizes: Mapping[str, PoolSize]
 ) -> PrivateService | None:
-    """Start a service, unless one runs.
-
-    Args:
-        root: its runtime directory, which other processes of the engine name, too.
-        config: its settings.
-        sizes: those of each pool, by the name of its model.
-
-    Returns:
-        The service, which the caller closes; None if another process has started it.
-
-    Raises:
-        ArenaError: it did not start.
-    """
+    """Start a service, unless one runs. The caller closes it; None if another process of the
+    engine, which names the same directory, has started it. `sizes` are those of each pool, by the
+    name of its model. Raises ArenaError if it did not start."""
     with RuntimeDirectory(root, create=True) as directory, _alone(directory, root):
         try:
             directory.connect(wire.SOCKET, _START_SECONDS, socket.SOCK_SEQPACKET).close()
@@ -212,11 +198,7 @@ def main() -> int:
 
 
 def _end_with(starter: int, server: NodeServer) -> None:
-    """Let the server stop when a process ends.
-
-    Raises:
-        OSError: it has ended.
-    """
+    """Let the server stop when a process ends. Raises OSError if it has ended."""
     pidfd = os.pidfd_open(starter)
     if os.getppid() != starter:
         raise ProcessLookupError(f"process {starter} has ended")

@@ -64,16 +64,8 @@ class _Slots:
 
 
 class ServedCache:
-    """The cache of one engine among those of its node. Single-threaded.
-
-    Args:
-        attached: the scheduler's part; owned.
-        arena: the arena of the pool; borrowed until `close`.
-
-    Attributes:
-        info: what does not change.
-        counters: the counts of this engine so far.
-    """
+    """The cache of one engine among those of its node. Single-threaded. `attached` is owned; the
+    arena is borrowed until `close`. `counters` are the counts of this engine so far."""
 
     def __init__(self, attached: Attached, arena: Arena) -> None:
         spec, answer = arena.spec, attached.answer
@@ -117,7 +109,6 @@ class ServedCache:
 
     @property
     def busy(self) -> bool:
-        """See `CacheClient.busy`."""
         if self._device.unreported or self._recovering or self._line.has_news:
             return True
         if self._reattachment.has_made:
@@ -164,7 +155,6 @@ class ServedCache:
         return self._line.is_cut or (self._line.is_silent and not self._stores.has_published)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """See `CacheClient.lookup`."""
         return 0 if self._off else self._holds.lookup(keys)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
@@ -182,23 +172,19 @@ class ServedCache:
         return [Presence.HOST if each else Presence.ABSENT for each in self._reader.present(keys)]
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
-        """See `CacheClient.where`."""
         host = [False] * len(keys) if self._off else self._reader.present(keys)
         return {Medium.HOST: host} | self._tiers.where(keys)
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
-        """See `CacheClient.missing`."""
         absent = self._reader.missing(keys[start:] if start else keys)
         return [start + i for i in absent if keys[start + i] not in self._stores.keys]
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
-        """See `CacheClient.query`."""
         return self._may_fetch and self._tiers.query(keys, scattered)
 
     # Loads and stores.
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
-        """See `CacheClient.load`."""
         slots = None if self._off else self._holds.lease(keys)
         if not slots:
             return None
@@ -218,7 +204,6 @@ class ServedCache:
         held: bool = False,
         tenants: Sequence[int] | None = None,
     ) -> Transfer | None:
-        """See `CacheClient.store`."""
         if self._off or self._recovering or self._line.is_cut:
             return None
         store = self._stores.plan(keys, positions, prefix_starts, tenants)
@@ -246,7 +231,6 @@ class ServedCache:
     def end_transfer(
         self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
     ) -> None:
-        """See `CacheClient.end_transfer`."""
         match end:
             case TransferEnd.CONFIRM:
                 self._device.confirm(transfer_id)
@@ -279,7 +263,6 @@ class ServedCache:
         announced: int = 0,
         priority: int = 0,
     ) -> FetchId | None:
-        """See `CacheClient.fetch`."""
         if self._off or not self._may_fetch or self._holds.room == 0:
             return None
         return self._tiers.fetch(keys, queued, tenant, announced, priority)
@@ -287,19 +270,16 @@ class ServedCache:
     def extend_fetch(
         self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
     ) -> bool:
-        """See `CacheClient.extend_fetch`."""
         if raise_priority:
             self._tiers.raise_priority(fetch)
         return not self._off and self._may_fetch and self._tiers.extend(fetch, keys)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
-        """See `CacheClient.fetch_state`."""
         if self._is_silent:
             return FetchState(time.monotonic())
         return self._tiers.state(fetch)
 
     def end_fetch(self, fetch: FetchId) -> FetchState:
-        """See `CacheClient.end_fetch`."""
         state = self.fetch_state(fetch)
         self._tiers.end(fetch)
         return state
@@ -317,18 +297,15 @@ class ServedCache:
         context: RequestContext = UNKNOWN_REQUEST,
         prompt: Sequence[bytes] | None = None,
     ) -> None:
-        """See `CacheClient.record`."""
         if context.stores and self._off:
             context = replace(context, stores=False)
         if self._uses.record(keys, context, prompt):
             self._line.send()
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `CacheClient.touch`."""
         self._uses.touch(keys)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
-        """See `CacheClient.ended`."""
         self._uses.ended(request_id, output_tokens)
 
     def hold(
@@ -338,15 +315,12 @@ class ServedCache:
         owner: Hashable = None,
         seconds: float | None = None,
     ) -> None:
-        """See `CacheClient.hold`."""
         self._uses.hold(kind, keys, owner, seconds)
 
     def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
-        """See `CacheClient.unhold`."""
         return self._uses.unhold(kind, owner, keys)
 
     def demote(self, keys: Sequence[bytes]) -> None:
-        """See `CacheClient.demote`."""
         if not self._off:
             self._uses.demote(keys, self._stores.untold_ids)
 
@@ -483,7 +457,6 @@ class ServedCache:
     # Resets and the end. They concern this engine alone: others of the pool keep its blocks.
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
-        """See `CacheClient.reset`."""
         match kind:
             case Reset.SUSPEND:
                 self._off = True
@@ -510,7 +483,6 @@ class ServedCache:
             self._stopped = True
 
     def sync(self) -> list[Future[str]]:
-        """See `CacheClient.sync`."""
         return []
 
     def _begin_anew(self) -> None:
@@ -529,7 +501,6 @@ class ServedCache:
         self._recovering = False
 
     def close(self, flush_seconds: float = 0.0) -> bool:
-        """See `CacheClient.close`."""
         try:
             self.poll()
         except Exception as error:  # noqa: BLE001 - the connection would never be closed
@@ -542,7 +513,6 @@ class ServedCache:
     # Changes, figures.
 
     def figures(self) -> Figures:
-        """See `CacheClient.figures`."""
         host = HostFigures(
             self.counters,
             0,
@@ -559,13 +529,7 @@ class ServedCache:
 
 
 def attach_cache(info: SessionInfo, step_blocks: int, arena: Arena, tenant: int) -> ServedCache:
-    """Attach an engine's scheduler to the service.
-
-    Args:
-        info, step_blocks, tenant: see `Attached`.
-        arena: of the pool; borrowed until the cache is closed.
-
-    Raises:
-        ArenaError: the service does not answer, or refuses the engine.
-    """
+    """Attach an engine's scheduler to the service. The arena is borrowed until the cache is closed;
+    for the tenant and the blocks of a step see `messages.Schedule`. Raises ArenaError if the
+    service does not answer, or refuses the engine."""
     return ServedCache(Attached(info, step_blocks, arena, tenant), arena)

@@ -33,7 +33,6 @@ class PlannedStore:
     """A store.
 
     Attributes:
-        keys: keys of its blocks.
         before: for each block the key of the one before it; empty if that is the one before it in
             `keys`, None for the first of a prefix.
         builds_on: the stores that have blocks before these.
@@ -44,7 +43,7 @@ class PlannedStore:
         dropped: positions of blocks that must not be published.
         has_ended: whether all ranks have copied it.
         is_announced: whether the service knows of its keys.
-        is_told: whether the service knows.
+        is_told: whether the service knows of its end.
         is_void: whether its blocks may be stored anew.
     """
 
@@ -100,12 +99,7 @@ class PlannedStore:
 
 
 class ServedStores:
-    """Single-threaded.
-
-    Args:
-        reader: of the pool's index; borrowed.
-        line: to the service; borrowed.
-        free_cell: frees the cell of a store that has ended. Idempotent.
+    """Single-threaded. `free_cell` frees the cell of a store that has ended; idempotent.
 
     Attributes:
         granted: all slots that the service has granted and not got back.

@@ -21,13 +21,9 @@ from flexkv.types.presence import Presence, presence_below
 
 
 class StoreAnswers:
-    """Single-threaded; no call waits.
-
-    Args:
-        line: to the service; borrowed.
-        seconds: how long an answer is awaited. Then the block counts as absent, until there is one
-            or `LACKS_SECONDS` are over.
-    """
+    """What an engine knows of its pool's shared stores, by questions to the service.
+    Single-threaded; no call waits. An answer is awaited for `seconds`. Then the block counts as
+    absent, until there is one or `LACKS_SECONDS` are over."""
 
     def __init__(self, line: Line, seconds: float) -> None:
         self._line = line
@@ -36,12 +32,8 @@ class StoreAnswers:
         self._asked: dict[bytes, float] = {}
 
     def has(self, key: bytes, now: float) -> bool | None:
-        """Whether a store has the block of `key`; None if that is unknown and may become known.
-
-        Args:
-            key: the key.
-            now: time.monotonic().
-        """
+        """Whether a store has the block of `key` at time.monotonic() `now`; None if that is unknown
+        and may become known."""
         has, until = self._known.get(key, (False, 0.0))
         if until > now:
             return has
@@ -97,14 +89,8 @@ ANSWER_SECONDS = 0.05
 
 @dataclass(slots=True, eq=False)
 class _ServedFetch:
-    """A fetch.
-
-    Attributes:
-        state: as the service has told it.
-        is_sure: whether a disk had its blocks when it began.
-        ends: whether no tier had the block that follows.
-        is_known: whether the service has told it.
-    """
+    """A fetch. `state` is what the service has told (`is_known`), or the guess at the beginning.
+    `is_sure`: a disk had its blocks when it began. `ends`: no tier had the block that follows."""
 
     state: FetchState
     is_sure: bool
@@ -114,20 +100,8 @@ class _ServedFetch:
 
 class ServedTiers:
     """The lower tiers of a pool. What disks have is read from memory of the service, without a
-    question. Single-threaded.
-
-    Args:
-        reader: the index of the pool.
-        line: carries the messages.
-        media: the media of the tiers, the fastest first.
-        below: what disks have.
-        announced: the blocks that engines of the pool are storing.
-        rows: how far fetches are, as the service writes it; borrowed.
-        asks_stores: whether a tier has to be asked what it has.
-
-    Attributes:
-        below, announced: as given; others after each new attachment.
-    """
+    question. Single-threaded. `below` (what disks have) and `announced` (what engines of the pool
+    store) are others after each new attachment."""
 
     def __init__(
         self,
@@ -175,7 +149,6 @@ class ServedTiers:
         return [Presence.HOST if each else next(below) for each in there]
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes]) -> bool:
-        """See `CacheClient.query`."""
         if not self._asks_stores:
             return False
         return self._answers.ask(self._elsewhere(keys), self._elsewhere(scattered))
@@ -253,7 +226,6 @@ class ServedTiers:
         return start
 
     def extend(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
-        """See `CacheClient.extend_fetch`."""
         if self.state(fetch).done or self._fetches[fetch].ends:
             return False
         self._put_more(fetch, keys)
@@ -265,7 +237,6 @@ class ServedTiers:
             self._line.put(wire.ExtendFetch(fetch, [], True))
 
     def state(self, fetch: FetchId) -> FetchState:
-        """See `CacheClient.fetch_state`."""
         known = self._fetches.get(fetch)
         if known is None:
             return FetchState(time.monotonic())
@@ -276,7 +247,6 @@ class ServedTiers:
         return known.state
 
     def end(self, fetch: FetchId) -> None:
-        """See `CacheClient.end_fetch`."""
         if self._fetches.pop(fetch, None) is not None:
             self._line.put(wire.EndFetch(fetch))
 

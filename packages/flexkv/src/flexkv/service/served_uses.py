@@ -16,11 +16,7 @@ _MOST_LATE = 64
 
 
 class ServedUses:
-    """Messages about uses and pins, none longer than a packet. Single-threaded.
-
-    Args:
-        line: to the service; borrowed.
-    """
+    """Messages about uses and holds, none longer than a packet. Single-threaded."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -44,26 +40,22 @@ class ServedUses:
         return context.stores and is_prefix and len(whole) > found
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `CacheClient.touch`."""
         # The first part last: every tier evicts the end of the prefix before its beginning.
         for part in reversed([*wire.parts(keys)]):
             self._line.put(wire.Touch(part))
 
     def ended(self, request_id: str, output_tokens: int) -> None:
-        """See `CacheClient.ended`."""
         self._line.put(wire.RequestEnded(request_id, output_tokens))
 
     def hold(
         self, kind: Hold, keys: Sequence[bytes], owner: Hashable, seconds: float | None
     ) -> None:
-        """See `CacheClient.hold`."""
         if kind is Hold.PIN:
             self._pins.add(repr(owner))
         for part in wire.parts(keys):
             self._line.put(wire.HoldBlocks(kind, part, repr(owner), seconds))
 
     def unhold(self, kind: Hold, owner: Hashable, keys: Sequence[bytes]) -> bool:
-        """See `CacheClient.unhold`."""
         name = repr(owner)
         if kind is Hold.RETAIN:
             for part in wire.parts(keys):

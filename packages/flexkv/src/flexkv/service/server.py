@@ -48,16 +48,11 @@ _LOGGED_SECONDS = 60.0
 
 
 class NodeServer:
-    """The service of one user on a node. Single-threaded; `run` returns after `stop`.
+    """The service of one user on a node, in a runtime directory with mode 0700. Single-threaded;
+    `run` returns after `stop`. `figures` is a listening socket at which its figures are served by
+    HTTP; owned. Without `pools`, their sizes are those of the settings.
 
-    Args:
-        root: path of its runtime directory; created with mode 0700 if missing.
-        config: settings: those of lower tiers, of eviction and of pins.
-        figures: a listening socket at which its figures are served by HTTP; owned. None for none.
-        pools: the sizes of pools; None for those of the settings.
-
-    Raises:
-        ArenaError: the directory cannot be used, or a service of this user runs there.
+    Raises ArenaError if the directory cannot be used, or a service of this user runs there.
     """
 
     def __init__(
@@ -180,11 +175,8 @@ class NodeServer:
         return False
 
     def _size(self, greeting: wire.Open) -> CacheConfig:
-        """The settings of a new pool. Pools without engines and without an entry end for it.
-
-        Raises:
-            NoRoomError: the pools of other models have all memory.
-        """
+        """The settings of a new pool. Pools without engines and without an entry end for it. Raises
+        NoRoomError if the pools of other models have all memory."""
         blocks = greeting.blocks
         while True:
             try:
@@ -262,12 +254,8 @@ class NodeServer:
         )
 
     def _end_idle_pool(self, *, named: bool = True) -> bool:
-        """End a pool without engines, because memory for another is missing. Returns False if there
-        is none.
-
-        Args:
-            named: whether it may be one that has an entry of its own.
-        """
+        """End a pool without engines, because memory for another is missing; one that has an entry
+        of its own only if `named`. Returns False if there is none."""
         used = {each for each, _ in self._engines}
         idle = (each for each in self._pools if each not in used)
         found = next((each for each in idle if named or not self._sizes.is_named(each)), None)

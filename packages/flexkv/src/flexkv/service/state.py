@@ -40,18 +40,10 @@ SERVICE_METRICS = (ENGINES, GRANTED_BLOCKS, STALLED_BLOCKS, PROMPT_BLOCKS, FOUND
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """One engine of a pool.
-
-    Attributes:
-        name: its id.
-        number: its number in the pool.
-        attached: whether its scheduler is connected.
-        processes: processes that have the memory, as far as they are known.
-        granted_blocks: slots that it has for its next stores, or stores to now.
-        held_blocks: blocks that it loads now.
-        fetches: its fetches from lower tiers that are under way.
-        stalled_blocks: of granted and held ones, those that it keeps because it has ended or hangs.
-    """
+    """One engine of a pool. `processes` counts those that have the memory, as far as they are
+    known; `granted_blocks` slots that it has for its next stores, or stores to now; `held_blocks`
+    those that it loads now; `fetches` those from lower tiers that are under way. Of granted and
+    held blocks, it keeps `stalled_blocks` because it has ended or hangs."""
 
     name: str
     number: int
@@ -64,13 +56,9 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class TenantState(msgspec.Struct, frozen=True):
-    """One tenant of a pool.
-
-    Attributes:
-        name: as the shares name it; empty for all tenants together that have no share.
-        blocks: slots that have its blocks, or are granted to engines of its own.
-        share: blocks that it has a right to.
-    """
+    """One tenant of a pool; the name is empty for all tenants together that have no share. `blocks`
+    are slots that have its blocks, or are granted to engines of its own; `share` the blocks that it
+    has a right to."""
 
     name: str
     blocks: int
@@ -78,19 +66,10 @@ class TenantState(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """One pool.
-
-    Attributes:
-        fingerprint: see `flexkv.layout.fingerprint`.
-        model: the name by which its first engine serves the model.
-        identity: the parts of the fingerprint, for people to read.
-        slots: blocks that host memory has room for.
-        slot_bytes: bytes of a block, padding included.
-        policy: name of the eviction policy.
-        figures: totals and gauges, by `sample` name.
-        engines: its engines.
-        tenants: those that have shares, and all others; empty without shares.
-    """
+    """One pool, by the name that its first engine serves the model by. `identity` has the parts of
+    the fingerprint, for people to read; `slot_bytes` has the padding; `figures` has totals and
+    gauges by `sample` name; `tenants` those that have shares, and all others, or nothing without
+    shares."""
 
     fingerprint: str
     model: str
@@ -104,14 +83,8 @@ class PoolState(msgspec.Struct, frozen=True):
 
 
 class ServiceState(OfProcess, frozen=True):
-    """The service.
-
-    Attributes:
-        version: version of FlexKV.
-        seconds: since its start.
-        pools: its pools.
-        troubles: what keeps engines from it; a sentence each.
-    """
+    """The service: seconds since its start, its pools, and what keeps engines from it, a sentence
+    each."""
 
     version: str
     seconds: float
@@ -129,24 +102,16 @@ class ServiceState(OfProcess, frozen=True):
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """The pools that were cleared, or would be.
-
-    Attributes:
-        pools: of each one its fingerprint, and how many blocks host memory had.
-        reason: why some may stay, for people; empty if there is no reason.
-    """
+    """The pools that were cleared, or would be, by fingerprint, with the blocks that host memory
+    had; and why some may stay, for people."""
 
     pools: dict[str, int]
     reason: str = ""
 
 
 def own_figures(engines: tuple[EngineState, ...], prompt: int, found: int) -> Samples:
-    """The values of `SERVICE_METRICS` of a pool.
-
-    Args:
-        engines: its engines.
-        prompt, found: the totals of `PROMPT_BLOCKS` and `FOUND_BLOCKS`.
-    """
+    """The values of `SERVICE_METRICS` of a pool; `prompt` and `found` are the totals of
+    `PROMPT_BLOCKS` and `FOUND_BLOCKS`."""
     return {
         ENGINES.name: sum(each.attached for each in engines),
         GRANTED_BLOCKS.name: sum(each.granted_blocks for each in engines),
