@@ -54,10 +54,10 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 _CHANGES = 2048
-"""The most changes of a tier that one call returns: more than a step makes, some ms. Not tuned."""
+"""The most changes of a tier that one call returns: more than a step makes, some ms."""
 
 _REMOVED_BLOCKS = 256
-"""Blocks that a poll removes because of their age: about a millisecond. Not tuned."""
+"""Blocks that a poll removes because of their age: about a millisecond."""
 
 _SWEPT_SLOTS = 512
 """Slots that a poll looks at for blocks of before a reset, in 0.15 ms. Stores find some without."""

@@ -97,7 +97,7 @@ class Reset(enum.Enum):
 
 
 MOST_PRIORITY = 100
-"""The highest priority of a request; the lowest is as far below 0. Not tuned."""
+"""The highest priority of a request; the lowest is as far below 0."""
 
 FetchId = NewType("FetchId", int)
 """Number of a fetch; each fetch of a cache has a greater one than those before."""

@@ -34,8 +34,7 @@ from flexkv.types.tenants import NO_TENANT
 logger = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 1.0
-"""Seconds between two greetings while the service is gone, up to half of it more or less. Not
-tuned."""
+"""Seconds between two greetings while the service is gone, up to half of it more or less."""
 
 
 class Membership:
@@ -92,9 +91,9 @@ class Membership:
 
 _FIRST_SECONDS, _MOST_SECONDS = 1.0, 5.0
 """Pauses before the first try and between later ones, each up to half of it more or less; each is
-twice as long as the one before. A service waits longer for engines that live. Not tuned."""
+twice as long as the one before. A service waits longer for engines that live."""
 _LASTS_SECONDS = 60.0
-"""An attachment that has lasted so long ended by chance: the pauses begin anew. Not tuned."""
+"""An attachment that has lasted so long ended by chance: the pauses begin anew."""
 
 
 class Attachment(NamedTuple):
@@ -195,9 +194,9 @@ which takes about 5 s per 100 GiB."""
 
 _START_SECONDS = 30.0
 """Seconds for which rank 0 waits for a service to listen. The other ranks wait for rank 0 then; see
-`flexkv.session.meet.MEET_SECONDS`. Not tuned."""
+`flexkv.session.meet.MEET_SECONDS`."""
 _RETRY_SECONDS = 0.1
-"""Pause between two looks. Not tuned."""
+"""Pause between two looks."""
 
 
 class Attached:

@@ -43,18 +43,18 @@ more. Not tuned."""
 
 _MANY = 64
 """With so many messages waiting, changes join others: after a start of the service, those of a disk
-come a few blocks at a time. Not tuned."""
+come a few blocks at a time."""
 
 _MOST_WAITING = 2048
 """Messages that wait for an engine that does not read, nearly all of them changes of blocks. With
-more, the service leaves it. Not tuned."""
+more, the service leaves it."""
 
 _FIGURE_SECONDS = 0.25
 """Seconds between two messages of figures. Not tuned."""
 
 _LAST_WRITES_SECONDS = 10.0
 """The kernel ends a process's lock on the memory shortly before the last copies of its GPU end.
-Slots of a process of which the service has no more than this lock wait so long. Not tuned."""
+Slots of a process of which the service has no more than this lock wait so long."""
 
 
 @dataclass(slots=True, eq=False)

@@ -18,12 +18,11 @@ from flexkv.transfer.sources import LACKS_SECONDS
 from flexkv.types.presence import Presence
 
 _MOST_RANGES = 512
-"""Ranges of awaited blocks that the state of a fetch names to an engine, which counts them. Not
-tuned."""
+"""Ranges of awaited blocks that the state of a fetch names to an engine, which counts them."""
 
 _UNREAD_SECONDS = 60.0
 """Fetches of an engine that has read nothing for so long end: it hangs, and what they have brought
-stays in memory meanwhile. Not tuned."""
+stays in memory meanwhile."""
 
 AboutFetch: TypeAlias = wire.Fetch | wire.ExtendFetch | wire.EndFetch
 
@@ -167,7 +166,7 @@ def _shortened(state: FetchState | None) -> FetchState | None:
 
 _MOST = 1 << 16
 """The most blocks that wait for an answer: of the longest prompts several. Further questions get no
-answer, and their blocks are misses. Not tuned."""
+answer, and their blocks are misses."""
 
 _PAUSE_SECONDS = 0.002
 """Seconds between two looks for answers, which arrive after milliseconds. Not tuned."""

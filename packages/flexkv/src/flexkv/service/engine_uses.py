@@ -14,10 +14,10 @@ from flexkv.service.pool_keys import Announcements
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
 _MOST_PROMPT = 1 << 20
-"""Blocks of a prompt: more than any model's context in blocks of one token. Not tuned."""
+"""Blocks of a prompt: more than any model's context in blocks of one token."""
 
 _MOST_NAMES = 1 << 18
-"""Requests, and pins, that an engine has not ended: more than any engine has at once. Not tuned."""
+"""Requests, and pins, that an engine has not ended: more than any engine has at once."""
 
 AboutUse: TypeAlias = (
     wire.RecordUse

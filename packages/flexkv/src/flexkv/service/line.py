@@ -13,10 +13,10 @@ from flexkv.service.page import PUBLISHED, READ, SENT
 
 MOST_WAITING = 1000
 """Messages that wait to be sent, each of up to 50 KB. Beyond it only those are kept that slots
-depend on, and of these there are no more than granted slots and fetches. Not tuned."""
+depend on, and of these there are no more than granted slots and fetches."""
 
 _SILENT_SECONDS = 1.0
-"""A service that owes an answer for so long counts as one that hangs. Not tuned."""
+"""A service that owes an answer for so long counts as one that hangs."""
 
 _STATE = (wire.Claim, wire.Publish, wire.Retract, wire.Return, wire.EndFetch, wire.Watch)
 

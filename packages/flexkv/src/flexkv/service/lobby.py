@@ -23,16 +23,16 @@ _MEMORY_FDS = 3
 """Descriptors of memory that `messages.Resume` brings."""
 
 _GREETING_SECONDS = 5.0
-"""Seconds within which a peer must greet. Peers greet at once. Not tuned."""
+"""Seconds within which a peer must greet. Peers greet at once."""
 _MOST_GUESTS = 256
-"""Peers that have not greeted yet, and as many that have and wait. Not tuned."""
+"""Peers that have not greeted yet, and as many that have and wait."""
 
 _LOGGED_SECONDS = 60.0
-"""Seconds between two lines about refusals for one reason. Not tuned."""
+"""Seconds between two lines about refusals for one reason."""
 
 _FINGERPRINT = re.compile(r"[A-Za-z0-9]{1,64}")
 _MOST_BYTES = 1 << 40
-"""Bytes of a part of a block, and more than any count of blocks or replicas. Not tuned."""
+"""Bytes of a part of a block, and more than any count of blocks or replicas."""
 
 Greeting: TypeAlias = wire.Open | wire.Join | wire.Schedule | wire.Resume
 

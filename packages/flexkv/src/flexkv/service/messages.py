@@ -46,7 +46,7 @@ MOST_KEYS = 512
 """Keys in one message."""
 
 MOST_FETCHES = 4096
-"""Fetches that an engine has not ended, half of them for queued requests. Not tuned."""
+"""Fetches that an engine has not ended, half of them for queued requests."""
 
 DESCRIBED_BYTES = 1 << 15
 """Keys and descriptions in one message; together with another of this size they fit into a

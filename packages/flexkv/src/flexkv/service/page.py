@@ -19,7 +19,7 @@ from flexkv.index.block_index import IndexReader
 from flexkv.service import messages as wire
 
 MOST_ENGINES = 63
-"""Engines of a pool at once; each has a completion board in the arena and a page. Not tuned."""
+"""Engines of a pool at once; each has a completion board in the arena and a page."""
 
 SENT, READ, PUBLISHED = 0, 1, 2
 """Words of the bell, modulo 2^32: numbers of packets that the service has sent, and that the engine
@@ -31,9 +31,9 @@ MOST_HELD, LOADS = 3, 4
 service; and the beginnings and ends of loads, modulo 2^32, from the engine."""
 
 FETCH_ROWS = 64
-"""Fetches at once that have a row; see `flexkv.service.page`. Not tuned."""
+"""Fetches at once that have a row; see `flexkv.service.page`."""
 FETCH_ROW_BYTES = 512
-"""Room for the state of a fetch from three tiers. Not tuned."""
+"""Room for the state of a fetch from three tiers."""
 
 _HOLD_BYTES = 2
 _FETCH_BYTES = FETCH_ROWS * FETCH_ROW_BYTES
@@ -201,8 +201,8 @@ _SHARE = 4
 tuned."""
 
 STALLED_SECONDS = 10.0
-"""Loads of an engine that begins and ends none for so long are stalled: a load takes milliseconds.
-Not tuned."""
+"""Loads of an engine that begins and ends none for so long are stalled: a load takes
+milliseconds."""
 
 
 class EngineHolds:

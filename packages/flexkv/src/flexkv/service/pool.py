@@ -46,7 +46,7 @@ _SHORT = 8
 tuned."""
 
 _LISTED = 2048
-"""Blocks of one part of `SharedCache.listed`: below a millisecond. Not tuned."""
+"""Blocks of one part of `SharedCache.listed`: below a millisecond."""
 
 _DESCRIBED, _LEAST_BYTES = 128, 1 << 20
 """Descriptions of blocks take at most this part of a pool's bytes, and so many at least. Not tuned:

@@ -75,7 +75,7 @@ longer for them than others should wait. Not tuned."""
 
 
 _LEAST = 1024
-"""The set has room for as many keys at least, and for those of a whole pool. Not tuned."""
+"""The set has room for as many keys at least, and for those of a whole pool."""
 
 
 class AnnouncedKeys(PoolKeys):

@@ -35,22 +35,22 @@ from flexkv.types.errors import ArenaError, FlexKVError
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-"""Seconds for which lower tiers may write waiting blocks once the engine has ended. Not tuned."""
+"""Seconds for which lower tiers may write waiting blocks once the engine has ended."""
 
 _START_SECONDS = 60.0
-"""Seconds within which the process must listen: it imports Python modules, and takes no memory yet.
-Not tuned."""
+"""Seconds within which the process must listen: it imports Python modules, and takes no memory
+yet."""
 _END_SECONDS = FLUSH_SECONDS + 5.0
-"""Seconds after which a process that was asked to end is killed. Not tuned."""
+"""Seconds after which a process that was asked to end is killed."""
 
 _AGAIN_SECONDS, _LONGEST_PAUSE = 0.5, 60.0
 """Pauses in seconds before a service that has ended starts again: twice as long each time, unless
-it has lived for longer than the longest. Not tuned."""
+it has lived for longer than the longest."""
 
 _STARTS = "starts"
 """The file in the directory that is locked while a service starts."""
 _RETRY_SECONDS = 0.05
-"""Pause between two attempts to lock. Not tuned."""
+"""Pause between two attempts to lock."""
 _READY = "ready"
 
 

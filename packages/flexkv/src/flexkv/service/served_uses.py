@@ -12,7 +12,7 @@ from flexkv.service import messages as wire
 from flexkv.service.line import Line
 
 _MOST_LATE = 64
-"""Demotions that wait for stores; beyond it the oldest is forgotten. Not tuned."""
+"""Demotions that wait for stores; beyond it the oldest is forgotten."""
 
 
 class ServedUses:

@@ -37,14 +37,12 @@ _IDLE_SECONDS = 0.05
 
 _AWAITED_SECONDS = 10.0
 """Seconds after the start in which engines of the service before this one hand their memory back.
-An engine that starts meanwhile waits: with memory of its own, it would not share with them. Not
-tuned."""
+An engine that starts meanwhile waits: with memory of its own, it would not share with them."""
 _GONE_SECONDS = 1.0
-"""Seconds between two looks whether engines have ended that a service before this one has left. Not
-tuned."""
+"""Seconds between two looks whether engines have ended that a service before this one has left."""
 
 _LOGGED_SECONDS = 60.0
-"""Seconds between two lines about errors of one kind. Not tuned."""
+"""Seconds between two lines about errors of one kind."""
 
 
 class NodeServer:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
 """Seconds for which a record is used after it was read. A process that cannot read the record finds
-no block after this time. Not tuned."""
+no block after this time."""
 
 _FIRST = "0" * 31 + "1"
 _RECORD = re.compile(rb"flexkv-epoch 1 ([0-9a-f]{32}) ([0-9a-f]{32})")
