@@ -40,12 +40,7 @@ _RECORD = re.compile(rb"flexkv-epoch 1 ([0-9a-f]{32}) ([0-9a-f]{32})")
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The content of a record.
-
-    Attributes:
-        name: the epoch, 32 hexadecimal digits.
-        generation: the generation, 32 hexadecimal digits.
-    """
+    """The content of a record: the epoch and the generation, of 32 hexadecimal digits each."""
 
     name: str
     generation: str
@@ -70,11 +65,7 @@ class Epoch:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Epoch:
-        """Read a record.
-
-        Raises:
-            OSError: `data` is not a record. Then the store cannot be used.
-        """
+        """Read a record. Raises OSError if `data` is none; then the store cannot be used."""
         match = _RECORD.fullmatch(data)
         if match is None:
             raise OSError("the record of the epoch is not one of FlexKV's")
@@ -99,11 +90,7 @@ class EpochRecord(Protocol):
 
 
 class Epochs:
-    """The epoch of one process. Thread-safe.
-
-    Args:
-        record: the record of the fingerprint.
-    """
+    """The epoch of one process. Thread-safe."""
 
     def __init__(self, record: EpochRecord) -> None:
         self._record = record
@@ -115,11 +102,7 @@ class Epochs:
 
     def open(self) -> str:
         """Read the store's epoch, and begin one if there is none. Called until it succeeds, and
-        before any other method but `renew`.
-
-        Raises:
-            OSError: the store cannot be reached.
-        """
+        before any other method but `renew`. Raises OSError if the store cannot be reached."""
         data = self._record.read()
         if data is None:
             data = self._create(Epoch.first())
@@ -127,11 +110,8 @@ class Epochs:
         return self._last.name
 
     def folder(self, epoch: str) -> str:
-        """The folder that holds the blocks of an epoch now, a part of their names.
-
-        Raises:
-            OSError: the store cannot be reached. No block of it may be used then.
-        """
+        """The folder that holds the blocks of an epoch now, a part of their names. Raises OSError
+        if the store cannot be reached; no block of it may be used then."""
         came = time.monotonic()
         with self._lock:
             if time.monotonic() - self._read_at >= FRESH_SECONDS:
@@ -145,11 +125,7 @@ class Epochs:
         self._last = begun  # restored if the record is lost before it is read again
 
     def _refresh(self, came: float) -> None:
-        """Read the record.
-
-        Args:
-            came: time.monotonic() when the caller came, in seconds.
-        """
+        """Read the record for a caller that came at time.monotonic() `came`, in seconds."""
         if self._failure is not None and self._failed_at >= came:
             # This caller waited for the read that failed; it does not wait for one of its own.
             raise OSError(self._failure)
@@ -179,14 +155,8 @@ class Epochs:
 
 def clear(record: EpochRecord) -> bool:
     """Begin a new generation. After the return, no process finds a block written before the call.
-    Waits until no process uses the old record.
-
-    Returns:
-        Whether there was a record.
-
-    Raises:
-        OSError: the store cannot be reached.
-    """
+    Waits until no process uses the old record. Returns whether there was a record. Raises OSError
+    if the store cannot be reached."""
     data = record.read()
     if data is None:
         return False
