@@ -126,6 +126,7 @@ class KVCache:
         self._below = TierStack(self._index, arena.slot_view, tiers, self._meter)
         self._has_tiers, self._uses = bool(tiers), self._below.uses.waiting
         self.demote, self.sync = self._below.demote, self._below.sync
+        self.describe, self.fetch_state = self._below.describe, self._below.fetcher.state
         self.info = CacheInfo(
             num_slots=arena.spec.num_slots,
             slot_bytes=arena.spec.format.slot_bytes,
@@ -299,9 +300,6 @@ class KVCache:
             return False
         return self._below.fetcher.extend(fetch, keys, raise_priority=raise_priority)
 
-    def fetch_state(self, fetch: FetchId) -> FetchState:
-        return self._below.fetcher.state(fetch)
-
     @_sound
     def end_fetch(self, fetch: FetchId) -> FetchState:
         return self._below.fetcher.end(fetch)
@@ -425,9 +423,6 @@ class KVCache:
         self._index.sweep(_CHANGES)
         host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
         return host + self._below.drain_changes(_CHANGES)
-
-    def describe(self, described: Mapping[bytes, bytes]) -> None:
-        self._below.describe(described)
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
         match kind:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,7 +22,6 @@ from flexkv.client import (
     Ended,
     FetchId,
     FetchState,
-    Hold,
     Reset,
     Transfer,
     TransferEnd,
@@ -92,7 +91,9 @@ class ServedCache:
             rows=FetchRows(attached.page.fetches),
             asks_stores=answer.asks_stores,
         )
-        self._uses = ServedUses(self._line)
+        self._uses = uses = ServedUses(self._line)
+        self.touch, self.ended = uses.touch, uses.ended
+        self.hold, self.unhold = uses.hold, uses.unhold
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
         self._meter = Meter()
@@ -301,24 +302,6 @@ class ServedCache:
             context = replace(context, stores=False)
         if self._uses.record(keys, context, prompt):
             self._line.send()
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._uses.touch(keys)
-
-    def ended(self, request_id: str, output_tokens: int) -> None:
-        self._uses.ended(request_id, output_tokens)
-
-    def hold(
-        self,
-        kind: Hold,
-        keys: Sequence[bytes],
-        owner: Hashable = None,
-        seconds: float | None = None,
-    ) -> None:
-        self._uses.hold(kind, keys, owner, seconds)
-
-    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
-        return self._uses.unhold(kind, owner, keys)
 
     def demote(self, keys: Sequence[bytes]) -> None:
         if not self._off:

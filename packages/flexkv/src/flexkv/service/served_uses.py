@@ -48,14 +48,18 @@ class ServedUses:
         self._line.put(wire.RequestEnded(request_id, output_tokens))
 
     def hold(
-        self, kind: Hold, keys: Sequence[bytes], owner: Hashable, seconds: float | None
+        self,
+        kind: Hold,
+        keys: Sequence[bytes],
+        owner: Hashable = None,
+        seconds: float | None = None,
     ) -> None:
         if kind is Hold.PIN:
             self._pins.add(repr(owner))
         for part in wire.parts(keys):
             self._line.put(wire.HoldBlocks(kind, part, repr(owner), seconds))
 
-    def unhold(self, kind: Hold, owner: Hashable, keys: Sequence[bytes]) -> bool:
+    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
         name = repr(owner)
         if kind is Hold.RETAIN:
             for part in wire.parts(keys):
