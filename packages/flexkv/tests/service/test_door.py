@@ -30,7 +30,6 @@ from flexkv.operators.verbs import PromptQuestion
 from flexkv.service import messages as wire
 from flexkv.service import operators
 from flexkv.service.ask import (
-    ServiceError,
     clear_pools,
     find_prompt,
     is_service,
@@ -179,7 +178,7 @@ def test_a_loop_that_does_not_answer_is_no_health(
     service.stop()
     status, text = ask(port, "GET", "/health")
     assert (status, text) == (503, "the loop of the service has not answered for 0.05 s\n")
-    with pytest.raises(ServiceError, match=r"the loop of the service has not answered for 0.05 s"):
+    with pytest.raises(AskError, match=r"the loop of the service has not answered for 0.05 s"):
         clear_pools(service.root, None)
 
 
@@ -200,7 +199,7 @@ def test_health_tells_a_pool_that_is_suspended_until_it_is_cleared(
 
     with monkeypatch.context() as patch:
         patch.setattr(TierStack, "empty", fails)
-        with pytest.raises(ServiceError, match="no room"):
+        with pytest.raises(AskError, match="no room"):
             clear_pools(service.root, None)
     status, text = ask(port, "GET", "/health")
     assert status == 200
@@ -223,7 +222,7 @@ def test_an_error_of_a_disk_at_a_clear_reaches_the_operator(
         raise OSError(number, "for the test", "/the/disk")
 
     monkeypatch.setattr(TierStack, "empty", fails)
-    with pytest.raises(ServiceError, match=r"for the test"):
+    with pytest.raises(AskError, match=r"for the test"):
         clear_pools(service.root, None)
 
 
@@ -269,7 +268,7 @@ def test_a_failure_is_told_and_others_are_served(
 
     with monkeypatch.context() as patch:
         patch.setattr(service.pool.cache, "figures", fail)
-        with pytest.raises(ServiceError, match=r"ZeroDivisionError\('for the test'\)"):
+        with pytest.raises(AskError, match=r"ZeroDivisionError\('for the test'\)"):
             state_of(service.root)
     assert state_of(service.root).pools
     assert one.store(keys_of("a", 3)) == keys_of("a", 3)
@@ -286,7 +285,7 @@ def test_a_cleared_pool_has_no_block_and_takes_new_ones(service: Service, attach
     assert clear_pools(service.root, None).pools == {"same": 4, "other": 4}
     assert (one.cache.lookup(keys), other.cache.lookup(keys)) == (0, 0)
     until(lambda: index_of(service.server.pools[0].cache).stale_blocks == 0)
-    with pytest.raises(ServiceError, match=r"no pool has the fingerprint 'none'; allowed: same"):
+    with pytest.raises(AskError, match=r"no pool has the fingerprint 'none'; allowed: same"):
         clear_pools(service.root, "none")
 
 
@@ -358,7 +357,7 @@ def test_the_door_is_of_this_user_and_ends_with_the_service(service: Service) ->
     assert [each.stat().st_mode & 0o777 for each in sockets] == [0o600, 0o600]
     service.close()
     assert not is_service(service.root)
-    with pytest.raises(ServiceError, match=r"no service of FlexKV runs in '.*'"):
+    with pytest.raises(AskError, match=r"no service of FlexKV runs in '.*'"):
         state_of(service.root)
 
 
@@ -382,9 +381,9 @@ def test_a_service_finds_a_prompt_by_its_hashes(
     assert found("other") == {"other": (1, [1, 1])}
     (answer,) = find_prompt(service.root, question, "same")
     assert (answer.blocks, answer.block_tokens, answer.engine) == (5, None, "")
-    with pytest.raises(ServiceError, match=r"no pool has the fingerprint 'none'; allowed: same"):
+    with pytest.raises(AskError, match=r"no pool has the fingerprint 'none'; allowed: same"):
         found("none")
-    with pytest.raises(ServiceError, match=r"a service knows no tokens"):
+    with pytest.raises(AskError, match=r"a service knows no tokens"):
         find_prompt(service.root, PromptQuestion(tokens=(1,)), None)
 
 
@@ -392,7 +391,7 @@ def test_a_body_that_is_too_long_is_not_read(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doors, "_MOST_BYTES", 20)
-    with pytest.raises(ServiceError, match=r"has \d+ bytes; allowed: at most 20"):
+    with pytest.raises(AskError, match=r"has \d+ bytes; allowed: at most 20"):
         find_prompt(service.root, PromptQuestion(hashes=("00ff00ff",) * 10), None)
 
 

@@ -18,10 +18,11 @@ import pytest
 import flexkv.service
 from flexkv.client import Hold, Reset, Transfer, TransferEnd
 from flexkv.eviction import RequestContext
+from flexkv.operators.ask_door import AskError
 from flexkv.service import attach as attaching
 from flexkv.service import attached, pool, pool_keys, server
 from flexkv.service import messages as wire
-from flexkv.service.ask import ServiceError, clear_pools, state_of
+from flexkv.service.ask import clear_pools, state_of
 from flexkv.service.pool import SharedPool
 from flexkv.service.server import NodeServer
 from flexkv.types.changes import Medium
@@ -295,7 +296,7 @@ class World:
             state_of(self.service.root)
             if self.rng.random() < 0.2:
                 clear_pools(self.service.root, None)
-        except ServiceError:
+        except AskError:
             assert self.errors.hit
 
     def kill_one(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from flexkv.cli.common import Command, add_json, has_service, print_json, read_settings
 from flexkv.figures.health_samples import health_text, problems_of, state_of
-from flexkv.service.ask import ServiceError
+from flexkv.operators.ask_door import AskError
 from flexkv.service.ask import state_of as service_state
 from flexkv.session.state_reports import Subject, process_of, read_states
 from flexkv.types.deadline import HungError, call_beside
@@ -89,7 +89,7 @@ def _of_service(root: str) -> list[CacheHealth]:
     name = printable(root)
     try:
         state = service_state(root)
-    except ServiceError as error:
+    except AskError as error:
         return [CacheHealth(name, HealthState.OFF, f"off: {printable(str(error))}")]
     found = [
         CacheHealth(name, HealthState.DEGRADED, f"degraded: {printable(each)}")

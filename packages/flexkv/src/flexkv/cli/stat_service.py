@@ -17,7 +17,8 @@ from flexkv.figures.definitions import (
     TIERS,
     sample,
 )
-from flexkv.service.ask import ServiceError, state_of
+from flexkv.operators.ask_door import AskError
+from flexkv.service.ask import state_of
 from flexkv.service.state import (
     FOUND_BLOCKS,
     GRANTED_BLOCKS,
@@ -37,7 +38,7 @@ def ask_services(roots: Sequence[str]) -> tuple[dict[str, ServiceState], bool]:
     for root in roots:
         try:
             answers[root] = state_of(root)
-        except ServiceError as error:
+        except AskError as error:
             print(error, file=sys.stderr)
     return answers, len(answers) < len(roots)
 

@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 from flexkv.cli.common import cache_folders
 from flexkv.cli.top_metrics import Reading, read_metrics
-from flexkv.service.ask import ServiceError, is_service, metrics_of
+from flexkv.operators.ask_door import AskError
+from flexkv.service.ask import is_service, metrics_of
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import call_within
@@ -232,7 +233,7 @@ def ask_service(root: str) -> Reading:
     at = time.monotonic()
     try:
         return _reading_of(metrics_of(root), at)
-    except ServiceError as error:
+    except AskError as error:
         raise SourceError(str(error)) from None
 
 
