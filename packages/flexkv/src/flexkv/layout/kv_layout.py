@@ -11,9 +11,8 @@ from typing import NamedTuple
 from flexkv.layout.planes import (
     Plane,
     TensorView,
-    head_geometry,
+    geometry,
     head_planes,
-    opaque_geometry,
     opaque_planes,
 )
 from flexkv.types.errors import LayoutError
@@ -142,12 +141,10 @@ class KVLayout:
         pages = _longest(names)
         check_disjoint(pages, num_blocks)
         heads = _by_head(own, num_blocks) if len(pages) == len(names) else None
-        if heads is not None:
-            geometry = tuple(head_geometry(view, num_blocks) for view in own)
-            return cls(heads, num_blocks, True, geometry, starts, tuple(owners))
-        geometry = tuple(opaque_geometry(view, num_blocks) for view in own)
-        merged = (_merge_adjacent(pages),)
-        return cls(merged, num_blocks, False, geometry, starts, tuple(owners))
+        by_head = heads is not None
+        meaning = tuple(geometry(view, num_blocks, by_head=by_head) for view in own)
+        divided = heads or (_merge_adjacent(pages),)
+        return cls(divided, num_blocks, by_head, meaning, starts, tuple(owners))
 
 
 def _longest(names: dict[Plane, str]) -> dict[Plane, str]:

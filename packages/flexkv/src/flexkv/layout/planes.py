@@ -136,13 +136,6 @@ def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:
     ]
 
 
-def opaque_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
-    """The meaning of the bytes of `opaque_planes`: extents in the order of the dimensions, and the
-    places of the dimensions in the order of memory."""
-    block_dim, ratio = _find_block_dim(view, num_blocks)
-    return _geometry(view, _dims_within(view, block_dim, ratio))
-
-
 def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
     """The pieces of each block by KV head, each head's in the order of the tensor's dimensions.
 
@@ -172,15 +165,12 @@ def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
     ]
 
 
-def head_geometry(view: TensorView, num_blocks: int) -> tuple[int, ...]:
-    """The meaning of the bytes of one head of `head_planes`, as `opaque_geometry`. The place of the
-    heads among the other dimensions makes no difference."""
+def geometry(view: TensorView, num_blocks: int, *, by_head: bool) -> tuple[int, ...]:
+    """The meaning of the bytes of `opaque_planes`, or of one head of `head_planes`: extents in the
+    order of the dimensions, and the places of these in the order of memory. The place of the heads
+    among the other dimensions makes no difference."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
-    return _geometry(view, _dims_within(view, block_dim, ratio, view.head_dim))
-
-
-def _geometry(view: TensorView, dims: Sequence[Dim]) -> tuple[int, ...]:
-    """Extents in the order of the dimensions, and the places of these in the order of memory."""
+    dims = _dims_within(view, block_dim, ratio, view.head_dim if by_head else None)
     order = sorted(range(len(dims)), key=lambda i: dims[i].stride)
     return (view.itemsize, *(dim.size for dim in dims), *order)
 
