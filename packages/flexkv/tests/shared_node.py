@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flexkv import KVCache
@@ -27,7 +27,7 @@ from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_shared_tiers
 from flexkv.settings import CacheConfig
 from flexkv.tiers import remote
-from flexkv.tiers.epochs import Epochs
+from flexkv.tiers.epochs import FRESH_SECONDS, Epochs
 from flexkv.tiers.remote import RemoteTier
 from flexkv.tiers.shared_store import SharedStore
 from flexkv.types.mover import Status
@@ -206,6 +206,37 @@ class Remote:
                 return json.loads(line)
         self.process.communicate()
         raise AssertionError(self._logged())
+
+
+def check_sharing(start: Callable[[], Remote], other: Remote, damage: Callable[[], None]) -> None:
+    """Nodes share what one has stored as `abcd`, which is in the store; `other` is one of them.
+
+    Args:
+        start: makes a further node.
+        other: a node.
+        damage: changes a byte of block `b` in the store.
+    """
+    assert other.do("fetch", "abcdef") == "abcd"
+    assert other.do("store", "abcde") == "1"  # what the cluster holds is not written again
+
+    # Wrong bytes are a miss, and are written again by who computes them.
+    damage()
+    third = start()
+    assert third.do("fetch", "abc") == "a"
+    assert third.do("store", "abc") == "1"
+    assert start().do("fetch", "abcdef") == "abcde"
+
+    # After a reset of one, nobody finds anything of before; the others go on together without it.
+    fourth = start()
+    third.do("reset")
+    assert third.do("fetch", "abc") == ""
+    time.sleep(2 * FRESH_SECONDS)
+    third.do("store", "mn")
+    other.do("store", "pqr")
+    assert (fourth.do("fetch", "abc"), fourth.do("fetch", "mn")) == ("", "")
+    assert (fourth.do("fetch", "pqr"), third.do("fetch", "pqr")) == ("pqr", "")
+    third.end()
+    assert [start().do("fetch", text) for text in ("abc", "mn", "pqr")] == [""] * 3
 
 
 def texts() -> Iterator[str]:
