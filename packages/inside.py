@@ -12,7 +12,6 @@ import pytest
 
 from flexkv.cache import KVCache
 from flexkv.client import FetchId, Reset
-from flexkv.engine.epoch_cache import EpochCache
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import TierReading
 from flexkv.host.arena import Arena
@@ -341,11 +340,6 @@ def waiting_packets(line: Line) -> deque[bytes]:
 def bell_of(line: Line) -> memoryview:
     """How many packets the service has sent, and how many the engine has read."""
     return line._bell
-
-
-def shared_of(cache: EpochCache) -> Any:
-    """The cache that engines share, below the keys of one of them."""
-    return cache._cache
 
 
 def assert_served_rest(cache: ServedCache) -> None:
