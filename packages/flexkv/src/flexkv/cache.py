@@ -195,7 +195,7 @@ class KVCache:
             is_silent=False,
             awaits_slots=False,
             has_changes=bool(index.changes or (index.stale_blocks and index.changes is not None))
-            or (self._has_tiers and self._below.has_changes),
+            or (self._has_tiers and any(tier.has_changes for tier in self._below.indexed)),
             awaits_changes=False,
             under_way=self._device.under_way.copy(),
             publishing=(),
@@ -252,16 +252,18 @@ class KVCache:
         if self._tenant:
             context = replace(context, tenant=self._tenant)
         self._index.began(whole, context, now)
-        self._below.began(whole, context, now)
-        self._below.used(keys, hit=context)
+        for tier in self._below.indexed:
+            tier.began(whole, context, now)
+        self._below.uses.note(keys, hit=context)
 
     def ended(self, request_id: str, output_tokens: int) -> None:
         now = time.monotonic()
         self._index.ended(request_id, output_tokens, now)
-        self._below.ended(request_id, output_tokens, now)
+        for tier in self._below.indexed:
+            tier.ended(request_id, output_tokens, now)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._below.used(keys, hit=None)
+        self._below.uses.note(keys, hit=None)
 
     @_sound
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
@@ -414,7 +416,8 @@ class KVCache:
     def watch(self, *, lower: bool = False) -> None:
         if not lower:
             self._index.watch()
-        self._below.watch()
+        for tier in self._below.indexed:
+            tier.watch()
 
     def drain_changes(self) -> list[Changes]:
         changes = self._index.changes
@@ -498,7 +501,8 @@ class KVCache:
             before = len(self._index)
             self._ages.remove_old(_REMOVED_BLOCKS, self._drop)
             self._counters.expired_blocks += before - len(self._index)
-            self._below.remove_old()
+            for tier in self._below.indexed:
+                tier.remove_old()
 
     def _recover(self) -> None:
         if self._below.drain():

@@ -150,8 +150,8 @@ class _Cache:
         found = prefix.prompt[: prefix.own + hits]
         known = replace(context, hit_tokens=len(found) * self._block_tokens)
         index.began(prefix.prompt, known, request.seconds)
-        if self._below is not None:
-            self._below.began(prefix.prompt, known, request.seconds)
+        if self._disk is not None:
+            self._disk.began(prefix.prompt, known, request.seconds)
         self._use(found, known)
         chain = prefix.chain
         if self._below is None:
@@ -163,8 +163,8 @@ class _Cache:
             self._below.stored(blocks.keys, True)
         self._use(prefix.chain, None)
         index.ended(context.request_id, request.output_tokens, request.seconds)
-        if self._below is not None:
-            self._below.ended(context.request_id, request.output_tokens, request.seconds)
+        if self._disk is not None:
+            self._disk.ended(context.request_id, request.output_tokens, request.seconds)
         return hits, hits - in_memory
 
     def _fetch(self, keys: Sequence[bytes]) -> int:
@@ -181,7 +181,7 @@ class _Cache:
 
     def _use(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
         if self._below is not None:
-            self._below.used(keys, hit)
+            self._below.uses.note(keys, hit)
             while self._below.busy:
                 self._below.poll()
         elif hit is not None:

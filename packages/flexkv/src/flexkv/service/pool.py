@@ -142,7 +142,8 @@ class SharedCache(KVCache):
         blocks = self._index.blocks
         for start in range(0, len(blocks), _LISTED):
             yield blocks[start : start + _LISTED].keys
-        yield from self._below.listed()
+        for tier in self._below.indexed:
+            yield from tier.listed()
 
     def look_at_holds(self) -> int:
         return self._index.look_at_holds()

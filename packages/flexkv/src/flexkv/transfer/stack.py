@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 from flexkv.eviction import RequestContext
 from flexkv.figures.counters import TierCounters
@@ -119,7 +118,11 @@ class PrefixAccesses:
 
 class TierStack:
     """The tiers below one arena, the fastest first; owned. Single-threaded; nothing waits but
-    `close`. Blocks are leased, reserved and published in the index of the arena."""
+    `close`. Blocks are leased, reserved and published in the index of the arena.
+
+    Attributes:
+        indexed: those that know their blocks; the caller reports requests to them.
+    """
 
     def __init__(
         self,
@@ -254,20 +257,6 @@ class TierStack:
             for demoter in self._on_store:
                 demoter.offer(keys)
 
-    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
-        """See `IndexedTier.began`."""
-        for tier in self.indexed:
-            tier.began(keys, context, now)
-
-    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
-        """See `IndexedTier.ended`."""
-        for tier in self.indexed:
-            tier.ended(request_id, output_tokens, now)
-
-    def used(self, keys: Sequence[bytes], hit: RequestContext | None) -> None:
-        """Note the use of a prefix; see `PrefixAccesses.note`."""
-        self.uses.note(keys, hit)
-
     def demote(self, keys: Sequence[bytes]) -> None:
         """See `CacheClient.demote`."""
         if self._sources:
@@ -310,25 +299,6 @@ class TierStack:
             tier.remove(keys)
         return sum(each.holds(keys) for each in self._demoters)
 
-    def sync(self) -> list[Future[str]]:
-        """See `IndexedTier.sync`."""
-        return [asked for tier in self.indexed for asked in tier.sync()]
-
-    def remove_old(self) -> None:
-        """See `IndexedTier.remove_old`."""
-        for tier in self.indexed:
-            tier.remove_old()
-
-    def watch(self) -> None:
-        """See `IndexedTier.watch`."""
-        for tier in self.indexed:
-            tier.watch()
-
-    @property
-    def has_changes(self) -> bool:
-        """See `IndexedTier.has_changes`."""
-        return any(tier.has_changes for tier in self.indexed)
-
     def drain_changes(self, limit: int) -> list[Changes]:
         """See `IndexedTier.drain_changes`; `limit` is for each tier."""
         drained: list[Changes] = []
@@ -338,14 +308,14 @@ class TierStack:
             drained += changes_of(tier.medium, changed, texts)
         return drained
 
-    def listed(self) -> Iterator[list[bytes]]:
-        """See `IndexedTier.listed`."""
-        return chain.from_iterable(tier.listed() for tier in self.indexed)
-
     def describe(self, described: Mapping[bytes, bytes]) -> None:
-        """See `IndexedTier.describe`."""
+        """Keep descriptions of blocks beside those that disks have; see `CacheClient.describe`."""
         for tier in self.indexed:
             tier.describe(described)
+
+    def sync(self) -> list[Future[str]]:
+        """Have the disks keep all removals so far over a power failure; see `IndexedTier.sync`."""
+        return [asked for tier in self.indexed for asked in tier.sync()]
 
     def renew(self) -> None:
         """End all fetches, and write no block that waits to be written: the arena was cleared. The
