@@ -123,18 +123,6 @@ def last_generation(drive: Any) -> int:
     return generation
 
 
-def used_slots(index: Any) -> Collection[int]:
-    """Slots of a drive that reads or writes use."""
-    slots: Collection[int] = index._uses.keys()
-    return slots
-
-
-def oldest_slot(index: Any) -> int:
-    """The slot of a drive that is written over next."""
-    slot: int = index._previous[index._ring]
-    return slot
-
-
 def why_unopened(drive: Any) -> str:
     """The error for which a drive is not open."""
     return str(drive._error)

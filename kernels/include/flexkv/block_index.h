@@ -13,7 +13,7 @@ extern "C" {
 
 struct _object;
 
-// The type, which implements flexkv.index.block_index.BlockIndex: a new reference to a PyTypeObject, or null with an
+// The type, which is flexkv_kernels.block_index.BlockIndex: a new reference to a PyTypeObject, or null with an
 // exception set. `states` is a sequence of the members of flexkv.index.block_index.BlockState, in their order. Called
 // once, with the GIL held, from Python through ctypes.PyDLL.
 FKV_API struct _object* fkv_block_index_type(struct _object* states);
@@ -21,13 +21,16 @@ FKV_API struct _object* fkv_block_index_type(struct _object* states);
 // Bytes of the shared memory of an index of so many slots.
 FKV_API uint64_t fkv_block_index_bytes(uint64_t slots);
 
-// The type that implements flexkv.index.block_index.IndexReader, in the same way.
+// The type behind flexkv_kernels.block_index.IndexReader, in the same way.
 FKV_API struct _object* fkv_index_reader_type(void);
+
+// The type flexkv_kernels.block_index.SlotIndex, in the same way.
+FKV_API struct _object* fkv_slot_index_type(void);
 
 // Bytes of the memory of a set of so many keys.
 FKV_API uint64_t fkv_key_set_bytes(uint64_t keys);
 
-// The type that implements flexkv.index.key_set.KeySet, in the same way.
+// The type flexkv_kernels.block_index.KeySet, in the same way.
 FKV_API struct _object* fkv_key_set_type(void);
 
 // The type that makes flexkv.types.packed_keys.PackedKeys, in the same way.

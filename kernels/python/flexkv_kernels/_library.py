@@ -264,6 +264,8 @@ def _declare_brief(lib: ctypes.PyDLL) -> None:
     lib.fkv_block_index_bytes.argtypes = (c_uint64,)
     lib.fkv_index_reader_type.restype = py_object
     lib.fkv_index_reader_type.argtypes = ()
+    lib.fkv_slot_index_type.restype = py_object
+    lib.fkv_slot_index_type.argtypes = ()
     lib.fkv_key_set_bytes.restype = c_uint64
     lib.fkv_key_set_bytes.argtypes = (c_uint64,)
     lib.fkv_key_set_type.restype = py_object

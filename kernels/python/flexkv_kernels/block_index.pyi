@@ -405,6 +405,169 @@ class IndexReader(Protocol):
             ValueError: a slot is none of the index.
         """
 
+class SlotIndex:
+    """The index of a directory on disk; `flexkv.index.slot_index.slot_index` makes one.
+
+    A slot is free, being written, or ready. A slot in use, which is one being read or written, is
+    not evicted. If the block of a slot in use is removed, the slot becomes free with its last use.
+
+    Without a policy, the least recently used block leaves first. With one, the policy chooses among
+    the ready blocks of all indexes that follow it which are not in use, and on which no block with
+    a slot builds. It learns uses by `began`, which names all blocks of a request: it gets no single
+    hits and touches, and 0 as the number of each use.
+
+    A reset takes the same time for any number of blocks. It makes them stale: no call finds them,
+    and their slots are reused before those of later blocks, because none was used as long ago.
+
+    A call raises TypeError for a key that is no bytes, ValueError for a key of more than
+    `MAX_KEY_BYTES`, a slot that is none of the index or not in use, and what the policy raises.
+
+    Attributes:
+        usable_slots: slots that `reserve` can return: those that are not in use.
+        stale_blocks: blocks of before a reset that still have a slot.
+        evictions: blocks evicted so far.
+        noted_slots: slots, from the first on, whose changes are noted as they occur.
+        has_room: whether a reservation evicts no block that can be found.
+        has_victim: whether the block is here that the policy would evict next.
+        is_reporting: whether `report_restored` has blocks to report.
+        has_changes: whether `note_changes` may note any.
+    """
+
+    num_slots: int
+    free_slots: int
+    usable_slots: int
+    stale_blocks: int
+    evictions: int
+    noted_slots: int
+    has_room: bool
+    has_victim: bool
+    is_reporting: bool
+    has_changes: bool
+
+    def __init__(self, num_slots: int, /) -> None: ...
+    def __len__(self) -> int:
+        """Ready blocks."""
+
+    def __contains__(self, key: bytes, /) -> bool:
+        """Whether the block is ready."""
+
+    def present(self, keys: Iterable[bytes], oldest: int = 0, /) -> list[bool]:
+        """For each key whether its block is ready, and was not stored before the time `oldest`."""
+
+    def has_all(self, keys: Iterable[bytes], /) -> list[bool]:
+        """For each key whether its block is ready or being written."""
+
+    def ready_slots(self, keys: Iterable[bytes], /) -> list[int | None]:
+        """The slot of each block; None if the block is not ready."""
+
+    def lease(self, key: bytes, /) -> int | None:
+        """Use the slot of a ready block until `release`. None if the block is not ready."""
+
+    def lease_all(self, keys: Iterable[bytes], /) -> list[int | None]:
+        """`lease` for each key."""
+
+    def release(self, slot: int, /) -> None:
+        """End one use of a slot."""
+
+    def discard(self, slot: int, /) -> None:
+        """Forget the block in a slot in use."""
+
+    def restore(
+        self, records: Iterable[tuple[int, bytes, bytes, int, int]], /
+    ) -> tuple[int, int, list[int]]:
+        """Fill an empty index, which no other thread has yet, with the records of a table: slot,
+        key, checksum, generation and time of each.
+
+        If several records have one key, the latest counts. A block of an earlier generation counts
+        as used longer ago. Returns the greatest generation and time, 0 if there is none, and the
+        slots of the records that do not count.
+        """
+
+    def follow(self, policy: EvictionPolicy | None, other: SlotIndex = ..., /) -> None:
+        """Evict by this policy from now on, as `other` does if that is given; None for LRU."""
+
+    def report_restored(self, limit: int, /) -> None:
+        """Report up to `limit` of the blocks that `restore` has found to the policy, those used
+        longest ago first. A block leaves that another index of the policy has, too."""
+
+    def reserve(
+        self, key: bytes, after: bytes | None = None, behind: int | None = None, /
+    ) -> int | None:
+        """Reserve a slot to write the block of `key` to, which is neither ready nor being written.
+        If none is free, a block is evicted.
+
+        Args:
+            key: as above.
+            after: key of the block that it builds on, before which it counts as used if that is
+                here; None if that is unknown, or there is none.
+            behind: a slot in use. The block counts as used just before the block there; if None, as
+                used now.
+
+        Returns:
+            The slot, in use until `release`; None if every other one is in use or, without a
+            policy, has a block that was used since the one that this block builds on.
+        """
+
+    def publish(self, slot: int, checksum: bytes, /) -> bool:
+        """Make the block of a written slot ready, and end this use of the slot. Returns False if
+        the block was removed meanwhile. Then the slot stays in use."""
+
+    def key_of(self, slot: int, /) -> bytes | None:
+        """The key of the block in a slot; None if it has none."""
+
+    def checksums(self, slots: Sequence[int], /) -> list[bytes]:
+        """The checksums that the bytes of ready slots must have."""
+
+    def times(self, slots: Sequence[int], /) -> list[int]:
+        """When the blocks in these slots were stored; see `flexkv.types.ages`."""
+
+    def set_times(self, slots: Sequence[int], times: Sequence[int], /) -> None: ...
+    def touch(self, keys: Sequence[bytes], /) -> list[int]:
+        """Count the blocks of a prefix as used, also while they are written. The first block counts
+        last, so that the prefix is evicted from its end.
+
+        Returns:
+            Slots of the blocks whose records must be written again, in that order. A record is
+            written again once as many writes as half of all slots have begun since: after a
+            restart, the order of the records is the order of use. The blocks before such a block
+            are among them, so that they are not evicted before it.
+        """
+
+    def end_uses(self, used: Sequence[int], /) -> list[int]:
+        """End all uses of slots but those in `used`, each of which is one, after an error that may
+        have lost some. Takes O(slots).
+
+        Returns:
+            Slots whose blocks were being written or are forgotten, and whose records are to be
+            erased. Each stays in use until `release`.
+        """
+
+    def take_old(self, oldest: int, most: int, searched: int, /) -> list[int]:
+        """Use the slots of up to `most` blocks that were stored before the time `oldest`, of the
+        next `searched` slots."""
+
+    def clear(self) -> None:
+        """Forget every block. Those that were ready count as changes once `sweep` has come to
+        them, or their slots are reused."""
+
+    def sweep(self, limit: int, /) -> None:
+        """Free the slots of up to `limit` stale blocks."""
+
+    def watch(self) -> None:
+        """Note changes from now on. All ready blocks count as changes. It takes the same time for
+        any number of blocks."""
+
+    def has_changes_before(self, stop: int, /) -> bool:
+        """Whether `note_changes` may note any with this `stop`."""
+
+    def note_changes(self, limit: int, stop: int, /) -> dict[bytes, bool] | None:
+        """Note more changes until there are `limit`. Stale blocks leave first. Ready blocks that
+        were there before `watch` come from slots before `stop`, a part at a time. Returns all
+        changes that no reader has taken from it, the oldest first; None without `watch`."""
+
+    def is_reported(self, key: bytes, /) -> bool:
+        """Whether the block is ready by the changes that were taken."""
+
 class KeySet:
     """A set of keys. One process owns it and makes every change. The calls of others take no lock,
     make no system call, and go on while the owner hangs or after it has ended; what they meet in
@@ -444,5 +607,6 @@ def index_bytes(num_slots: int) -> int: ...
 def key_set_bytes(keys: int) -> int: ...
 
 NativeBlockIndex = BlockIndex
-NativeIndexReader: Callable[[Buffer, Buffer], IndexReader]
 NativeKeySet = KeySet
+NativeSlotIndex = SlotIndex
+NativeIndexReader: Callable[[Buffer, Buffer], IndexReader]

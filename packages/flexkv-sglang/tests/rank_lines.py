@@ -14,9 +14,8 @@ from packages.line_errors import LineErrors
 
 SOURCES = [Path(package.__path__[0]) for package in (flexkv, flexkv_sglang)]
 
-SPARED = ("boundary.py", "disk/slot_index.py", "disk/slot_map.py")
-"""Files whose lines are spared: the guard's own, and those that only write elements of arrays,
-which cannot fail."""
+SPARED = ("boundary.py",)
+"""Files whose lines are spared: the guard's own."""
 
 ENTRIES = ("hooks.py", "side.py", "linker.py", "ranks.py")
 """Files with the calls of SGLang and the exchanges of ranks. Statements between their guards are

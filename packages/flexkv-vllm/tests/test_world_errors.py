@@ -28,9 +28,8 @@ pytestmark = pytest.mark.skipif(
     not (binds_pool() and fails_by_request()), reason="not all guards are reached in this vLLM"
 )
 
-SPARED = ("boundary.py", "disk/slot_index.py", "disk/slot_map.py")
-"""Files whose lines are spared: the guard's own, and those that only write elements of arrays,
-which cannot fail."""
+SPARED = ("boundary.py",)
+"""Files whose lines are spared: the guard's own."""
 
 WORLDS = math.inf if SHARE == 1 else 3
 """The most worlds of a test: an error while stores are fenced ends all copies of a world."""

@@ -199,7 +199,7 @@ def test_after_a_restart_the_disk_is_told_in_full(make_world: MakeWorld) -> None
 def test_after_a_restart_a_step_tells_few_blocks_in_full(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexkv.tiers.disk.described_slots._BLOCKS_PER_CALL", 2)
+    monkeypatch.setattr("flexkv.tiers.disk.descriptions._BLOCKS_PER_CALL", 2)
     options: dict[str, Any] = {"slots": 14, "disk_slots": 100, "events": True}
     first = make_world(**options)
     text = random_prompt(random.Random(4), 7 * BLOCK_TOKENS + 1)
@@ -275,7 +275,7 @@ def test_all_blocks_are_told_again_once_vllm_has_cleared_its_own(
 ) -> None:
     """Two blocks a step, and in full if host memory has them; then what has changed meanwhile."""
     monkeypatch.setattr("flexkv_vllm.events._BLOCKS_PER_CALL", 2)
-    monkeypatch.setattr("flexkv.tiers.disk.described_slots._BLOCKS_PER_CALL", 2)
+    monkeypatch.setattr("flexkv.tiers.disk.descriptions._BLOCKS_PER_CALL", 2)
     world = make_world(events=True, slots=24, disk_slots=100, block_tokens=block_tokens)
     subscriber = Subscriber(world)
     rng = random.Random(8)

@@ -17,9 +17,9 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+from flexkv.index.slot_index import SlotIndex, slot_index
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import OsFiles, open_folder, read_fully
-from flexkv.tiers.disk.slot_index import SlotIndex
 
 SLOTS = 1_000_000
 REPEATS = 5
@@ -73,8 +73,8 @@ def _open(path: Path) -> SlotIndex:
     records = memoryview(bytearray(header.num_slots * table.RECORD_BYTES))
     read_fully(files, fd, records, table.HEADER_BYTES)
     files.close(fd)
-    index = SlotIndex(header.num_slots)
-    index.restore(each[:4] for each in table.decode_records(records, header.seal))
+    index = slot_index(header.num_slots)
+    index.restore(table.decode_records(records, header.seal))
     if len(index) != header.num_slots:
         raise RuntimeError(f"{len(index)} of {header.num_slots} blocks were found")
     return index

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexkv.eviction import POLICIES
 from flexkv.index.block_index import BlockIndex, block_index
-from flexkv.tiers.disk.slot_index import SlotIndex
+from flexkv.index.slot_index import slot_index
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 
 SLOTS = 1_000_000
@@ -62,7 +62,7 @@ def _sweep(index: BlockIndex) -> list[float]:
 
 
 def _reset_disk(slots: int) -> float:
-    index = SlotIndex(slots)
+    index = slot_index(slots)
     for _ in range(slots):
         slot = index.reserve(os.urandom(32))
         if slot is None:

@@ -35,7 +35,7 @@ from flexkv.figures.meter import Figures, Meter
 from flexkv.figures.tenant_samples import tenant_samples
 from flexkv.host.arena import Arena
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
-from flexkv.index.host_pins import HostPins
+from flexkv.index.pins import HostPins
 from flexkv.index.slot_times import bind_ages
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority, Urgency

@@ -15,7 +15,7 @@ from disk_blocks import FINGERPRINT, SLOT, Client, names, opened
 
 from flexkv.tiers.disk import OsFiles, table
 from flexkv.tiers.job import Outcome
-from packages.inside_tiers import oldest_slot, store_of
+from packages.inside_tiers import store_of
 
 SLOTS = 40
 RUN = 20
@@ -156,7 +156,7 @@ def test_one_bad_place_in_a_run_that_is_written_fails_one_block_and_no_other(
         if full:
             assert client.write(old) == [DONE] * SLOTS
         # The first batch takes the first slots; the next one those of its end, the last one first.
-        slot = place if not full else _oldest(client) - place
+        slot = place if not full else client.slots_of(old)[old[-1]] - place
         files.limit = limit
         if part == "block":
             files.bad = ("slab-00000", slot * SLOT + SLOT // 2, 1)
@@ -175,11 +175,6 @@ def test_one_bad_place_in_a_run_that_is_written_fails_one_block_and_no_other(
         assert found == [*left, *(old[:RUN] if full else [])]
         assert client.read(found) == [DONE] * len(found)
     faults(len(files.hits))
-
-
-def _oldest(client: Client) -> int:
-    """The slot that is written over next."""
-    return oldest_slot(client.tier.drives[0].index)
 
 
 @pytest.mark.parametrize("limit", Limit)

@@ -7,7 +7,7 @@ import pytest
 
 from flexkv.eviction import LRUPolicy
 from flexkv.index.block_index import BlockIndex, block_index
-from flexkv.index.host_pins import HostPins
+from flexkv.index.pins import HostPins
 
 SLOTS = 16
 KEYS = [bytes([number]) * 32 for number in range(SLOTS)]

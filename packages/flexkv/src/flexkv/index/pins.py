@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pins that owners have on blocks, and the times when these pins end.
+"""What keeps blocks in host memory: pins, and the softer retention that any client may ask for.
 
 The module is pure and single-threaded; callers pass the time. Each pin that ends costs O(log n).
 """
@@ -7,13 +7,23 @@ The module is pure and single-threaded; callers pass the time. Each pin that end
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable
+import logging
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.index.block_index import Block, BlockIndex
 
+logger = logging.getLogger(__name__)
+
 _STALE = 1024
 """The heap of ends may hold twice as many entries as there are pins, and this many more."""
+
+_PIN_SHARE = 2
+"""At most half of the arena can be pinned. The other half holds blocks that are being stored or
+fetched, and all unpinned blocks. Not tuned."""
+_RETAINED_SHARE = 4
+"""At most a quarter of the arena can be retained, by an owner half of that: any client may ask for
+it, and other blocks must stay, too. Not tuned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +48,7 @@ class Pins:
     """The pins of one index.
 
     A block stays while at least one owner pins it, unless the index is cleared or the block proves
-    unreadable.
-
-    Args:
-        index: the index of the blocks.
-        limit: the largest number of pins at a time.
-        owner_limit: the largest number of pins of one owner; None for `limit`.
+    unreadable. There are at most `limit` pins at a time, and at most `owner_limit` of one owner.
     """
 
     def __init__(self, index: BlockIndex, limit: int, owner_limit: int | None = None) -> None:
@@ -56,16 +61,9 @@ class Pins:
         self._noted = 0
 
     def pin(self, keys: Iterable[bytes], owner: Hashable, until: float) -> int:
-        """Pin the blocks of `keys` that have a slot, or extend the pins that `owner` has on them.
-
-        Args:
-            keys: the keys of a prefix, first block first.
-            owner: the owner, who may end these pins.
-            until: the time when the pins end by themselves, by the clock of `expire`.
-
-        Returns:
-            The number of blocks that were not pinned because of the limit.
-        """
+        """Pin the blocks of a prefix that have a slot, or extend the pins that `owner` has on them,
+        until a time by the clock of `expire`. Returns how many blocks were not pinned because of
+        the limit."""
         refused = 0
         for key in keys:
             known = self._pins.get(owner, {}).get(key)
@@ -141,3 +139,64 @@ class Pins:
             del self._pins[pin.owner]
         self._count -= 1
         self._index.unpin(pin.block)
+
+
+class HostPins:
+    """The pins and the retained blocks of one index. Callers pass the time, in seconds of their
+    clock. A hold lasts `seconds` if no time is given.
+
+    Attributes:
+        refused: how many blocks were not pinned or retained because of a limit.
+    """
+
+    def __init__(self, index: BlockIndex, seconds: float) -> None:
+        self._slots, self._seconds = index.num_slots, seconds
+        retained = index.num_slots // _RETAINED_SHARE
+        self._pinned = Pins(index, index.num_slots // _PIN_SHARE)
+        self._retained = Pins(index, retained, max(1, retained // 2))
+        self.refused = 0
+
+    def pin(
+        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, now: float
+    ) -> None:
+        """See `Hold.PIN`."""
+        self.expire(now)
+        until = now + (self._seconds if seconds is None else seconds)
+        refused = self._pinned.pin(keys, owner, until)
+        if refused and not self.refused:
+            logger.warning(
+                "half of the %d blocks of host memory are pinned; no more are (logged once)",
+                self._slots,
+            )
+        self.refused += refused
+
+    def unpin(self, owner: Hashable, now: float) -> bool:
+        """See `CacheClient.unhold`."""
+        self.expire(now)
+        return self._pinned.unpin(owner)
+
+    def retain(
+        self, keys: Sequence[bytes], owner: Hashable, seconds: float | None, now: float
+    ) -> None:
+        """See `Hold.RETAIN`."""
+        self.expire(now)
+        until = now + (self._seconds if seconds is None else seconds)
+        self.refused += self._retained.pin(keys, owner, until)
+
+    def release(self, keys: Sequence[bytes], owner: Hashable) -> None:
+        """See `CacheClient.unhold`."""
+        self._retained.unpin(owner, keys)
+
+    def expire(self, now: float) -> None:
+        """End what is over at `now`."""
+        self._pinned.expire(now)
+        self._retained.expire(now)
+
+    def clear(self) -> None:
+        """See `Pins.clear`."""
+        self._pinned.clear()
+        self._retained.clear()
+
+    def recount(self) -> list[Block]:
+        """See `Pins.recount`."""
+        return [*self._pinned.recount(), *self._retained.recount()]

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from flexkv.eviction import OTHERWISE, POLICIES, RequestContext
+from flexkv.eviction import OTHERWISE, POLICIES, LRUPolicy, RequestContext
+from flexkv.index.slot_index import drain_changes, slot_index
 from flexkv.tiers.base import BlockResult, TierFigures, Traffic
-from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import CHECKSUM_BYTES
 from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.changes import Medium
@@ -62,7 +62,8 @@ class ModelTier:
         self, slots: int, policy: str = OTHERWISE, budget: WriteBudget | None = None
     ) -> None:
         self._budget = budget
-        self._index = SlotIndex(slots, POLICIES[policy](slots))
+        self._policy = POLICIES[policy](slots)
+        self._index = slot_index(slots, self._policy)
         self._tickets = itertools.count(1)
         self._results: list[BlockResult] = []
         self._written = 0
@@ -79,10 +80,12 @@ class ModelTier:
         return self._index.present(keys)
 
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
-        self._index.began(keys, context, now)
+        if not isinstance(self._policy, LRUPolicy):
+            self._policy.began(keys, context, now)
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
-        self._index.ended(request_id, output_tokens, now)
+        if not isinstance(self._policy, LRUPolicy):
+            self._policy.ended(request_id, output_tokens, now)
 
     def remove_old(self) -> None:
         """Blocks of a trace have no greatest age."""
@@ -119,7 +122,12 @@ class ModelTier:
         # As in a disk tier, a prefix counts as used from its end to its beginning.
         after = after or [None] * len(keys)
         before = dict(zip(keys, after, strict=True))
-        slots = index.reserve_all(fresh[:allowed], [before[key] for key in fresh[:allowed]])
+        slots: list[int] = []
+        for key in fresh[:allowed]:
+            slot = index.reserve(key, before[key], slots[-1] if slots else None)
+            if slot is None:
+                break
+            slots.append(slot)
         dropped = set(fresh[len(slots) :])
         for position, key in enumerate(keys):
             outcome = Outcome.DROPPED if key in dropped else Outcome.DONE
@@ -162,7 +170,7 @@ class ModelTier:
         return self._index.has_changes
 
     def drain_changes(self, limit: int) -> dict[bytes, bool]:
-        return self._index.drain_changes(limit)
+        return drain_changes(self._index, limit)
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Nothing emits events."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexkv.tiers.disk.described_slots import DescribedSlots, Part
+from flexkv.tiers.disk.descriptions import DescribedSlots, Part
 
 TEXT = bytes(100)
 

@@ -15,7 +15,7 @@ from disk_blocks import (
 )
 
 from flexkv.tiers.job import Outcome
-from packages.inside_tiers import last_generation, store_of, used_slots
+from packages.inside_tiers import last_generation, store_of
 
 DONE = Outcome.DONE
 OTHER = "cd" * 32
@@ -114,7 +114,7 @@ def test_a_record_that_cannot_be_renewed_costs_nothing_now(
         client.settle()
         monkeypatch.undo()
         assert client.read(keys) == [DONE] * 16
-        assert not used_slots(drive.index)
+        assert drive.index.usable_slots == drive.index.num_slots
     with opened(tmp_path, slots=16) as client:
         assert client.read(keys) == [DONE] * 16
 

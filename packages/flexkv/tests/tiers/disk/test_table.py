@@ -46,7 +46,7 @@ class Record:
 
 
 GENERATIONS = st.integers(1, (1 << 63) - 1)
-STORED = st.integers(UNKNOWN, LAST // UNIT_SECONDS)
+STORED = st.integers(UNKNOWN, LAST // UNIT_SECONDS).map(lambda units: units * UNIT_SECONDS)
 RECORDS = st.builds(Record, SLOTS, NUMBERS, KEYS, CHECKSUMS, GENERATIONS, STORED)
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.disk.files import Files, is_regular, read_fully, write_fully
@@ -37,18 +38,21 @@ _SPARE_BYTES = 64
 _READ_BYTES = 1 << 16
 """Bytes that one read takes, but at least a record: some 0.5 ms of work. Not tuned."""
 
+_PARTS_AHEAD = 2
+"""Parts that are read before their blocks are reported; see `Descriptions.read`. Not tuned."""
+
+_BYTES_PER_CALL = 1 << 14
+_BLOCKS_PER_CALL = 64
+"""The most descriptions that one call reports. Their events take about 0.5 ms: 8 us for a block of
+16 tokens, 40 us for one of 256."""
+
+Part = tuple[int, dict[bytes, bytes]]
+"""The slot after those of a part, and its texts by key."""
+
 
 class Descriptions:
-    """The file of descriptions in one folder. For one thread; all calls wait for the disk.
-
-    Args:
-        files: the system calls.
-        folder: descriptor of the folder; borrowed.
-        num_slots: slots of the store.
-
-    Attributes:
-        exists: whether there is a file, of this owner of the folder or an earlier one.
-    """
+    """The file of descriptions in one folder, whose descriptor is borrowed. For one thread; all
+    calls wait for the disk. `exists`: whether there is a file, of this owner or an earlier one."""
 
     def __init__(self, files: Files, folder: int, num_slots: int) -> None:
         self._files, self._folder, self._num_slots = files, folder, num_slots
@@ -74,7 +78,7 @@ class Descriptions:
         record = _CRC.pack(zlib.crc32(body, _seed(seal, slot))) + body
         write_fully(self._files, self._fd, memoryview(record), self._offset(slot))
 
-    def read(self, seal: int) -> Iterator[tuple[int, dict[bytes, bytes]]]:
+    def read(self, seal: int) -> Iterator[Part]:
         """Read all descriptions, a part of the slots at a time, the first slots first. Writes may
         come between two parts. Yields the slot after those of a part, and its texts by key.
 
@@ -134,6 +138,64 @@ class Descriptions:
 
     def _offset(self, slot: int) -> int:
         return _HEADER_BYTES + slot * self._record_bytes
+
+
+class DescribedSlots:
+    """Hands the descriptions of a store's slots from the thread that reads them to the one that
+    reports their blocks, in the order of the slots. The first calls `read_part` and `stop`, the
+    other one all other methods. None waits for the other.
+
+    Attributes:
+        stop_slot: the slot after those whose blocks can be reported.
+    """
+
+    def __init__(self, parts: Iterator[Part] | None, num_slots: int) -> None:
+        self._unread = parts
+        self._num_slots = num_slots
+        self._parts: deque[Part] = deque()
+        self.stop_slot = 0 if parts is not None else num_slots
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the next part is to be read."""
+        return self._unread is not None and len(self._parts) < _PARTS_AHEAD
+
+    def read_part(self) -> None:
+        """Read the next part; waits for the disk."""
+        part = None if self._unread is None else next(self._unread, None)
+        if part is None:
+            self.stop()
+        else:
+            self._parts.append(part)
+            self.stop_slot = part[0]
+
+    def stop(self) -> None:
+        """Read no more. The blocks of the other slots are reported without descriptions."""
+        self._unread = None
+        self.stop_slot = self._num_slots
+
+    def limit(self, blocks: int) -> int:
+        """How many of so many blocks can be reported with one call."""
+        if not self._parts:
+            return blocks
+        texts = self._parts[0][1].values()
+        longest = max(map(len, texts), default=1)
+        return min(blocks, _BLOCKS_PER_CALL, max(1, _BYTES_PER_CALL // longest))
+
+    def take(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+        """The descriptions of blocks, as far as they were read and not taken."""
+        taken: dict[bytes, bytes] = {}
+        for key in keys if self._parts else ():
+            for _, texts in self._parts:
+                text = texts.pop(key, None)
+                if text is not None:
+                    taken[key] = text
+        return taken
+
+    def forget(self, slots: int) -> None:
+        """Forget the descriptions of so many slots, which are reported."""
+        while self._parts and self._parts[0][0] <= slots:
+            self._parts.popleft()
 
 
 def _decode(records: memoryview, size: int, seal: int, first: int) -> Iterator[tuple[bytes, bytes]]:

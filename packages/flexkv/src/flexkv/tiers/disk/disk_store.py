@@ -12,8 +12,9 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from flexkv.index.slot_index import slot_index
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.descriptions import Descriptions
 from flexkv.tiers.disk.files import (
@@ -27,14 +28,10 @@ from flexkv.tiers.disk.folder import LOCK, RESET, TABLE, Folder, first_pages, ha
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
 from flexkv.tiers.disk.reader import header_in, read_pages, read_records
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
-from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.envelope import checksum_of
 from flexkv.tiers.job import Outcome, Result
 from flexkv.types.ages import UNKNOWN, BlockAges
 from flexkv.types.errors import DiskError
-
-if TYPE_CHECKING:
-    from flexkv.tiers.disk.slot_ages import SlotAges
 
 logger = logging.getLogger(__name__)
 
@@ -100,15 +97,12 @@ class DiskStore:
     folder, its lock and its descriptors.
 
     Attributes:
-        path: of the folder.
         index: what the table said when it was opened; its user keeps it up to date.
-        ledger: counters.
         generation: the greatest that the table holds.
         seal: what records and checksums are bound to.
         direct: whether I/O passes the page cache by.
-        slot_bytes: bytes of a slot, a multiple of 4 KiB.
-        descriptions: of the blocks; for one thread.
-        ages: times of the blocks; None if they do not matter.
+        ages: of the cache's blocks; None if their age does not matter.
+        old_blocks: blocks that were too old when the store was opened.
     """
 
     def __init__(
@@ -123,17 +117,9 @@ class DiskStore:
         claim: Callable[[], Folder] | None = None,
         progress: Callable[[int, int], None] = lambda read, slots: None,
     ) -> None:
-        """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be.
-
-        Args:
-            files: the system calls.
-            folder: where; owned from now on.
-            fingerprint: hexadecimal, of the blocks.
-            slot_bytes: bytes of a block.
-            capacity: bytes on disk at most.
-            ages: of the cache's blocks; None if their age does not matter.
-            claim: claims the folder again for `reopen`; None without it.
-            progress: see `read_records`.
+        """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be. Owns
+        the folder from now on. `claim` claims the folder again for `reopen`; `progress` as in
+        `read_records`.
 
         Raises:
             DiskError: there is no room, or the system refuses. `folder` is released.
@@ -147,11 +133,8 @@ class DiskStore:
         self.descriptions: Descriptions | None = None
         self._header: table.Header
         self._num_slots = slots_within(capacity, slot_bytes)
-        self.ages: SlotAges | None = None
-        if ages is not None:
-            from flexkv.tiers.disk.slot_ages import SlotAges  # imports NumPy
-
-            self.ages = SlotAges(ages, self._num_slots)
+        self.ages = ages
+        self.old_blocks = 0
         self.path = folder.path
         self.slot_bytes = slot_bytes
         try:
@@ -214,17 +197,13 @@ class DiskStore:
         """
         self._open_files(anew=False)
         assert self._slabs is not None
-        self.index = SlotIndex(self._num_slots)
+        self.index = slot_index(self._num_slots)
         lost: list[int] = []
         records = read_records(self._files, self._table, self._header, progress)
         if not self._slabs.were_whole:
             records = self._held(records, lost)
-        if self.ages is None:
-            self.generation, outdated = self.index.restore(each[:4] for each in records)
-        else:
-            self.generation, outdated = self.index.restore(self.ages.restore(records))
-            outdated += self.ages.old_slots
-        for slot in (*outdated, *lost):
+        self.generation, latest, outdated = self.index.restore(records)
+        for slot in (*outdated, *lost, *self._expire(latest)):
             self.erase(slot)
         if lost:
             logger.warning(
@@ -241,6 +220,19 @@ class DiskStore:
                 self.path,
                 self.ledger.problem,
             )
+
+    def _expire(self, latest: int) -> list[int]:
+        """Remove the blocks that are too old. Returns their slots. `latest`: the last of all
+        times; one to come says that the clock has fallen."""
+        if self.ages is None:
+            return []
+        self.ages.at_least(latest)
+        slots = self.index.take_old(self.ages.oldest, self._num_slots, self._num_slots)
+        for slot in slots:
+            self.index.discard(slot)
+            self.index.release(slot)
+        self.old_blocks = len(slots)
+        return slots
 
     def lost(self) -> str:
         """Why the open files are not those of the folder any more; empty if they are.
@@ -373,10 +365,7 @@ class DiskStore:
         a power failure.
 
         Two places record the reset, of which one is enough: a file beside the table, and the header
-        of the table with an epoch that no earlier record has.
-
-        Args:
-            epoch: see `new_epoch`.
+        of the table with an epoch that no earlier record has, as `new_epoch` makes it.
 
         Raises:
             OSError: the header could not be written; names whether the file records the reset.

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+from flexkv.index.slot_index import SlotIndex, drain_changes
 from flexkv.tiers import circuit
 from flexkv.tiers.base import Traffic
 from flexkv.tiers.circuit import Circuit, Health
-from flexkv.tiers.disk.described_slots import DescribedSlots
+from flexkv.tiers.disk.descriptions import DescribedSlots
 from flexkv.tiers.disk.disk_store import DiskStore, new_epoch
 from flexkv.tiers.disk.runs import (
     READ_RUN_BYTES,
@@ -24,7 +25,6 @@ from flexkv.tiers.disk.runs import (
     find_runs,
 )
 from flexkv.tiers.disk.slabs import slots_per_slab
-from flexkv.tiers.disk.slot_index import SlotIndex
 from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
@@ -70,6 +70,9 @@ step takes about 0.005 ms for the result of each."""
 _REMOVED_BLOCKS = 256
 """Blocks that are removed at once because of their age: about a millisecond. Not tuned."""
 
+_SEARCHED_SLOTS = 1 << 20
+"""Slots that are searched at once for blocks that are too old: about a millisecond."""
+
 _HANGS_AT_CLOSE = "%s hangs: FlexKV leaves its files open until the process ends; check the drive"
 
 Begun: TypeAlias = tuple[Job, list[int]]
@@ -87,12 +90,8 @@ class _Running:
 
 
 class EndedJobs:
-    """The ended jobs of a drive. During one step of the engine a drive may end more writes than the
-    step has time for, so `take` returns some of them. Single-threaded.
-
-    Args:
-        link: runs the jobs; borrowed.
-    """
+    """The ended jobs of a link. During one step of the engine a drive may end more writes than the
+    step has time for, so `take` returns some of them. Single-threaded."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -100,11 +99,8 @@ class EndedJobs:
         self._blocks = 0
 
     def take(self, all_writes: bool) -> list[Job]:
-        """Jobs that have ended: all reads, because requests wait for them, and the oldest writes.
-
-        Args:
-            all_writes: whether to return all writes. Else the next calls return the others.
-        """
+        """Jobs that have ended: all reads, because requests wait for them, and the oldest writes or
+        all. The next calls return the others."""
         taken: list[Job] = []
         for job in self._link.poll():
             if job.priority is Priority.WRITE:
@@ -126,16 +122,9 @@ class EndedJobs:
 class Drive:
     """Reads and writes of blocks in one directory. For one thread; nothing waits but `close`.
 
-    Args:
-        store: opened; owned.
-        link: to its disk; owned.
-        day_bytes: bytes that may be written in 24 hours; None for no limit.
+    Owns the opened store and the link. Writes up to `day_bytes` in 24 hours; None for no limit.
 
     Attributes:
-        link: where its jobs run.
-        index: the slots of its blocks.
-        slot_bytes: bytes of a slot.
-        traffic: of blocks.
         expired_blocks: see `TierFigures`.
         health: what takes longer than the link's stall time has failed.
     """
@@ -156,7 +145,7 @@ class Drive:
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._described = DescribedSlots(None, self.index.num_slots)
         self._ages = store.ages
-        self.expired_blocks = 0 if self._ages is None else len(self._ages.old_slots)
+        self.expired_blocks = store.old_blocks
         stall_seconds, pause_seconds = link.stall_seconds, circuit.PAUSE_SECONDS
         limits = f"{stall_seconds:g} s"
         self.health = Health(store.path, stall_seconds, pause_seconds, limits, "the drive")
@@ -210,7 +199,7 @@ class Drive:
         slots = [slot for slot in self.index.lease_all(keys) if slot is not None]
         assert len(slots) == len(keys)
         if self._ages is not None:
-            self._ages.fetched(slots, keys)
+            self._ages.note(keys, self.index.times(slots))
         runs = self._runs(slots, READ_RUN_BYTES)
         jobs = [
             self._reading(
@@ -235,8 +224,8 @@ class Drive:
         self._upkeep.count()
         self._generation += len(slots)
         latest = self._generation
-        ages = self._ages
-        stored = [UNKNOWN] * len(keys) if ages is None else ages.written(slots, keys)
+        times = [UNKNOWN] * len(keys) if self._ages is None else self._ages.of(keys)
+        self.index.set_times(slots, times)
         runs = self._runs(slots, WRITE_RUN_BYTES)
         jobs = [
             self._writing(
@@ -244,7 +233,7 @@ class Drive:
                 [keys[i] for i in run],
                 [latest - i for i in run],
                 [buffers[i] for i in run],
-                [stored[i] for i in run],
+                [times[i] for i in run],
             )
             for run in runs
         ]
@@ -252,16 +241,16 @@ class Drive:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix that are here as used, over restarts too."""
-        for key in self.index.touch(keys):
-            slot = self.index.lease(key)
-            if slot is not None:
-                self._generation += 1
-                checksum = self.index.checksum(slot)
-                stored = UNKNOWN if self._ages is None else self._ages.of_slot(slot)
-                record = encode_record(
-                    slot, self._seal, key, checksum, self._generation, stored=stored
-                )
-                self._upkeep.renew(slot, record)
+        index = self.index
+        slots = index.touch(keys)
+        fields = zip(slots, index.checksums(slots), index.times(slots), strict=True)
+        for slot, checksum, stored in fields:
+            key = index.key_of(slot)
+            assert key is not None
+            index.lease(key)
+            self._generation += 1
+            record = encode_record(slot, self._seal, key, checksum, self._generation, stored=stored)
+            self._upkeep.renew(slot, record)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `IndexedTier.remove`. Returns the number of removed blocks."""
@@ -273,13 +262,16 @@ class Drive:
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether its block is here and not too old."""
-        ages = self._ages
-        return self.index.present(keys) if ages is None else ages.present(self.index, keys)
+        return self.index.present(keys, 0 if self._ages is None else self._ages.oldest)
 
     def remove_old(self) -> None:
         """Remove some of the blocks that are too old."""
-        if self._ages is not None:
-            self.expired_blocks += self.remove(self._ages.take_old(self.index, _REMOVED_BLOCKS))
+        if self._ages is None:
+            return
+        old = self.index.take_old(self._ages.oldest, _REMOVED_BLOCKS, _SEARCHED_SLOTS)
+        self.expired_blocks += len(old)
+        for slot in old:
+            self._erase(slot)
 
     def watch(self) -> None:
         """See `IndexedTier.watch`. The blocks of a slot are changes once their descriptions are
@@ -297,7 +289,7 @@ class Drive:
         described = self._described
         described.forget(self.index.noted_slots)
         self._upkeep.resume()
-        return self.index.drain_changes(described.limit(limit), described.stop_slot)
+        return drain_changes(self.index, described.limit(limit), described.stop_slot)
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """See `IndexedTier.describe`."""
@@ -391,12 +383,8 @@ class Drive:
         self.link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
 
     def close(self, waited: float = 0.0, flush_seconds: float = 0.0) -> bool:
-        """End the link, then close the store. False if jobs hang; their files stay open.
-
-        Args:
-            waited: seconds since `begin_close`.
-            flush_seconds: as given to `begin_close`.
-        """
+        """End the link, then close the store. False if jobs hang; their files stay open. `waited`:
+        seconds since `begin_close`, which had the same `flush_seconds`."""
         bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
         if not self.link.close(max(0.0, bound - waited)):
             logger.warning(_HANGS_AT_CLOSE, self.path)

@@ -81,14 +81,9 @@ class OsFiles:
 
 
 def open_folder(path: str, above: int | None = None) -> int:
-    """Open a directory. The last component of `path` may not be a symbolic link.
-
-    Args:
-        path: path of the directory.
-        above: descriptor of the directory that it is in; None to resolve the whole path.
-
-    Returns:
-        The descriptor, which the caller closes.
+    """Open a directory, whose descriptor the caller closes. The last component of `path` may not be
+    a symbolic link. `above`: descriptor of the directory that it is in; None to resolve the whole
+    path.
 
     Raises:
         OSError: open(2) failed. NotADirectoryError also for a symbolic link.
@@ -100,10 +95,8 @@ def open_folder(path: str, above: int | None = None) -> int:
 
 def open_data(files: Files, folder: int, name: str, flags: int) -> tuple[int, bool]:
     """Open a data file for direct I/O, which bypasses the page cache, if the file system can.
-
-    Returns:
-        The descriptor, which the caller closes, and whether its I/O is direct. If it is, offsets,
-        lengths and addresses must be multiples of 4 KiB.
+    Returns the descriptor, which the caller closes, and whether its I/O is direct. If it is,
+    offsets, lengths and addresses must be multiples of 4 KiB.
 
     Raises:
         OSError: see `open_regular`.
@@ -117,20 +110,12 @@ def open_data(files: Files, folder: int, name: str, flags: int) -> tuple[int, bo
 
 
 def exists(folder: int, name: str) -> bool:
-    """Whether the directory `folder` has an entry `name` of any kind.
-
-    Raises:
-        OSError: stat(2) failed.
-    """
+    """Whether the directory `folder` has an entry `name` of any kind."""
     return _mode(folder, name) != 0
 
 
 def is_regular(folder: int, name: str) -> bool:
-    """Whether `name` in the directory `folder` is a regular file. False for a symbolic link.
-
-    Raises:
-        OSError: stat(2) failed.
-    """
+    """Whether `name` in the directory `folder` is a regular file. False for a symbolic link."""
     return stat.S_ISREG(_mode(folder, name))
 
 

@@ -23,18 +23,13 @@ class FolderState:
     """The figures of a folder.
 
     Attributes:
-        path: path of the folder.
-        fingerprint: fingerprint of its blocks, hexadecimal.
         owner: process id of the engine that owns the folder; None if no engine does. See
             `owner_of`.
         block_bytes: bytes of a block; 0 if the folder has no table.
-        slots: the number of blocks that the folder has room for.
-        used_slots: the number of blocks in its table.
+        used_slots, used_bytes: the blocks in its table.
         disk_bytes: bytes that its files take on disk.
-        used_bytes: bytes of the blocks in its table.
-        hit_blocks: blocks that all owners together have read and found intact.
-        damaged_blocks: blocks that all owners together have found damaged.
-        written_bytes: bytes that all owners together have written.
+        hit_blocks, damaged_blocks, written_bytes: what all owners together have read and found
+            intact, have found damaged, and have written.
         written_bytes_day: bytes written in the last 24 hours. The oldest hour counts whole, as in
             the write budget.
         day_is_known: whether that counts all writes of the time. False for a day after the counters
@@ -108,11 +103,8 @@ def folder_state(path: str) -> FolderState:
 
 
 def table_problem(folder: int, copy: TableCopy) -> str:
-    """Find why the table of the open directory `folder`, of which `copy` is up to date, cannot be
-    used.
-
-    Returns:
-        The reason, without its full stop; empty if the table is intact or missing.
+    """Why the table of the open directory `folder`, of which `copy` is up to date, cannot be used,
+    without a full stop; empty if the table is intact or missing.
 
     Raises:
         OSError: the table cannot be read.

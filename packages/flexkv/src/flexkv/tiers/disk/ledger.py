@@ -46,8 +46,6 @@ class Ledger:
 
     Attributes:
         hit_blocks: blocks that were read and intact.
-        damaged_blocks: blocks that were read and did not match their checksum.
-        written_blocks: blocks that were written.
         written_bytes: bytes written in each of the last 24 hours. The key counts hours since the
             epoch: the clock at the start of this process plus the time that has passed since. If
             the clock is set meanwhile, no entry becomes older or younger.
@@ -168,11 +166,7 @@ def load_ledger(folder: int) -> Ledger:
 
 
 def save_ledger(folder: int, content: bytes) -> None:
-    """Replace the ledger of the open directory `folder` atomically.
-
-    Args:
-        folder: the open directory.
-        content: the new content, from `Ledger.dump`.
+    """Replace the ledger of the open directory `folder` atomically, by what `Ledger.dump` gave.
 
     Raises:
         OSError: a system call failed. The old ledger stays.

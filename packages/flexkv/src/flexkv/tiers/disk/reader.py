@@ -103,15 +103,9 @@ def _read_parts(files: Files, fd: int, num_slots: int) -> Iterator[tuple[int, by
 
 
 class TableCopy:
-    """A copy of the table in a folder. Any number of threads may call `read_header`; one thread
-    calls the rest.
-
-    Args:
-        files: the system calls.
-        folder: descriptor of the open directory; borrowed.
-        fingerprint: fingerprint of the blocks, hexadecimal.
-        slot_bytes: bytes of a block. A table of blocks of another size counts as missing. None for
-            any size.
+    """A copy of the table in an open directory, whose descriptor is borrowed. Any number of threads
+    may call `read_header`; one thread calls the rest. A table of blocks of another size than
+    `slot_bytes` counts as missing.
 
     Attributes:
         header: header of the table at the last `update`; None if the folder had no table then, or
@@ -215,12 +209,8 @@ class TableCopy:
 class SlotReader:
     """Reads slots of one folder by direct I/O where the file system can. For one thread.
 
-    Keeps only one file open, because a large cache has more files than a process may open.
-
-    Args:
-        files: the system calls.
-        folder: descriptor of the open directory; borrowed.
-        slot_bytes: bytes of a slot, a multiple of 4 KiB.
+    Keeps only one file open, because a large cache has more files than a process may open. Borrows
+    the descriptor of the directory. A slot has a multiple of 4 KiB.
     """
 
     def __init__(self, files: Files, folder: int, slot_bytes: int) -> None:
@@ -244,16 +234,10 @@ class SlotReader:
         return slabs.slab_name(slot // self._slots_per_slab)
 
     def read(self, record: Record, seal: int, buffer: memoryview) -> bytes | None:
-        """Read the block of `record`. Waits for the disk.
-
-        Args:
-            record: the record of the block.
-            seal: seal of the record's table.
-            buffer: where the block goes, `slot_bytes` long and aligned to 4 KiB; borrowed.
-
-        Returns:
-            The checksum of the bytes; None if the file is too short. The block is intact only if
-            the checksum is that of `record`.
+        """Read the block of `record`, whose table has this seal, into `buffer`, which is
+        `slot_bytes` long and aligned to 4 KiB. Waits for the disk. Returns the checksum of the
+        bytes; None if the file is too short. The block is intact only if the checksum is that of
+        `record`.
 
         Raises:
             OSError: the file cannot be opened or read.

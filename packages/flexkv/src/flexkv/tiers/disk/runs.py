@@ -22,30 +22,16 @@ more than it saves. 16 blocks of 16 KiB were read in 0.47 ms as one run, in 0.67
 
 
 def blocks_per_run(blocks: int, slot_bytes: int, run_bytes: int, threads: int) -> int:
-    """How many blocks a run has at most, at least 1.
-
-    Args:
-        blocks: the number of blocks in the batch.
-        slot_bytes: bytes of a block.
-        run_bytes: the most bytes of a run; a larger block is a run of its own.
-        threads: the number of threads that read or write at once.
-    """
+    """How many blocks of a batch a run has at most, at least 1: a block that is larger than
+    `run_bytes` is a run of its own."""
     each = max(-(-blocks // threads), SPREAD_BYTES // slot_bytes)
     return max(1, min(each, run_bytes // slot_bytes))
 
 
 def find_runs(slots: Sequence[int], most: int, slots_per_slab: int) -> list[list[int]]:
-    """Cut a batch into runs of neighbours, in its order.
-
-    Args:
-        slots: slots of the blocks, in the order of the batch. A run goes up or down by one slot
-            from block to block.
-        most: the most blocks of a run.
-        slots_per_slab: slots of a slab, a file. No run goes over the end of a slab.
-
-    Returns:
-        For each run the positions of its blocks in the batch, the one in the lowest slot first.
-    """
+    """Cut a batch into runs of at most so many neighbours, in its order. A run goes up or down by
+    one slot from block to block, and not over the end of a slab. Returns for each run the positions
+    of its blocks in the batch, the one in the lowest slot first."""
     runs: list[list[int]] = []
     step = 0
     for position, slot in enumerate(slots):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import xxhash
 
 from flexkv.tiers.base import MAX_KEY_BYTES
-from flexkv.types.ages import UNKNOWN
+from flexkv.types.ages import UNIT_SECONDS, UNKNOWN
 
 PAGE_BYTES = 4096
 HEADER_OFFSETS = (0, PAGE_BYTES)
@@ -55,15 +55,9 @@ and the writes after it would have no generation left."""
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a table.
-
-    Attributes:
-        slot_bytes: bytes of a slot, a multiple of 4 KiB.
-        num_slots: the number of slots, which is also that of records.
-        epoch: a random number; records and checksums of another epoch do not pass.
-        fingerprint: the fingerprint of the blocks, hexadecimal.
-        serial: greater than the serial of the header that this one replaced.
-    """
+    """The header of a table. Slots have a multiple of 4 KiB. The epoch is a random number; records
+    and checksums of another epoch do not pass. The serial is greater than that of the header that
+    this one replaced."""
 
     slot_bytes: int
     num_slots: int
@@ -142,9 +136,9 @@ def encode_record(
         checksum: checksum of the block's bytes, `CHECKSUM_BYTES` long.
         generation: 1 or more. It grows with every write to the store, over restarts too, so of two
             records of one key the greater is the later.
-        stored: when the block was stored; see `flexkv.types.ages`.
+        stored: when the block was stored; see `flexkv.types.ages`. The record has it rounded down.
     """
-    time = stored.to_bytes(_STORED_BYTES, "little")
+    time = (stored // UNIT_SECONDS).to_bytes(_STORED_BYTES, "little")
     body = _BODY.pack(key, checksum, generation, len(key), time)
     return body + _CRC.pack(zlib.crc32(body, slot ^ _seed(seal)))
 
@@ -152,13 +146,8 @@ def encode_record(
 def decode_records(
     table: bytes | bytearray | memoryview, seal: int, first: int = 0
 ) -> Iterator[tuple[int, bytes, bytes, int, int]]:
-    """Read records. Yields slot, key, checksum, generation and time of each intact one.
-
-    Args:
-        table: the bytes behind the header, or some whole records of them.
-        seal: the header's seal.
-        first: slot of the first record in `table`.
-    """
+    """Read records of the table with this seal, the first of which is that of the slot `first`.
+    Yields slot, key, checksum, generation and time of each intact one."""
     seed = _seed(seal)
     crc32 = zlib.crc32
     start = 0
@@ -170,7 +159,8 @@ def decode_records(
             0 < generation < _LAST_GENERATION
             and crc32(whole[start : start + _BODY.size], slot ^ seed) == crc
         ):
-            yield slot, key[:length], checksum, generation, int.from_bytes(stored, "little")
+            time = int.from_bytes(stored, "little") * UNIT_SECONDS
+            yield slot, key[:length], checksum, generation, time
         start += RECORD_BYTES
 
 

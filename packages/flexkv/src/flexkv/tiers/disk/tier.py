@@ -23,7 +23,6 @@ from flexkv.tiers.batches import Batches
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.drive import Begun, Drive
 from flexkv.tiers.disk.opening import Opening
-from flexkv.tiers.disk.slot_policy import SlotPolicy
 from flexkv.tiers.disk.write_placement import WritePlacement
 from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.types.changes import Medium, note
@@ -39,17 +38,9 @@ tuned."""
 
 
 class DiskTier:
-    """Keeps each block on one of this machine's disks. See `IndexedTier`.
-
-    Args:
-        openings: of the drive of each cache directory; owned. Those that are not open yet are
-            adopted by a later poll.
-        policy: makes the eviction policy for a number of slots.
-        num_slots: slots of each directory.
-
-    Attributes:
-        connecting: the directories whose drives are not in use yet.
-    """
+    """Keeps each block on one of this machine's disks. See `IndexedTier`. Owns the openings of its
+    directories, each of `num_slots`. `connecting` are those whose drives are not in use yet; a
+    later poll adopts them. `policy` makes the eviction policy for a number of slots."""
 
     medium = Medium.DISK
 
@@ -62,9 +53,7 @@ class DiskTier:
         self._closing = 0.0
         self._reported_long_key = self._watched = False
         chosen = policy(num_slots * len(openings))
-        self._policy: SlotPolicy | None = None
-        if not isinstance(chosen, LRUPolicy):
-            self._policy = SlotPolicy(chosen, num_slots, len(openings))
+        self._policy = None if isinstance(chosen, LRUPolicy) else chosen
         self._adopt()
         for drive in self._drives:
             if drive.index.is_reporting:
@@ -120,7 +109,7 @@ class DiskTier:
             openings=openings,
             traffic=traffic,
             policy=OTHERWISE if self._policy is None else FOLLOWING,
-            guard=NO_GUARD if self._policy is None else self._policy.policy.guard_state(),
+            guard=NO_GUARD if self._policy is None else self._policy.guard_state(),
         )
 
     def watch(self) -> None:
@@ -216,7 +205,7 @@ class DiskTier:
             slot = None
             if drive is not None:
                 positions, slots = wanted.setdefault(drive, ([], []))
-                slot = drive.index.reserve(key, slots[-1] if slots else None, before)
+                slot = drive.index.reserve(key, before, slots[-1] if slots else None)
                 if slot is None and not drive.index.usable_slots:
                     placement.leave_out(drive)
             if slot is None:
@@ -236,11 +225,11 @@ class DiskTier:
 
     def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
         if self._policy is not None:
-            self._policy.policy.began(keys, context, now)
+            self._policy.began(keys, context, now)
 
     def ended(self, request_id: str, output_tokens: int, now: float) -> None:
         if self._policy is not None:
-            self._policy.policy.ended(request_id, output_tokens, now)
+            self._policy.ended(request_id, output_tokens, now)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for drive in self._drives:
@@ -327,7 +316,7 @@ class DiskTier:
             opening.reset(drive)  # before anyone can find a block of before
             if self._watched:
                 drive.watch()
-            drive.index.follow(self._policy)
+            drive.index.follow(self._policy, *(each.index for each in self._drives[:1]))
             self.connecting.remove(opening)
             self._drives.append(drive)
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 
 from flexkv.system.retries import Failures
 from flexkv.tiers.disk import table
-from flexkv.tiers.disk.described_slots import DescribedSlots
+from flexkv.tiers.disk.descriptions import DescribedSlots
 from flexkv.tiers.disk.disk_store import DiskStore
 
 logger = logging.getLogger(__name__)
@@ -36,18 +36,8 @@ _WAITING_DESCRIPTIONS = 8192
 
 
 class _Task:
-    """A task that runs when it is due, and again until it succeeds.
-
-    Args:
-        action: does the task; waits for the disk.
-        pause: seconds between a success and the next run.
-        failure: log line of a failure; see `Failures.note`.
-
-    Attributes:
-        wanted: whether the task has to run.
-        running: whether the task runs now.
-        due: earliest start, by time.monotonic().
-    """
+    """A task that runs when it is wanted and due, and again until it succeeds; then it pauses for
+    some seconds. Its action waits for the disk."""
 
     def __init__(self, action: Callable[[], None], pause: float, failure: str) -> None:
         self.wanted = False
@@ -88,11 +78,8 @@ class _Task:
 
 class Upkeep:
     """Makes resets durable, writes single records, reads and writes descriptions, and saves
-    counters, in this order. All methods are for one thread, and none waits but `close`.
-
-    Args:
-        name: of the thread.
-        store: opened; borrowed until `close` returned True.
+    counters, in this order. All methods are for one thread, and none waits but `close`. The store
+    is borrowed until `close` returned True.
 
     Attributes:
         lost: why the files are not those of the folder any more; empty if they are. The caller

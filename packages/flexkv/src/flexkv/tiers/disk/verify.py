@@ -39,14 +39,8 @@ tuned."""
 
 @dataclass(frozen=True, slots=True)
 class BadBlock:
-    """A block that an engine would find damaged, or a table that it would replace.
-
-    Attributes:
-        folder: path of the folder.
-        slot: slot of the block; None for a table.
-        key: key of the block, hexadecimal; empty for a table.
-        reason: one sentence without its full stop.
-    """
+    """A block that an engine would find damaged, or a table that it would replace: it has no slot
+    and an empty key. Keys are hexadecimal, and the reason is a sentence without its full stop."""
 
     folder: str
     slot: int | None
@@ -59,9 +53,7 @@ class Report:
     """The result of checking one folder.
 
     Attributes:
-        folder: path of the folder.
-        blocks: the number of blocks in the table when the check began.
-        bytes: bytes of these blocks.
+        blocks, bytes: those in the table when the check began.
         read_bytes: how many of these bytes could be read.
         replaced_blocks: how many of these blocks an engine replaced or removed meanwhile.
         bad: bad blocks, sorted by slot.
@@ -93,13 +85,9 @@ def verify_folder(
     begin: Callable[[int], None],
     advance: Callable[[int], None],
 ) -> Report:
-    """Check all blocks of a folder. Needs memory for its table, and `MEMORY` for buffers.
-
-    Args:
-        files: the system calls.
-        path: path of the folder.
-        begin: called once with the number of bytes that will be read.
-        advance: called by several threads with the number of bytes that were read since.
+    """Check all blocks of a folder. Needs memory for its table, and `MEMORY` for buffers. Calls
+    `begin` once with the number of bytes that will be read. Several threads call `advance` with the
+    number of bytes that they have read since.
 
     Raises:
         DiskError: the table cannot be read.
@@ -117,13 +105,7 @@ def verify_folder(
 
 
 class _Verification:
-    """The check of one folder.
-
-    Args:
-        files: the system calls.
-        path: path of the folder.
-        folder: descriptor of the open directory; borrowed.
-    """
+    """The check of one folder, whose descriptor is borrowed."""
 
     def __init__(self, files: Files, path: str, folder: int) -> None:
         self._files = files

@@ -10,13 +10,9 @@ from flexkv.tiers.disk.drive import Drive
 
 class WritePlacement:
     """Distributes the blocks of one batch over drives: each to the drive that is expected to write
-    it first.
-
-    Args:
-        drives: all of them; borrowed. The caller reserves a slot of the index of the drive that
-            `next` returns before it calls again.
-        has_policy: whether one policy evicts from all drives. Then those with a free slot write; if
-            there is none, that of the block that leaves next, if it has room.
+    it first. The caller reserves a slot of the index of the drive that `next` returns before it
+    calls again. If one policy evicts from all drives, those with a free slot write; if there is
+    none, that of the block that leaves next, if it has room.
     """
 
     def __init__(self, drives: Iterable[Drive], *, has_policy: bool) -> None:

@@ -19,8 +19,7 @@ from hypothesis.stateful import (
 from policy_checks import CheckedPolicy
 
 from flexkv.eviction import POLICIES, EvictionPolicy, LRUPolicy, RequestContext
-from flexkv.tiers.disk.slot_index import SlotIndex
-from flexkv.tiers.disk.slot_policy import SlotPolicy
+from flexkv.index.slot_index import SlotIndex, slot_index
 
 SLOTS = 7
 NUMBERS = st.integers(1, 12)
@@ -58,7 +57,7 @@ class RandomPolicy(EvictionPolicy):
 
 def write(index: SlotIndex, number: int) -> int:
     """The slot of a block that is ready now."""
-    slot = index.reserve(key_of(number), after=before(number))
+    slot = index.reserve(key_of(number), before(number))
     assert slot is not None
     assert index.publish(slot, bytes(16))
     return slot
@@ -74,7 +73,7 @@ def lose(index: SlotIndex, number: int) -> None:
 
 def test_a_block_stays_as_long_as_one_that_builds_on_it() -> None:
     policy = CheckedPolicy(RandomPolicy())
-    index = SlotIndex(3, policy)
+    index = slot_index(3, policy)
     for number in (1, 2, 4):
         write(index, number)
     for number in (3, 5, 6, 7):
@@ -84,22 +83,23 @@ def test_a_block_stays_as_long_as_one_that_builds_on_it() -> None:
 
 
 def test_no_block_makes_room_for_one_that_builds_on_it() -> None:
-    index = SlotIndex(2, CheckedPolicy(RandomPolicy()))
+    index = slot_index(2, CheckedPolicy(RandomPolicy()))
     write(index, 1)
     write(index, 2)
-    slot = index.reserve(key_of(5), after=key_of(2))
+    slot = index.reserve(key_of(5), key_of(2))
     assert slot is None, "both blocks are needed by the third"
     assert index.present([key_of(1), key_of(2)]) == [True, True]
     write(index, 3)  # instead of 2
 
 
-def test_the_slot_of_a_lost_block_waits_for_those_that_build_on_it() -> None:
+def test_the_slot_of_a_lost_block_is_free_though_others_build_on_it() -> None:
     policy = CheckedPolicy(RandomPolicy())
-    index = SlotIndex(3, policy)
+    index = slot_index(3, policy)
     write(index, 1)
     write(index, 2)
     lose(index, 1)
-    assert (index.free_slots, index.usable_slots) == (1, 2)
+    assert (index.free_slots, index.usable_slots) == (2, 3)
+    assert policy.evictable.keys() == {key_of(2)}
     write(index, 1)
     lose(index, 2)
     assert (index.free_slots, index.usable_slots) == (2, 3)
@@ -111,16 +111,20 @@ def test_the_guard_counts_blocks_whose_writes_ended_in_any_order(order: tuple[in
     """LRU would have found them, the beginning of a prefix longest."""
     policy = POLICIES["hazard"](4)
     assert not isinstance(policy, LRUPolicy)
-    index = SlotIndex(4, policy)
+    index = slot_index(4, policy)
     keys = [b"%d" % number for number in range(4)]
-    slots = index.reserve_all(keys, [None, *keys[:-1]])
+    slots: list[int] = []
+    for key, after in zip(keys, [None, *keys[:-1]], strict=True):
+        slot = index.reserve(key, after, slots[-1] if slots else None)
+        assert slot is not None
+        slots.append(slot)
     for number in order:
         assert index.publish(slots[number], bytes(16))
     found = []
     for number in range(4):
         state = policy.guard_state()
         before = state.lru_hits
-        index.began(keys, RequestContext(), float(number))
+        policy.began(keys, RequestContext(), float(number))
         state = policy.guard_state()
         found.append(state.lru_hits - before)
         new = index.reserve(b"new %d" % number)
@@ -131,7 +135,7 @@ def test_the_guard_counts_blocks_whose_writes_ended_in_any_order(order: tuple[in
 
 @pytest.mark.parametrize("policy", ["hazard", "lru"])
 def test_blocks_of_before_a_restart_leave_the_oldest_first(policy: str) -> None:
-    index = SlotIndex(4, POLICIES[policy](4))
+    index = slot_index(4, POLICIES[policy](4))
     generations = {"a": 7, "b": 3, "c": 9, "d": 5}
     index.restore(
         (slot, name.encode(), bytes(16), generation)
@@ -159,7 +163,7 @@ class SlotPolicyModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = CheckedPolicy(RandomPolicy())
-        self.all = [SlotIndex(SLOTS) for _ in range(self.indexes)]
+        self.all = [slot_index(SLOTS) for _ in range(self.indexes)]
         self.slots: dict[Place, int] = {}  # of blocks that are ready or being written
         self.writing: dict[tuple[int, int], Place | None] = {}  # None once the block was removed
         self.leases: Counter[tuple[int, int]] = Counter()
@@ -170,11 +174,10 @@ class SlotPolicyModel(RuleBasedStateMachine):
         restored=st.lists(st.lists(NUMBERS, unique=True, max_size=SLOTS), min_size=2, max_size=2)
     )
     def restore(self, restored: list[list[int]]) -> None:
-        shared = SlotPolicy(self.policy, SLOTS, self.indexes)
         for at, (index, numbers) in enumerate(zip(self.all, restored, strict=False)):
             records = [(slot, key_of(n), bytes(16), slot) for slot, n in enumerate(numbers)]
             index.restore(records)
-            index.follow(shared)
+            index.follow(self.policy, *self.all[: min(at, 1)])
             self.slots |= {(at, key): slot for slot, key, _, _ in records}
             self.parents |= {(at, key): None for _, key, _, _ in records}
             self.unreported[at] = [key for _, key, _, _ in records]
@@ -206,7 +209,7 @@ class SlotPolicyModel(RuleBasedStateMachine):
             and not self.leases[at, slot]
         }
         had_room = index.free_slots or index.stale_blocks
-        slot = index.reserve(key, after=after)
+        slot = index.reserve(key, after)
         lost = {each for each in self.slots if not self.has(*each)}
         assert len(lost) <= 1
         if not had_room:

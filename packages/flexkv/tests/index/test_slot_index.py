@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexkv.tiers.disk.slot_index import SlotIndex
+from flexkv.index.slot_index import SlotIndex, drain_changes, slot_index
 
 SLOTS = 6
 KEYS = st.integers(0, 9).map(lambda number: bytes([number]))
@@ -18,16 +18,29 @@ Record = tuple[int, bytes, bytes, int]
 
 
 def checksum_for(key: bytes, slot: int) -> bytes:
-    return key * 8 + bytes([slot]) * 8
+    return (key * 8)[:8] + bytes([slot]) * 8
 
 
 def filled(slots: int, keys: list[bytes]) -> SlotIndex:
-    index = SlotIndex(slots)
+    index = slot_index(slots)
     for key in keys:
         slot = index.reserve(key)
         assert slot is not None
         assert index.publish(slot, checksum_for(key, slot))
     return index
+
+
+def reserve_all(
+    index: SlotIndex, keys: list[bytes], after: list[bytes | None] | None = None
+) -> list[int]:
+    """Slots for blocks of a prefix, up to the first that gets none."""
+    slots: list[int] = []
+    for key, before in zip(keys, after or [None] * len(keys), strict=True):
+        slot = index.reserve(key, before, slots[-1] if slots else None)
+        if slot is None:
+            break
+        slots.append(slot)
+    return slots
 
 
 def eviction_order(index: SlotIndex, keys: set[bytes]) -> list[bytes]:
@@ -42,7 +55,7 @@ def eviction_order(index: SlotIndex, keys: set[bytes]) -> list[bytes]:
 
 
 def test_a_block_is_found_once_it_is_written() -> None:
-    index = SlotIndex(2)
+    index = slot_index(2)
     slot = index.reserve(b"a")
     assert slot is not None
     assert b"a" not in index
@@ -66,9 +79,9 @@ def test_the_end_of_a_prefix_leaves_before_its_beginning() -> None:
 
 
 def test_a_block_that_is_being_written_counts_as_used() -> None:
-    index = SlotIndex(3)
+    index = slot_index(3)
     first = index.reserve(b"a")
-    index.publish(index.reserve_all([b"b", b"c"])[0], bytes(16))
+    index.publish(reserve_all(index, [b"b", b"c"])[0], bytes(16))
     index.touch([b"a", b"b", b"c"])
     assert first is not None
     index.publish(first, bytes(16))
@@ -78,19 +91,19 @@ def test_a_block_that_is_being_written_counts_as_used() -> None:
 def test_what_is_written_later_leaves_before_the_block_that_it_builds_on() -> None:
     index = filled(4, [b"a", b"x"])
     for key, after in ((b"b", b"a"), (b"c", b"b")):
-        (slot,) = index.reserve_all([key], [after])
+        (slot,) = reserve_all(index, [key], [after])
         index.publish(slot, bytes(16))
     assert eviction_order(index, {b"a", b"b", b"c", b"x"}) == [b"c", b"b", b"a", b"x"]
 
 
 def test_no_block_evicts_the_one_that_it_builds_on_or_one_used_since() -> None:
     index = filled(3, [b"old", b"a", b"x"])
-    (slot,) = index.reserve_all([b"b"], [b"a"])
+    (slot,) = reserve_all(index, [b"b"], [b"a"])
     index.publish(slot, bytes(16))
     assert index.present([b"old", b"a", b"x", b"b"]) == [False, True, True, True]
-    assert index.reserve_all([b"c"], [b"b"]) == []
+    assert reserve_all(index, [b"c"], [b"b"]) == []
     assert index.lease(b"b") is not None
-    assert index.reserve_all([b"c"], [b"b"]) == []
+    assert reserve_all(index, [b"c"], [b"b"]) == []
     assert index.present([b"a", b"x", b"b"]) == [True] * 3
 
 
@@ -117,15 +130,15 @@ def test_the_same_key_may_be_written_anew_while_its_old_slot_is_read() -> None:
 
 
 def test_an_index_without_slots_takes_nothing() -> None:
-    index = SlotIndex(0)
+    index = slot_index(0)
     assert index.reserve(b"a") is None
-    assert index.restore([]) == (0, [])
+    assert index.restore([]) == (0, 0, [])
 
 
 @pytest.mark.parametrize("count", [8, 13])
 def test_the_blocks_of_a_batch_get_neighbouring_slots(count: int) -> None:
     """Also where all slots are full, and prefixes of several batches were used in any order."""
-    index = SlotIndex(5 * count)
+    index = slot_index(5 * count)
     chance = random.Random(count)
     prefixes: list[list[bytes]] = []
     for number in range(40):
@@ -162,8 +175,8 @@ def tables(draw: st.DrawFn) -> list[Record]:
 def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
     records: list[Record],
 ) -> None:
-    index = SlotIndex(SLOTS)
-    generation, outdated = index.restore(records)
+    index = slot_index(SLOTS)
+    generation, _, outdated = index.restore(records)
     latest: dict[bytes, Record] = {}
     for record in sorted(records, key=lambda record: record[3]):
         latest.pop(record[1], None)
@@ -174,7 +187,7 @@ def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
     assert index.free_slots == SLOTS - len(latest)
     for slot, key, checksum, _ in latest.values():
         assert index.lease(key) == slot
-        assert index.checksum(slot) == checksum
+        assert index.checksums([slot]) == [checksum]
         index.release(slot)
     assert eviction_order(index, set(latest)) == list(latest)
 
@@ -200,23 +213,20 @@ def test_slots_of_blocks_from_before_a_reset_are_reused_first() -> None:
 
 def test_what_was_ready_at_a_reset_counts_as_changed_at_last() -> None:
     index = filled(4, [b"a", b"b"])
-    assert index.drain_changes(9) == {}, "nobody watches"
+    assert drain_changes(index, 9) == {}, "nobody watches"
     index.watch()
-    assert index.drain_changes(9) == {b"a": True, b"b": True}
+    assert drain_changes(index, 9) == {b"a": True, b"b": True}
     index.clear()
-    assert index.drain_changes(1) == {b"a": False}
+    assert drain_changes(index, 1) == {b"a": False}
     assert index.has_changes
-    assert index.drain_changes(9) == {b"b": False}
+    assert drain_changes(index, 9) == {b"b": False}
     assert not index.has_changes
 
 
-def test_blocks_of_before_the_watch_are_changes_a_part_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("flexkv.tiers.disk.slot_index._NOTED_SLOTS", 3)
+def test_blocks_of_before_the_watch_are_changes_a_part_at_a_time() -> None:
     index = filled(8, [bytes([i]) for i in range(8)])
     index.watch()
-    assert list(index.drain_changes(2)) == [b"\0", b"\1"]
+    assert list(drain_changes(index, 2)) == [b"\0", b"\1"]
     # These three are ready in slots that no drain has come to.
     lost = index.lease(b"\6")
     assert lost is not None
@@ -229,7 +239,7 @@ def test_blocks_of_before_the_watch_are_changes_a_part_at_a_time(
     assert index.publish(slot, bytes(16))
     drained: dict[bytes, bool] = {}
     while index.has_changes:
-        drained |= index.drain_changes(2)
+        drained |= drain_changes(index, 2)
     assert drained == dict.fromkeys([b"\2", b"\3", b"\4", b"\5", b"\7", b"new"], True)
 
 
@@ -238,7 +248,7 @@ def test_blocks_of_before_the_watch_that_a_reset_removes_are_no_changes() -> Non
     index.watch()
     index.clear()
     while index.has_changes:
-        assert index.drain_changes(1) == {}
+        assert drain_changes(index, 1) == {}
     assert index.free_slots == 4
 
 
@@ -261,7 +271,7 @@ class SlotIndexModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = SlotIndex(SLOTS)
+        self.index = slot_index(SLOTS)
         self.order: dict[bytes, int] = {}  # blocks that are ready or being written
         self.ready: set[bytes] = set()
         self.writing: dict[int, bytes | None] = {}  # slots; None once the block was removed
@@ -288,7 +298,7 @@ class SlotIndexModel(RuleBasedStateMachine):
         older = itertools.takewhile(lambda each: each[0] != after, self.order.items())
         idle = [key for key, slot in older if slot not in busy]
         full = len(self.used()) == SLOTS
-        slot = self.index.reserve(key, after=after)
+        slot = self.index.reserve(key, after)
         if full and not idle:
             assert slot is None
             return
@@ -325,7 +335,7 @@ class SlotIndexModel(RuleBasedStateMachine):
         assert slot == (self.order[key] if key in self.ready else None)
         if slot is not None:
             self.leases[slot] += 1
-            assert self.index.checksum(slot) == checksum_for(key, slot)
+            assert self.index.checksums([slot]) == [checksum_for(key, slot)]
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), keep=st.booleans())
@@ -359,7 +369,7 @@ class SlotIndexModel(RuleBasedStateMachine):
     @rule(limit=st.integers(1, SLOTS), to_the_end=st.booleans())
     def drain_changes(self, limit: int, to_the_end: bool) -> None:
         while self.index.has_changes:
-            for key, ready in self.index.drain_changes(limit).items():
+            for key, ready in drain_changes(self.index, limit).items():
                 assert (key in self.reported) is not ready
                 self.reported ^= {key}
             if not to_the_end:

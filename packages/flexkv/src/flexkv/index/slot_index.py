@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a directory on disk: which key's block lies in which slot, and which leaves next.
+
+It is made for millions of slots: with keys of 32 bytes it takes about 115 bytes for each, and about
+95 more with `hazard`; `bench/disk_index.py` measures that. Its code is among the kernels, because
+an engine's step waits for it; `flexkv_kernels/block_index.pyi` describes its calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexkv.eviction import LRUPolicy, OnePolicy
+from flexkv.system.native import kernels
+from flexkv.types.changes import take_oldest
+
+if TYPE_CHECKING:
+    from flexkv_kernels.block_index import SlotIndex
+else:
+    SlotIndex = object  # the core runs without the kernels, and annotations alone name it
+
+__all__ = ["SlotIndex", "drain_changes", "slot_index"]
+
+
+def slot_index(num_slots: int, policy: OnePolicy | None = None) -> SlotIndex:
+    """An index of `num_slots` slots, whose victims `policy` chooses; None for LRU until `follow`.
+
+    Raises:
+        ConfigError: the kernels are not installed.
+    """
+    index: SlotIndex = kernels("block_index").NativeSlotIndex(num_slots)
+    if policy is not None and not isinstance(policy, LRUPolicy):
+        index.follow(policy)
+    return index
+
+
+def drain_changes(index: SlotIndex, limit: int, stop: int | None = None) -> dict[bytes, bool]:
+    """Up to `limit` blocks that became ready or left since the last call, the oldest change first;
+    for the key of each whether it became ready. Blocks that were there before `watch` only come
+    from slots before `stop`. Empty without `watch`."""
+    changes = index.note_changes(limit, index.num_slots if stop is None else stop)
+    return {} if changes is None else take_oldest(changes, limit)
