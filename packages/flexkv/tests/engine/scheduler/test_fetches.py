@@ -11,10 +11,10 @@ import pytest
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
-from flexkv.client import FetchId, FetchState, Reset
-from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.client import AwaitedBlocks, FetchId, FetchState, Reset
+from flexkv.engine.scheduler.fetches import Fetches, fetched_blocks, note_media, slowest
 from flexkv.engine.scheduler.options import RequestOptions
-from flexkv.engine.scheduler.request import TrackedRequest
+from flexkv.engine.scheduler.request import TrackedRequest, limited
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -199,3 +199,30 @@ def test_what_a_tier_has_got_while_a_request_was_queued_comes_in_the_same_fetch(
     assert node.offer() == 4
     node.assert_at_rest()
     assert len(node.ended) == 1
+
+
+BLOCKS = [bytes([i]) for i in range(8)]
+
+
+def test_blocks_count_for_the_tier_that_the_last_fetch_took_them_from() -> None:
+    first = FetchState(
+        0.0, awaited=(AwaitedBlocks(0, 2, Medium.DISK), AwaitedBlocks(4, 6, Medium.OBJECTS))
+    )
+    second = FetchState(0.0, awaited=(AwaitedBlocks(0, 1, Medium.MOONCAKE),))
+    media: dict[bytes, Medium] = {}
+    note_media(media, BLOCKS, first)
+    note_media(media, BLOCKS[1:], second)
+    assert fetched_blocks(media, BLOCKS) == {Medium.DISK: 1, Medium.MOONCAKE: 1, Medium.OBJECTS: 2}
+    assert fetched_blocks(media, BLOCKS[:2]) == {Medium.DISK: 1, Medium.MOONCAKE: 1}
+
+
+def test_blocks_that_no_tier_gave_are_those_of_host_memory() -> None:
+    media = {BLOCKS[0]: Medium.HOST, BLOCKS[1]: Medium.DISK}
+    assert fetched_blocks(media, BLOCKS) == {Medium.DISK: 1}
+    assert fetched_blocks({}, BLOCKS) == {}
+
+
+def test_the_slowest_tiers_keep_their_tokens_first() -> None:
+    fetched = {Medium.DISK: 10, Medium.OBJECTS: 5}
+    assert slowest(fetched) is Medium.OBJECTS
+    assert limited(fetched, 7) == {Medium.OBJECTS: 5, Medium.DISK: 2}
