@@ -133,8 +133,8 @@ class DeviceLink(Generic[RowType]):
     def cancel(self, transfer_id: int) -> DeviceCopy[RowType] | None:
         """Take back a transfer that was never ordered, and return it; None if it is not under
         way."""
-        self.under_way.pop(transfer_id, None)
         copy = self._pending.pop(transfer_id, None)
+        self.under_way.pop(transfer_id, None)  # after an error in between, the next call does it
         if copy is not None:
             self.unreported -= 1
             self._board.give_back(copy.transfer.cell)
