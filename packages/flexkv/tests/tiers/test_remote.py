@@ -402,3 +402,12 @@ def test_writes_that_wait_are_made_at_the_end() -> None:
     assert client.tier.close()
     assert client.store.keys() == names("abcdefgh")
     assert client.tier.figures.written_blocks == 8
+
+
+def test_a_store_that_answers_for_too_few_blocks_has_read_none(make: Callable[..., Client]) -> None:
+    client = make()
+    client.write("abc")
+    get = client.store.get
+    client.store.get = lambda *call: get(*call)[:-1]  # type: ignore[method-assign]
+    assert client.read("abc") == [Outcome.FAILED] * 3
+    assert client.tier.drain()

@@ -82,8 +82,10 @@ class Job:
     hangs: bool = False
 
     def end(self, results: Sequence[Result]) -> None:
-        """Set the outcome of each block. Of an error only its text is kept: its traceback would
-        keep the buffers of the blocks."""
+        """Set the outcome of each block; all are FAILED if not each has a result. Of an error only
+        its text is kept: its traceback would keep the buffers of the blocks."""
+        if len(results) != self.blocks:
+            results = [OSError(f"{len(results)} results for {self.blocks} blocks")] * self.blocks
         self.outcomes = [Outcome.FAILED if isinstance(each, OSError) else each for each in results]
         self.error = next((text_of(each) for each in results if isinstance(each, OSError)), "")
         self.work = _ended
