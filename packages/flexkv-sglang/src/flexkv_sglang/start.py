@@ -158,14 +158,15 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 calls = OperatorCalls(
                     cache,
                     boundary,
-                    lambda: side.may_change,
-                    side.poll,
-                    side.requests.sessions,
+                    operator_access(config, keys),
+                    may_begin=lambda: side.may_change,
+                    poll=side.poll,
+                    sessions=side.requests.sessions,
                     empty=side.empty,
                     others=side.trailing.keys_behind,
                 )
                 figures = side.requests.figures
-                figures.answer(calls.open(operator_access(config, keys), *where))
+                figures.answer(calls.open(*where))
                 figures.report_health(*where)
         undo.pop_all()
         return side

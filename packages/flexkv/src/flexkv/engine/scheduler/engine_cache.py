@@ -60,8 +60,16 @@ class EngineCache:
         door."""
         if self.access is None:
             return None
-        calls = OperatorCalls(self.cache, self.boundary, may_begin, poll, sessions, empty=empty)
-        return calls.open(self.access, root, engine, self.session.info.fingerprint)
+        calls = OperatorCalls(
+            self.cache,
+            self.boundary,
+            self.access,
+            may_begin=may_begin,
+            poll=poll,
+            sessions=sessions,
+            empty=empty,
+        )
+        return calls.open(root, engine, self.session.info.fingerprint)
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped."""

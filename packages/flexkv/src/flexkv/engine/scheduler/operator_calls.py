@@ -25,7 +25,7 @@ from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
 from flexkv.operators import verbs
 from flexkv.operators.answers import await_removals, find_blocks
-from flexkv.operators.engine_door import EngineDoor, OperatorAccess, PromptKeys
+from flexkv.operators.engine_door import EngineDoor, OperatorAccess
 from flexkv.operators.verbs import (
     Answers,
     ClearEffect,
@@ -71,14 +71,14 @@ _R = TypeVar("_R")
 
 
 class OperatorCalls:
-    """Called by threads of an engine's door. All methods wait, and raise SilentError if the
-    scheduler has let none in, or RefusedError if a call has failed, which the log says. Texts that
-    they return say why not all was done, for people; they are empty if there is no reason. `parts`
-    are the keys of a prefix, in order.
+    """Answers operators. Threads of the engine's door call it. Changes wait for a turn, and raise
+    SilentError if the scheduler has let none in, or RefusedError if a call has failed, which the
+    log says. A reason says why not all was done, for people; it is empty if there is none.
 
     Args:
         cache: the engine's cache; borrowed.
         boundary: of the engine's calls, which hold `turn`.
+        access: how operators reach the cache.
         may_begin: whether the scheduler is not between its lookup of a request and the load that
             follows. A block that it has found then must stay. Called with `turn` held.
         poll: handles what has ended, as a step does. Called with `turn` held.
@@ -92,46 +92,64 @@ class OperatorCalls:
         self,
         cache: CacheClient,
         boundary: ErrorBoundary,
+        access: OperatorAccess,
+        *,
         may_begin: Callable[[], bool],
         poll: Callable[[], None],
         sessions: Sessions,
-        *,
         empty: Callable[[], bool],
         others: Callable[[Sequence[bytes]], Sequence[bytes]] = lambda keys: (),
     ) -> None:
+        self._cache = cache
+        self._boundary = boundary
+        self._keys, self._http = access.keys, access.http
+        self._may_begin = may_begin
+        self._poll = poll
         self._sessions = sessions
         self._empty = empty
         self._others = others
+        self._engine = self._fingerprint = ""
         self._releases = itertools.count()
-        self._cache = cache
-        self._boundary = boundary
-        self._may_begin = may_begin
-        self._poll = poll
         self._warming = threading.Lock()
 
-    def open(self, access: OperatorAccess, root: str, engine: str, fingerprint: str) -> EngineDoor:
-        """Answer operators by a door in the runtime directory `root`; the caller closes it."""
-        answers = _OperatorVerbs(self, self._cache, access.keys, engine, fingerprint).answers()
-        poll = self.poll if self._cache.info.drops_old else None
-        return EngineDoor(root, access.http, answers, poll)
+    def open(self, root: str, engine: str, fingerprint: str) -> EngineDoor:
+        """Answer by a door in the runtime directory `root`; the caller closes it."""
+        self._engine, self._fingerprint = engine, fingerprint
+        answers: Answers = {
+            verbs.LOOKUP: lambda question: (self._find(question),),
+            verbs.WARM: self._warm,
+            verbs.DEMOTE: self._demote,
+            verbs.PIN: self._pin,
+            verbs.UNPIN: self._unpin,
+            verbs.REMOVE: self._remove_prompt,
+            verbs.RELEASE: self._release_session,
+            verbs.REMOVE_SESSION: self._remove_session,
+            verbs.CLEAR: self._clear,
+        }
+        poll = partial(self._turn, self._poll_busy) if self._cache.info.drops_old else None
+        return EngineDoor(root, self._http, answers, poll)
 
-    def warm(self, parts: Iterable[Sequence[bytes]], seconds: float) -> str:
-        """Bring the blocks of a prefix from lower tiers into host memory, and wait until they are
-        there, at most so long."""
-        if not self._cache.info.media:
-            return "the cache has no lower tier"
-        if not self._warming.acquire(blocking=False):
-            raise RefusedError("the engine warms another prompt now; allowed: one at a time")
-        try:
-            return self._fetch(parts, time.monotonic() + seconds)
-        finally:
-            self._warming.release()
+    def _warm(self, question: PromptQuestion) -> PromptEffect:
+        reason = "the cache has no lower tier"
+        if self._cache.info.media:
+            if not self._warming.acquire(blocking=False):
+                raise RefusedError("the engine warms another prompt now; allowed: one at a time")
+            try:
+                reason = self._fetch(self._needed(question), time.monotonic() + _WARM_SECONDS)
+            finally:
+                self._warming.release()
+        places = self._find(question)
+        return PromptEffect(places, places.in_host, reason)
 
-    def demote(self, parts: Iterable[Sequence[bytes]]) -> str:
-        """Write the blocks of a prefix to lower tiers, and remove them from host memory."""
-        if not self._cache.info.media:
-            return "the cache has no lower tier"
-        keys = [*itertools.chain.from_iterable(parts)]
+    def _demote(self, question: PromptQuestion) -> PromptEffect:
+        before, reason = self._find(question), "the cache has no lower tier"
+        if self._cache.info.media:
+            reason = self._leave_host([*itertools.chain.from_iterable(self._needed(question))])
+        places = self._find(question)
+        return PromptEffect(places, max(0, before.in_host - places.in_host), reason)
+
+    def _leave_host(self, keys: Sequence[bytes]) -> str:
+        """Write blocks to lower tiers, and remove them from host memory. Returns a reason."""
         self._turn(partial(self._cache.demote, keys))
         late = time.monotonic() + _DEMOTE_SECONDS
         while left := self._turn(partial(self._demoting, keys)):
@@ -144,30 +162,29 @@ class OperatorCalls:
             time.sleep(_PAUSE_SECONDS)
         return ""
 
-    def poll(self) -> None:
-        """Handle what has ended, and let old blocks leave."""
-        self._turn(self._poll_busy)
+    def _pin(self, question: PinQuestion) -> PromptEffect:
+        before, owner = self._turn(lambda: self._refused), _owner(question.name)
+        for keys in self._needed(question):
+            self._turn(partial(self._cache.hold, Hold.PIN, keys, owner, question.seconds))
+        refused = self._turn(lambda: self._refused) - before
+        places = self._find(question)
+        reason = f"the limit of pinned blocks left out {refused}" if refused else ""
+        return PromptEffect(places, max(0, places.in_host - refused), reason)
 
-    def pin(self, parts: Iterable[Sequence[bytes]], name: str, seconds: float | None) -> int:
-        """Pin the blocks of a prefix that are in host memory, under a name that no request has.
-        Returns the number of blocks that the limit of all pins left out."""
-        before = self._turn(lambda: self._refused)
-        for keys in parts:
-            self._turn(partial(self._cache.hold, Hold.PIN, keys, _owner(name), seconds))
-        return self._turn(lambda: self._refused) - before
+    def _unpin(self, question: UnpinQuestion) -> Unpinned:
+        was_pinned = self._turn(partial(self._cache.unhold, Hold.PIN, _owner(question.name)))
+        return Unpinned(question.name, was_pinned)
 
-    def unpin(self, name: str) -> bool:
-        """End the pins of a name. Returns whether there are any."""
-        return self._turn(partial(self._cache.unhold, Hold.PIN, _owner(name)))
+    def _remove_prompt(self, question: PromptQuestion) -> PromptEffect:
+        before = self._find(question)
+        every = itertools.chain(self._parts(question), self._keys.others(question))
+        reason = _joined(*self._remove_all(every))
+        places = self._find(question)
+        return PromptEffect(places, max(0, before.found - places.found), reason)
 
-    def remove(self, parts: Iterable[Sequence[bytes]]) -> str:
-        """Remove the blocks of a prefix from host memory and from disks."""
-        left, shared = self._remove_all(parts)
-        return _joined(left, shared)
-
-    def clear(self) -> tuple[int, str]:
+    def _clear(self, question: ClearQuestion) -> ClearEffect:
         """Remove all blocks from host memory and from disks. Loads under way keep theirs until they
-        end, and stores under way are not published. Returns also how many host memory had."""
+        end, and stores under way are not published."""
         self._refuse_shared()
         before = self._turn(self._clear_all)
         if before is None:
@@ -177,28 +194,27 @@ class OperatorCalls:
             )
         left = await_removals(self._turn(self._cache.sync))
         shared = f"{self._shared} keep theirs: `flexkv clear stores` clears them"
-        return before, _joined(left, shared if self._shared else "")
+        reason = _joined(left, shared if self._shared else "")
+        return ClearEffect(self._engine, self._fingerprint, before, reason)
 
-    def remove_session(self, session: str, cache_salt: str) -> tuple[int, str]:
-        """Remove the blocks of a conversation that no other one has, as `remove` does. Returns also
-        how many it has had."""
-        name = tenant_session(cache_salt, name_of(session))
+    def _remove_session(self, question: SessionQuestion) -> SessionEffect:
+        """Remove the blocks of a conversation that no other one has."""
+        name = tenant_session(question.cache_salt, name_of(question.session))
         keys = own_keys(name, self._turn(self._sessions.known))
         whole = [*keys, *self._others(keys)]
         left, shared = self._remove_all(whole[i : i + _PART] for i in range(0, len(whole), _PART))
         if not left:  # else the command is run again
             self._turn(partial(self._sessions.forget, name))
-        return len(keys), _joined(left, shared)
+        return SessionEffect(question.session, len(keys), _joined(left, shared))
 
-    def release_session(self, session: str, cache_salt: str) -> int:
+    def _release_session(self, question: SessionQuestion) -> SessionEffect:
         """A conversation has ended: its blocks need not be retained, and those that no other one
-        has may be evicted first, as the option `release` of a request says. Returns how many blocks
-        it has."""
-        name = tenant_session(cache_salt, name_of(session))
+        has may be evicted first, as the option `release` of a request says."""
+        name = tenant_session(question.cache_salt, name_of(question.session))
         keys = self._turn(partial(self._sessions.keys_of, name))
         if keys:
-            self._turn(partial(self._release, name, cache_salt, keys))
-        return len(keys)
+            self._turn(partial(self._release, name, question.cache_salt, keys))
+        return SessionEffect(question.session, len(keys))
 
     def _release(self, name: str, cache_salt: str, keys: Sequence[bytes]) -> None:
         self._cache.unhold(Hold.RETAIN, retaining(cache_salt), [*keys, *self._others(keys)])
@@ -229,7 +245,8 @@ class OperatorCalls:
         return before
 
     def _remove_all(self, parts: Iterable[Sequence[bytes]]) -> tuple[str, str]:
-        """See `remove`. Returns why some may stay on this machine, and why in shared stores."""
+        """Remove blocks from host memory and from disks. Returns why some may stay on this machine,
+        and why in shared stores."""
         self._refuse_shared()
         whole, late = list(parts), time.monotonic() + _REMOVE_SECONDS
         stay = f"{self._shared} keep theirs: a shared store drops no single blocks"
@@ -292,96 +309,6 @@ class OperatorCalls:
         self._poll_busy()
         return self._cache.fetch_state(fetch).done
 
-    def _turn(self, call: Callable[[], _R], seconds: float | None = None) -> _R:
-        seconds = _TURN_SECONDS if seconds is None else seconds
-        late = time.monotonic() + seconds
-        while True:
-            with self._boundary.turn:
-                if self._may_begin():
-                    with self._boundary.guard("an operator's call", "it is refused"):
-                        return call()
-                    raise RefusedError("the call has failed; see the engine's log")
-            if time.monotonic() > late:
-                raise SilentError(
-                    f"the engine's scheduler has let no other call in for {seconds:g} s"
-                )
-            time.sleep(_PAUSE_SECONDS)
-
-
-def _joined(*reasons: str) -> str:
-    return "; ".join(filter(None, reasons))
-
-
-def _owner(name: str) -> tuple[str, str]:
-    return "operator", name
-
-
-class _OperatorVerbs:
-    """Answers questions by `OperatorCalls`."""
-
-    def __init__(
-        self,
-        calls: OperatorCalls,
-        cache: CacheClient,
-        keys: PromptKeys,
-        engine: str,
-        fingerprint: str,
-    ) -> None:
-        self._calls, self._cache, self._keys = calls, cache, keys
-        self._engine, self._fingerprint = engine, fingerprint
-
-    def answers(self) -> Answers:
-        return {
-            verbs.LOOKUP: lambda question: (self._find(question),),
-            verbs.WARM: self._warm,
-            verbs.DEMOTE: self._demote,
-            verbs.PIN: self._pin,
-            verbs.UNPIN: self._unpin,
-            verbs.REMOVE: self._remove,
-            verbs.RELEASE: self._release,
-            verbs.REMOVE_SESSION: self._remove_session,
-            verbs.CLEAR: self._clear,
-        }
-
-    def _warm(self, question: PromptQuestion) -> PromptEffect:
-        reason = self._calls.warm(self._needed(question), _WARM_SECONDS)
-        places = self._find(question)
-        return PromptEffect(places, places.in_host, reason)
-
-    def _demote(self, question: PromptQuestion) -> PromptEffect:
-        before = self._find(question)
-        reason = self._calls.demote(self._needed(question))
-        places = self._find(question)
-        return PromptEffect(places, max(0, before.in_host - places.in_host), reason)
-
-    def _pin(self, question: PinQuestion) -> PromptEffect:
-        refused = self._calls.pin(self._needed(question), question.name, question.seconds)
-        places = self._find(question)
-        reason = f"the limit of pinned blocks left out {refused}" if refused else ""
-        return PromptEffect(places, max(0, places.in_host - refused), reason)
-
-    def _unpin(self, question: UnpinQuestion) -> Unpinned:
-        return Unpinned(question.name, self._calls.unpin(question.name))
-
-    def _remove(self, question: PromptQuestion) -> PromptEffect:
-        before = self._find(question)
-        reason = self._calls.remove(
-            itertools.chain(self._parts(question), self._keys.others(question))
-        )
-        places = self._find(question)
-        return PromptEffect(places, max(0, before.found - places.found), reason)
-
-    def _release(self, question: SessionQuestion) -> SessionEffect:
-        blocks = self._calls.release_session(question.session, question.cache_salt)
-        return SessionEffect(question.session, blocks)
-
-    def _remove_session(self, question: SessionQuestion) -> SessionEffect:
-        done = self._calls.remove_session(question.session, question.cache_salt)
-        return SessionEffect(question.session, *done)
-
-    def _clear(self, question: ClearQuestion) -> ClearEffect:
-        return ClearEffect(self._engine, self._fingerprint, *self._calls.clear())
-
     def _find(self, question: PromptQuestion) -> PromptPlaces:
         found = find_blocks(self._cache.where, self._parts(question))
         return PromptPlaces(
@@ -408,3 +335,26 @@ class _OperatorVerbs:
             has = zip(*self._cache.where(keys).values(), strict=True)
             there = [any(each is not False for each in tiers) for tiers in has]
             yield list(itertools.compress(keys, there))
+
+    def _turn(self, call: Callable[[], _R], seconds: float | None = None) -> _R:
+        seconds = _TURN_SECONDS if seconds is None else seconds
+        late = time.monotonic() + seconds
+        while True:
+            with self._boundary.turn:
+                if self._may_begin():
+                    with self._boundary.guard("an operator's call", "it is refused"):
+                        return call()
+                    raise RefusedError("the call has failed; see the engine's log")
+            if time.monotonic() > late:
+                raise SilentError(
+                    f"the engine's scheduler has let no other call in for {seconds:g} s"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
+
+
+def _owner(name: str) -> tuple[str, str]:
+    return "operator", name
