@@ -278,34 +278,27 @@ class CacheClient(Protocol):
     @property
     def info(self) -> CacheInfo:
         """What does not change, but for another service."""
-        ...
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way whose end `poll` may find."""
-        ...
 
     @property
     def status(self) -> CacheStatus:
         """What the cache can do now."""
-        ...
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of blocks that can be loaded, from the first key on. No side effect."""
-        ...
 
     def presence(self, keys: Sequence[bytes]) -> Sequence[Presence]:
         """The place of the block of each key, in the order of `keys`. No side effect."""
-        ...
 
     def where(self, keys: Sequence[bytes]) -> Mapping[Medium, Sequence[bool | None]]:
         """For each tier, the fastest first, which of the blocks it has now; None where it has to be
         queried. Takes O(tiers) per key. No side effect; any thread may call it."""
-        ...
 
     def missing(self, keys: Sequence[bytes], start: int = 0) -> list[int]:
         """Positions, from `start` on, of the keys whose blocks have no slot. No side effect."""
-        ...
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
         """Query the lower tiers that do not know which of these blocks they have. Returns whether
@@ -315,13 +308,11 @@ class CacheClient(Protocol):
             keys: keys of a prefix, first block first.
             scattered: keys of further blocks, with gaps; of no use without the first of `keys`.
         """
-        ...
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
         `end_transfer` cancels it. The caller does not change `keys` afterwards. None, a miss, if a
         block is not ready or too many transfers are under way."""
-        ...
 
     def fetch(
         self,
@@ -349,7 +340,6 @@ class CacheClient(Protocol):
             The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
             lower tier has a block to add.
         """
-        ...
 
     def extend_fetch(
         self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
@@ -359,17 +349,14 @@ class CacheClient(Protocol):
         `raise_priority`, a request waits from now on for a fetch that began as `queued`. Returns
         whether the fetch can be extended further. If not, no tier has a block to add, or the fetch
         has ended."""
-        ...
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         """The state of a fetch. A fetch that has ended, also by an error or a reset, has no block
         and is done."""
-        ...
 
     def end_fetch(self, fetch: FetchId) -> FetchState:
         """End a fetch and release its blocks, whether or not they have arrived. Idempotent. Returns
         the last state of the fetch."""
-        ...
 
     def store(
         self,
@@ -399,7 +386,6 @@ class CacheClient(Protocol):
             A transfer of the blocks that got a slot, in order; it ends by `poll` or `end_transfer`.
             None if no block got one.
         """
-        ...
 
     def end_transfer(
         self, transfer_id: int, end: TransferEnd, positions: Collection[int] | None = None
@@ -407,7 +393,6 @@ class CacheClient(Protocol):
         """End a load or store otherwise than by the reports of its ranks; see `TransferEnd`. Does
         nothing if it is not under way. `positions` are those, in the transfer's `keys`, of the
         blocks to discard; None for all."""
-        ...
 
     def record(
         self,
@@ -425,16 +410,13 @@ class CacheClient(Protocol):
             context: what is known of the request, for the eviction policy.
             prompt: keys of all blocks of its prompt, found or not; None if they are unknown.
         """
-        ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the use of a prefix, found or computed, by a request that ends. Every tier evicts
         the end of the prefix before its beginning. Later polls do the counting."""
-        ...
 
     def ended(self, request_id: str, output_tokens: int) -> None:
         """Report the end of the recorded request with this id to the eviction policy."""
-        ...
 
     def hold(
         self,
@@ -453,48 +435,40 @@ class CacheClient(Protocol):
             seconds: seconds for which the blocks stay, from the last call on; None for the time of
                 pins in the settings.
         """
-        ...
 
     def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
         """End all pins of `owner`, or what `hold` has retained of `keys` for it. Returns whether
         the owner has pinned blocks since its last `unhold`; a cache that is not the service's knows
         whether a pin of them is left. False for retained blocks."""
-        ...
 
     def demote(self, keys: Sequence[bytes]) -> None:
         """Write the blocks of a prefix to lower tiers, and evict those that are there then: the end
         of the prefix first, without blocks that others build on, use or hold. Later polls do that.
         Does nothing without a lower tier. The keys of several prefixes may follow each other."""
-        ...
 
     def poll(self) -> list[Ended]:
         """Process the reports of ranks and lower tiers: publish stored blocks, release loaded ones.
         Returns the loads and stores that have ended. If this raises, the next call returns them."""
-        ...
 
     def watch(self, *, lower: bool = False) -> None:
         """Record changes for `drain_changes` from now on. All present blocks count as changes, also
         if it is called again: the reader knows of none. `lower`: only blocks below host memory
         count as changes again."""
-        ...
 
     def drain_changes(self) -> list[Changes]:
         """What changed since the last call: blocks that became loadable or ceased to be, each at
         most once, removals first within a medium. A block that came and left meanwhile is not among
         them. Many changes take several calls, the oldest first; see `CacheStatus`. Empty without
         `watch`. If an error may have lost some, this raises until `watch` is called again."""
-        ...
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
         """Keep descriptions of blocks on disk beside them, over restarts: what events say of a
         block, in the caller's own format. Best effort, written later; blocks that are not there are
         skipped. A cache that others share (`CacheInfo.is_shared`) keeps those of blocks in host
         memory, too, and of blocks that are about to be stored: it gives them to the others."""
-        ...
 
     def figures(self) -> Figures:
         """All that engines report of the cache: totals since its start, and gauges."""
-        ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Remove the blocks of `keys` that are ready, from host memory and from disks, pinned or
@@ -502,21 +476,17 @@ class CacheClient(Protocol):
         does a cache that others share. Returns how many of them may still come, because they are
         being stored, fetched, or written to a tier. If there are any, the caller calls again after
         some polls."""
-        ...
 
     def sync(self) -> list[Future[str]]:
         """Have the disks keep all removals and resets so far over a power failure; see
         `IndexedTier.sync`. A cache that others share has no disks of its own."""
-        ...
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
         """Change the state of the whole cache; see `Reset`. If a clear, empty or renew raises, the
         cache stays suspended. `cause` is one of `ResetCause`, for the metrics of a clear or a
         renew."""
-        ...
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         """Process the last reports and close the lower tiers, which may write waiting blocks for
         `flush_seconds`. False if a tier hangs: it may still write to the arena, which must then
         stay mapped. Errors are logged, never raised."""
-        ...

@@ -18,6 +18,8 @@ import numpy as np
 from flexkv.index.block_index import IndexReader
 from flexkv.service import messages as wire
 
+logger = logging.getLogger(__name__)
+
 MOST_ENGINES = 63
 """Engines of a pool at once; each has a completion board in the arena and a page."""
 
@@ -193,8 +195,6 @@ class LoadHolds:
     def _count(self) -> None:
         self._bell[LOADS] = (self._bell[LOADS] + 1) % (1 << 32)
 
-
-logger = logging.getLogger(__name__)
 
 _SHARE = 4
 """Of a pool's slots, the loads of an engine may hold one of so many if there are other engines. Not

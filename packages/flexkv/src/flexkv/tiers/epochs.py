@@ -78,15 +78,12 @@ class EpochRecord(Protocol):
 
     def read(self) -> bytes | None:
         """The record; None if there is none."""
-        ...
 
     def create(self, record: bytes) -> None:
         """Write the record if there is none. If several processes do so at once, one succeeds."""
-        ...
 
     def replace(self, record: bytes) -> None:
         """Write the record, in place of one that is there."""
-        ...
 
 
 class Epochs:
