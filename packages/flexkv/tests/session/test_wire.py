@@ -18,7 +18,7 @@ from flexkv.layout import BlockFormat
 from flexkv.session import SessionInfo, Shard, wire
 from flexkv.session.wire import ServiceTicket
 
-ERROR = wire.Answer(error="x" * 60_000)
+ERROR = wire.Answer(error="x" * 130_000)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_long_message_arrives_with_its_descriptor(
         (b"[" * 60_000, "Expected `object`"),
         (b'{"error":', "truncated"),
         (b'{"other":1}', "unknown field"),
-        (b"x" * 70_000, "more than 65536 bytes or 1 descriptors"),
+        (b"x" * 140_000, "more than 131072 bytes or 1 descriptors"),
     ],
 )
 def test_a_malformed_message_leaves_no_descriptor_open(

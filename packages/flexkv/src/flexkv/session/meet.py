@@ -174,7 +174,8 @@ def _enter(root: str, name: str, greeting: Greeting, patience: float) -> Session
         return Session(answer.session, Arena(fd, answer.session.spec))
     if fd is not None:
         os.close(fd)
-    raise ArenaError("rank 0 sent no arena" if answer is None else answer.error)
+    refusal = "" if answer is None else answer.error
+    raise ArenaError(refusal or "rank 0 sent no arena")
 
 
 def _connect(root: str, name: str, patience: float) -> socket.socket:

@@ -16,8 +16,8 @@ import msgspec
 
 from flexkv.host.arena import ArenaSpec
 
-_MAX_PACKET = 1 << 16
-"""Bytes of a packet: a fraction of what a socket's buffer takes by default, 208 KiB."""
+_MAX_PACKET = 1 << 17
+"""Bytes of a packet. By default a socket's buffer takes 208 KiB."""
 
 _CREDENTIALS = struct.Struct("iII")
 """Process, user and group of a peer (unix(7), SO_PEERCRED)."""
