@@ -75,7 +75,7 @@ def test_all_modules_of_all_packages_are_read(imports: dict[str, set[str]]) -> N
         ("flexkv.tiers.base", "flexkv.tiers.disk.tier", "(tiers) imports flexkv.tiers.disk.tier"),
         ("flexkv.host.arena", "flexkv.tiers.job", "(host) imports flexkv.tiers.job (tiers)"),
         (
-            "flexkv.eviction.lru",
+            "flexkv.eviction.policy",
             "flexkv.layout.kv_layout",
             "(eviction) imports flexkv.layout.kv_layout",
         ),

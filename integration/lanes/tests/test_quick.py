@@ -15,14 +15,14 @@ from integration.lanes.record import FileTimes
 
 
 def test_a_module_is_tested_by_its_mirrors_its_importers_and_what_its_mutants_name() -> None:
-    found = concerned_tests(["packages/flexkv/src/flexkv/tiers/disk/slot_index.py"])
-    assert "packages/flexkv/tests/tiers/disk/test_slot_index.py" in found, "it mirrors the module"
-    assert "packages/flexkv/tests/tiers/disk/test_scarcity.py" in found, "a mutant names it"
+    found = concerned_tests(["packages/flexkv/src/flexkv/tiers/disk/ledger.py"])
+    assert "packages/flexkv/tests/tiers/disk/test_ledger.py" in found, "it mirrors the module"
+    assert "packages/flexkv/tests/tiers/disk/test_disk_limits.py" in found, "a mutant names it"
     assert set(ALWAYS) <= set(found)
 
 
 def test_a_test_may_have_the_name_of_the_folder() -> None:
-    found = concerned_tests(["packages/flexkv/src/flexkv/eviction/lru.py"])
+    found = concerned_tests(["packages/flexkv/src/flexkv/eviction/policy.py"])
     assert "packages/flexkv/tests/eviction/test_eviction.py" in found
 
 

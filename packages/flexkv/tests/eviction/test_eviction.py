@@ -9,7 +9,7 @@ import pytest
 from policy_checks import PolicyModel, evict, insert
 
 from flexkv.eviction import POLICIES, UNKNOWN_REQUEST, RequestContext
-from flexkv.eviction.hazard import hazard_policy
+from flexkv.eviction.policy import hazard_policy
 from flexkv.types.errors import ConfigError
 
 

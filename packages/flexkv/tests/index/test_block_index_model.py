@@ -16,7 +16,7 @@ from flexkv.eviction import (
     LRUPolicy,
     RequestContext,
 )
-from flexkv.eviction.hazard import hazard_policy
+from flexkv.eviction.policy import hazard_policy
 from flexkv.index.block_index import Block, BlockRow, BlockState, block_index
 from packages.tier_blocks import ready_blocks, writing_blocks
 

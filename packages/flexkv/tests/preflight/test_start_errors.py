@@ -222,7 +222,7 @@ SETTINGS_FILE = [
 TABLES = [Case("disk", each) for each in (table_that_is_a_directory, newer_table, table_of_others)]
 
 TABLE: dict[str, Sequence[Case | Unknown]] = {
-    "flexkv.eviction.hazard:hazard_policy": [Unknown.NEVER],
+    "flexkv.eviction.policy:hazard_policy": [Unknown.NEVER],
     "flexkv.host.arena:plan_arena": [
         Case("memory", whole_memory, early=False),
         Case("memory", lambda world: world.set(FLEXKV_CPU_CACHE_GB=1e-6), early=False),

@@ -16,7 +16,7 @@ import torch
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.weights import digest
-from flexkv.eviction.choice import AUTO
+from flexkv.eviction import AUTO
 from flexkv.service.ask import clear_pools
 from flexkv.service.pool_sizes import PoolSize
 from flexkv.service.private_service import PrivateService, start_private

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol between the index and the policy that chooses its victims."""
+"""The policies that choose an index's victims: their protocol, LRU, and FlexKV's own `hazard`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from flexkv.system.native import kernels
+from flexkv.types.errors import ConfigError
 from flexkv.types.tenants import NO_TENANT
+
+MOST_BLOCKS = (1 << 24) - 1
+"""The most blocks of a tier that evicts by `hazard`; the kernels number them in 24 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +146,26 @@ class EvictionPolicy(Protocol):
         """All blocks have left the tier, or an error may have torn what is known of them. The index
         inserts those again that it has."""
         ...
+
+
+class LRUPolicy:
+    """Selects LRU for an index. It is no `EvictionPolicy`: an index knows the order of uses
+    itself."""
+
+    def guard_state(self) -> GuardState:
+        """LRU needs no guard."""
+        return NO_GUARD
+
+
+def hazard_policy(slots: int) -> EvictionPolicy:
+    """Make the policy `hazard` for a tier of `slots` blocks. The kernels have its code, because
+    Python would be too slow.
+
+    Raises:
+        ConfigError: the kernels are not installed, or the tier has too many blocks.
+    """
+    try:
+        policy: EvictionPolicy = kernels("hazard").HazardPolicy(slots)
+    except ValueError as error:
+        raise ConfigError(f"host memory evicts by hazard and its {error}; or lru") from None
+    return policy

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from flexkv.eviction.lru import LRUPolicy
-from flexkv.eviction.policy import EvictionPolicy, GuardState
+from flexkv.eviction.policy import EvictionPolicy, GuardState, LRUPolicy
 from flexkv.types.tenants import NO_TENANT, tenant_number
 
 
