@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from flexkv.client import CacheClient, Hold
 from flexkv.engine.choice.chooser import LoadChooser
@@ -12,7 +11,7 @@ from flexkv.engine.choice.cost import Span
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.options import NONE, RequestOptions, context_of, tenant_of
-from flexkv.engine.scheduler.request import HitTokens, Match
+from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
 from flexkv.engine.side_figures import CacheFigures
 
 _MOST_KEYS = 1 << 17
@@ -181,21 +180,14 @@ def _with(keys: Sequence[bytes], others: Sequence[bytes]) -> Sequence[bytes]:
     return [*keys, *others] if others else keys
 
 
-class FollowedRequest(Protocol):
-    """The state of a request, with the engine's own object; None if that is not known yet."""
-
-    @property
-    def request(self) -> EngineRequest | None: ...
-
-
 def spans_of(
-    scheduled: Mapping[str, int], requests: Mapping[str, FollowedRequest]
+    scheduled: Mapping[str, int], requests: Mapping[str, TrackedRequest]
 ) -> Sequence[Span]:
     """The tokens that a step computes of each request."""
     spans = []
     for request_id, count in scheduled.items():
-        followed = requests.get(request_id)
-        if followed is not None and followed.request is not None:
-            start = followed.request.num_computed_tokens
+        tracked = requests.get(request_id)
+        if tracked is not None:
+            start = tracked.request.num_computed_tokens
             spans.append(Span(start, start + count))
     return spans
