@@ -17,7 +17,7 @@ from flexkv.session import session_server
 from flexkv.tiers import link, questions
 from flexkv.tiers.disk import drive
 from flexkv.transfer import demote, fetcher, reads, running_fetch, sources, stack
-from packages.patience import PATIENCE_SECONDS
+from packages import patience
 
 # Code that has no time to keep: how long an example took says nothing. All else as the profile
 # that is in force.
@@ -25,6 +25,8 @@ settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+PATIENCE_SECONDS = patience.PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from shared_node import FINGERPRINT, PATIENCE_SECONDS, Remote
+
+from packages.flexkv.tests.shared_node import FINGERPRINT, PATIENCE_SECONDS, Remote
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pages" / "design" / "tier.md"

@@ -69,7 +69,7 @@ def be_patient(settings: Mapping[str, Any]) -> None:
                 if not was_late or time.monotonic() > late:
                     raise
 
-    Epochs.open = ask_again  # type: ignore[method-assign]
+    Epochs.open = ask_again  # type: ignore[assignment, method-assign]
 
 
 def open_tier(

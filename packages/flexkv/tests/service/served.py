@@ -225,7 +225,8 @@ class Scheduler:
         """Leave the service. Idempotent."""
         self.cache.close()
         self.arena.close()
-        self._shared.membership.close()
+        if self._shared.membership is not None:
+            self._shared.membership.close()
 
 
 def attached_again(service: Service, *engines: Scheduler) -> bool:
