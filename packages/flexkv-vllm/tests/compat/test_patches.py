@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import flexkv_vllm
@@ -50,3 +51,21 @@ def test_a_check_is_called_once_however_often_the_plugin_is_loaded(monkeypatch) 
     config = object()
     assert patches.KVConnectorFactory.get_connector_class(config) is found  # type: ignore[arg-type]
     assert asked == [config]
+
+
+def test_the_design_page_names_each_replaced_method() -> None:
+    tree = ast.parse((SOURCE / "compat" / "patches.py").read_text())
+    targets = [
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for each in node.targets
+        for target in (each.elts if isinstance(each, ast.Tuple) else [each])
+        if isinstance(target, ast.Attribute)
+    ]
+    replaced = {each.attr for each in targets} - {"checks_flexkv"}  # of a function of ours
+    page = Path(flexkv_vllm.__file__).parents[4] / "docs" / "pages" / "design" / "index.md"
+    section = page.read_text().partition("## Methods of vLLM that FlexKV replaces")[2]
+    rows = [line.split("|") for line in section.partition("\n## ")[0].splitlines() if "`" in line]
+    named = {name for row in rows if len(row) > 3 for name in re.findall(r"`(\w+)`", row[2])}
+    assert named == replaced

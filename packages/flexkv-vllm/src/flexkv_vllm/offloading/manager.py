@@ -27,6 +27,7 @@ from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.engine.scheduler.scheduled_step import IdleSteps
 from flexkv.engine.side_figures import CacheFigures, log_totals
+from flexkv.types.presence import Presence
 from flexkv_vllm.offloading.events import OffloadedBlocks
 from flexkv_vllm.offloading.request import OffloadedRequest, RequestMaker, load_source
 from flexkv_vllm.offloading.stats import connector_stats
@@ -277,21 +278,25 @@ class FlexKVOffloadingManager(OffloadingManager):
             state = self._cache.fetch_state(request.fetch)
             request.note(state)
             fetches = not state.done
-        keys = [key for key in request.keys if key not in request.answers]
+        keys = request.keys
+        if request.answers:
+            keys = [key for key in keys if key not in request.answers]
         there = self._cache.presence(self._own(keys))
+        hit, host = LookupResult.HIT, Presence.HOST if request.from_host else None
         results = {
-            key: request.answer(key, each, fetches=fetches)
+            key: hit if each is host else request.answer(key, each, fetches=fetches)
             for key, each in zip(keys, there, strict=True)
         }
-        hits = [key for key in keys if results[key] is LookupResult.HIT]
-        if not self._holds(request, hits):
-            results.update(dict.fromkeys(hits, LookupResult.MISS))
+        if self._cache.info.is_shared:
+            hits = [key for key in keys if results[key] is LookupResult.HIT]
+            if not self._holds(request, hits):
+                results.update(dict.fromkeys(hits, LookupResult.MISS))
         request.answers.update(results)
 
     def _holds(self, request: OffloadedRequest, keys: Sequence[bytes]) -> bool:
-        """Hold blocks until the end of the step, if other engines may evict them. Returns False if
-        one of them has left."""
-        if not self._cache.info.is_shared or not keys:
+        """Hold blocks until the end of the step: other engines may evict them. Returns False if one
+        of them has left."""
+        if not keys:
             return True
         transfer = self._cache.load(self._own(keys))
         if transfer is None:

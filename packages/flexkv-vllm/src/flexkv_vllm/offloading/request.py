@@ -55,6 +55,7 @@ class OffloadedRequest:
 
     Attributes:
         context, options: as given.
+        from_host: whether blocks in host memory may be loaded for it.
         answers: results of this step's lookups; those of all its blocks, once one is looked up.
         asked: the blocks that vLLM has looked up in this step, in order.
         found: the blocks that the last lookups have found, with one KV cache group also those that
@@ -74,7 +75,7 @@ class OffloadedRequest:
         self.held: list[int] = []
         self.fetch: FetchId | None = None
         self.stale = False
-        self._from_host = options.load and may_load_from(context, Medium.HOST)
+        self.from_host = options.load and may_load_from(context, Medium.HOST)
         # A fetch takes a block from whichever lower tier has it.
         allowed = all(may_load_from(context, medium) for medium in info.media)
         self._from_below = info.may_fetch and options.load and allowed
@@ -95,7 +96,7 @@ class OffloadedRequest:
         """Whether a block can be loaded, or will be once a lower tier has given it. `fetches`:
         whether its fetch may still bring blocks."""
         if presence is Presence.HOST:
-            loads = self._from_host or key in self._media
+            loads = self.from_host or key in self._media
             return LookupResult.HIT if loads else LookupResult.MISS
         if fetches and key in self._media:
             return LookupResult.HIT_PENDING
