@@ -16,10 +16,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flexkv.client import CacheClient
-from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.types.changes import BELOW, Changes, Medium
@@ -31,13 +30,7 @@ from flexkv_vllm.compat.events import (
     event_hash,
     group_traits,
 )
-from flexkv_vllm.kept_descriptions import (
-    KeptDescription,
-    decode,
-    encode,
-    pack_tokens,
-    unpack_tokens,
-)
+from flexkv_vllm.descriptions import Description, decode, pack_tokens
 from flexkv_vllm.pool import Pool
 from flexkv_vllm.settings import emits_events
 
@@ -75,73 +68,6 @@ blocks in each step would cost much. Not tuned."""
 
 Name: TypeAlias = tuple[int, bytes] | None
 """Group and hash of a block in events; None if there is no event for it."""
-
-
-class NamedKeys(Protocol):
-    """What the keys of blocks say; see `BlockKeys`, whose attributes these are."""
-
-    @property
-    def hash_tokens(self) -> int: ...
-    @property
-    def epoch(self) -> KeyEpoch: ...
-    def origin(self, key: bytes) -> tuple[int, bytes] | None:
-        """See `BlockKeys.origin`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The fields of a FlexKV block's event, apart from its medium. Kept while host memory has it,
-    and for a while longer if a lower tier may be writing it.
-
-    Attributes:
-        position: position of the block in its prefix, in FlexKV blocks.
-        group: vLLM's number of its KV cache group.
-        hash: the last hash that covers it.
-        parent: hash of the block before it; None at the beginning of a prompt.
-        tokens: all its tokens.
-        extra_keys: see `event_extra_keys`.
-        adapter: number and name of the request's adapter; None for both if it has none.
-        session: the id of the request's session; None if it is not known.
-    """
-
-    position: int
-    group: int
-    hash: bytes
-    parent: bytes | None
-    tokens: Sequence[int]
-    extra_keys: list[Any] | None
-    adapter: tuple[int | None, str | None]
-    session: str | None = None
-
-    def encode(self) -> bytes:
-        """What the disk keeps of it."""
-        kept = KeptDescription(
-            self.position,
-            self.group,
-            self.hash,
-            self.parent,
-            pack_tokens(self.tokens),
-            self.extra_keys,
-            self.adapter,
-        )
-        return encode(kept)
-
-    @classmethod
-    def decode(cls, text: bytes, key: bytes) -> Description | None:
-        """What the disk has kept of the block of `key`; None if `text` describes another."""
-        kept = decode(text, key)
-        if kept is None:
-            return None
-        return cls(
-            kept.position,
-            kept.group,
-            kept.hash,
-            kept.parent,
-            unpack_tokens(kept.tokens),
-            kept.extra_keys,
-            kept.adapter,
-        )
 
 
 @dataclass(slots=True)
@@ -190,7 +116,7 @@ class BlockEvents:
     def __init__(
         self,
         cache: CacheClient,
-        keys: NamedKeys,
+        keys: BlockKeys,
         has_stamps: bool,
         traits: Mapping[int, dict[str, Any]],
     ) -> None:
@@ -387,7 +313,7 @@ class BlockEvents:
     def _decoded(self, key: bytes, texts: Mapping[bytes, bytes]) -> Description | None:
         if key not in texts or (self._has_stamps and key not in self._own):
             return None
-        return None if self._keys.origin(key) is None else Description.decode(texts[key], key)
+        return None if self._keys.origin(key) is None else decode(texts[key], key)
 
     def _keep(self, fresh: Mapping[bytes, Description]) -> None:
         """Let the cache keep the descriptions of new blocks."""
@@ -514,7 +440,7 @@ class BlockEvents:
             group=group.index,
             hash=request.block_hashes[end // hash_tokens - 1],
             parent=request.block_hashes[begin // hash_tokens - 1] if begin else None,
-            tokens=request.all_token_ids[begin:end],
+            packed=pack_tokens(request.all_token_ids[begin:end]),
             extra_keys=event_extra_keys(request, begin, end),
             adapter=(None, None) if adapter is None else (adapter.adapter_id, adapter.name),
             session=getattr(request, "session_id", None),
@@ -535,10 +461,11 @@ class BlockEvents:
         }
         if about is not None:
             lora_id, lora_name = about.adapter
+            tokens = about.tokens
             fields = {
                 "parent_block_hash": None if about.parent is None else event_hash(about.parent),
-                "token_ids": list(about.tokens),
-                "block_size": len(about.tokens),
+                "token_ids": tokens,
+                "block_size": len(tokens),
                 "extra_keys": about.extra_keys,
                 "lora_id": lora_id,
                 "lora_name": lora_name,

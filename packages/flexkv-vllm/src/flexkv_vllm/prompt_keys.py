@@ -4,30 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
-from flexkv.engine.scheduler.groups import Group, Groups
+from flexkv.engine.scheduler.groups import Groups
+from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.operators.engine_door import PART_BLOCKS
 from flexkv.operators.verbs import PromptQuestion
-
-
-class KeysOfHashes(Protocol):
-    """Makes keys of vLLM's block hashes.
-
-    Attributes:
-        hash_tokens: tokens of one of these hashes.
-    """
-
-    @property
-    def hash_tokens(self) -> int: ...
-    def of_hashes(self, hashes: Sequence[bytes], group: Group) -> Sequence[bytes]:
-        """See `flexkv.engine.scheduler.keys.BlockKeys.of_hashes`."""
-        ...
 
 
 class VllmPromptKeys:
@@ -43,7 +29,7 @@ class VllmPromptKeys:
         block_tokens: tokens of a block.
     """
 
-    def __init__(self, algorithm: str, groups: Groups, keys: KeysOfHashes) -> None:
+    def __init__(self, algorithm: str, groups: Groups, keys: BlockKeys) -> None:
         self._groups = groups
         self._keys = keys
         self._hash = get_hash_fn_by_name(algorithm)

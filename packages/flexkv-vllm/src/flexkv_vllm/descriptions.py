@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form in which a disk keeps what events say of a block."""
+"""What events say of a block, also after a restart: a disk keeps it as text."""
 
 from __future__ import annotations
 
@@ -13,29 +13,42 @@ import msgspec
 _TOKEN = "I"
 
 
-class KeptDescription(msgspec.Struct, frozen=True, array_like=True):
-    """What a block's events say after a restart; see `Description`.
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of a FlexKV block's event, apart from its medium. Kept while host memory has it,
+    and for a while longer if a lower tier may be writing it.
 
     Attributes:
         position: position of the block in its prefix, in FlexKV blocks.
         group: vLLM's number of its KV cache group.
         hash: the last hash that covers it.
         parent: hash of the block before it; None at the beginning of a prompt.
-        tokens: all its tokens, 4 bytes each, little-endian.
-        extra_keys, adapter: as of a `Description`.
+        packed: all its tokens, 4 bytes each, little-endian; see `pack_tokens`.
+        extra_keys: see `event_extra_keys`.
+        adapter: number and name of the request's adapter; None for both if it has none.
+        session: the id of the request's session; None if it is not known. No disk keeps it.
     """
 
     position: int
     group: int
     hash: bytes
     parent: bytes | None
-    tokens: bytes
+    packed: bytes
     extra_keys: list[Any] | None
     adapter: tuple[int | None, str | None]
+    session: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its token ids."""
+        return _ordered(array(_TOKEN, self.packed)).tolist()
+
+    def encode(self) -> bytes:
+        """The text that a disk keeps."""
+        return _encoder.encode(msgspec.structs.replace(self, session=None))
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(KeptDescription)
+_decoder = msgspec.msgpack.Decoder(Description)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -43,28 +56,14 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return _ordered(array(_TOKEN, tokens)).tobytes()
 
 
-def unpack_tokens(packed: bytes) -> Sequence[int]:
-    """The token ids of `pack_tokens`."""
-    return _ordered(array(_TOKEN, packed)).tolist()
-
-
-def encode(description: KeptDescription) -> bytes:
-    """The text that a disk keeps."""
-    return _encoder.encode(description)
-
-
-def decode(text: bytes, key: bytes) -> KeptDescription | None:
-    """Read a text; None if it does not describe the block of `key`.
-
-    Args:
-        text: as `encode` made it, in this process or another.
-        key: begins with the block's hash.
-    """
+def decode(text: bytes, key: bytes) -> Description | None:
+    """Read what `Description.encode` made, in this process or another; None if it does not describe
+    the block of `key`, which begins with the block's hash."""
     try:
         kept = _decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    if not kept.hash or not key.startswith(kept.hash) or len(kept.tokens) % array(_TOKEN).itemsize:
+    if not kept.hash or not key.startswith(kept.hash) or len(kept.packed) % array(_TOKEN).itemsize:
         return None
     return msgspec.structs.replace(kept, extra_keys=_tuples(kept.extra_keys))
 
