@@ -29,7 +29,7 @@ from flexkv_sglang import hooks
 from flexkv_sglang.copies import LayerCounter
 from flexkv_sglang.linker import FlexKVLinker
 from flexkv_sglang.ranks import Ranks
-from flexkv_sglang.slots import PageNumbers
+from flexkv_sglang.slots import DeviceSlots
 
 PAGE, LAYERS = 4, 2
 _POOL_PAGES = 32
@@ -90,7 +90,7 @@ class LinkedRank:
         self.linker.side = self.rank.side
         self.linker.forward_stream = self.linker._stream = None
         self.linker._page_size = PAGE
-        self.linker._numbers = PageNumbers(torch.device("cpu"))
+        self.linker._numbers = DeviceSlots(torch.device("cpu"))
         self.linker.pools = {PoolName.KV: self._pool}
         self.linker.layer_done_counter = LayerCounter(LAYERS, self.rank.side.wait_for_layer)
         self.linker._metrics = SimpleNamespace(report=lambda side: None)  # type: ignore[assignment]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexkv_sglang.slots import PageNumbers
+from flexkv_sglang.slots import DeviceSlots
 
 CPU = torch.device("cpu")
 WAITS = {"aten::equal", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
@@ -36,7 +36,7 @@ def slots_of(pages: list[int], size: int, dtype: torch.dtype = torch.int64) -> t
 
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_pages_of_all_pools_are_read(size: int) -> None:
-    numbers = PageNumbers(CPU)
+    numbers = DeviceSlots(CPU)
     full, window, state = [7, 3, 9, 0], [5, 2], [11]
     assert numbers.read(
         [
@@ -63,7 +63,7 @@ def test_pages_of_all_pools_are_read(size: int) -> None:
 def test_slots_that_are_no_whole_pages_are_refused(
     slots: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    numbers = PageNumbers(CPU)
+    numbers = DeviceSlots(CPU)
     for pools in ([(torch.tensor(slots), 4)], [(slots_of([3], 4), 4), (torch.tensor(slots), 4)]):
         assert numbers.read(pools) is None
     assert "no whole pages" in caplog.text
@@ -81,7 +81,7 @@ def test_a_transfer_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.Tensor, "tolist", copy)
     pools = [(slots_of([7, 3], 4), 4), (slots_of([5], 4), 4), (torch.tensor([2]), 1)]
     with Waits() as waits:
-        assert PageNumbers(CPU).read(pools) == [[7, 3], [5], [2]]
+        assert DeviceSlots(CPU).read(pools) == [[7, 3], [5], [2]]
     assert (copies, waits.count) == (1, 0)
 
 
@@ -118,7 +118,7 @@ class Streams:
 def test_on_a_gpu_a_stream_of_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's stream has no method that could be called."""
     streams = Streams(monkeypatch)
-    numbers = PageNumbers(torch.device("cuda"))
+    numbers = DeviceSlots(torch.device("cuda"))
     for pages in ([7, 3], [*range(100)], [1]):
         streams.calls.clear()
         assert numbers.read([(slots_of(pages, 4), 4), (torch.tensor([2]), 1)]) == [pages, [2]]

@@ -30,7 +30,7 @@ from flexkv_sglang.metrics import Metrics
 from flexkv_sglang.pools import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
-from flexkv_sglang.slots import PageNumbers
+from flexkv_sglang.slots import DeviceSlots
 from flexkv_sglang.start import Engine, start_rank
 from flexkv_sglang.support import check_cache, check_settings, load_page_hash
 
@@ -112,7 +112,7 @@ class FlexKVLinker(UnifiedCacheLinker):
                     params.req_to_token_pool.register_layer_transfer_counter(counter)
                 device = next(iter(pages.tensors.values())).device
                 self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-                self._numbers = PageNumbers(device)
+                self._numbers = DeviceSlots(device)
                 self._metrics = Metrics(config, _metric_labels(), leads=self.side.leads)
                 if params.enable_kv_cache_events:
                     self.side.watch()

@@ -11,7 +11,7 @@ import torch
 logger = logging.getLogger("flexkv.sglang")
 
 
-class PageNumbers:
+class DeviceSlots:
     """Reads slots of all pools by one copy to the host.
 
     On a GPU the kernels and the copy have a stream of their own, so that nothing is added to the
