@@ -33,7 +33,7 @@ CLASSES = {
     "Kind": 2,
     "Level": 2,
     "Outcome": 2,
-    "Pages": 3,
+    "Pages": 2,
     "Place": 2,
     "Report": 2,
     "Requests": 2,

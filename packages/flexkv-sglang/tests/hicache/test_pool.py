@@ -9,6 +9,7 @@ import torch
 from hicache.fake_pools import LAYOUTS, MAKERS, MhaPool, fill, tokens_of
 
 from flexkv.types.errors import LayoutError
+from flexkv.types.mover import Direction
 from flexkv_sglang.hicache.pool import PagePool
 
 
@@ -21,9 +22,10 @@ def test_a_page_comes_back_to_another_place(kind: str) -> None:
     memory = bytearray(pages.slot_bytes)
     block = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for here, there in ((1, 5), (11, 0)):
-        pages.at(tokens_of(3, here), 2).copy_out(1, block)
-        PagePool("kv", target).at(tokens_of(there), 1).copy_in(0, block)
-        assert torch.equal(target.page(there), source.page(here))
+        pages.copy(Direction.STORE, pages.first_tokens(tokens_of(here), 1), [block])
+        first = pages.first_tokens(tokens_of(there, 7), 2)
+        PagePool("kv", target).copy(Direction.LOAD, first, [block, block])
+        assert all(torch.equal(target.page(each), source.page(here)) for each in (there, 7))
     assert target.page(4).count_nonzero() == 0
 
 
@@ -49,7 +51,7 @@ def test_geometries_are_told_apart(change: str) -> None:
 @pytest.mark.parametrize("indices", [tokens_of(1), tokens_of(1, 2, 3), tokens_of(1, 2)[:-1]])
 def test_other_indices_than_those_of_the_pages_are_refused(indices: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="for 2 pages"):
-        PagePool("kv", MhaPool("page_first")).at(indices, 2)
+        PagePool("kv", MhaPool("page_first")).first_tokens(indices, 2)
 
 
 def test_a_pool_that_changes_is_refused() -> None:
@@ -57,7 +59,7 @@ def test_a_pool_that_changes_is_refused() -> None:
     pages = PagePool("kv", pool)
     pool.layout = "layer_first"
     with pytest.raises(ValueError, match="other sizes"):
-        pages.at(tokens_of(1), 1)
+        pages.copy(Direction.STORE, [0], [0])
 
 
 class Refusing(MhaPool):

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
 from flexkv.layout.block_format import SLOT_ALIGNMENT
 from flexkv.types.errors import LayoutError
+from flexkv.types.mover import Direction
 
 _GEOMETRY = (
     "layout",
@@ -85,29 +87,40 @@ class PagePool:
             f"pieces {self._pieces}",
         ]
 
-    def at(self, indices: torch.Tensor, pages: int) -> Pages:
-        """Find pages in the pool.
+    def first_tokens(self, indices: torch.Tensor, pages: int) -> Sequence[int]:
+        """The indices of the first tokens of pages.
 
         Args:
-            indices: indices of all tokens of the pages, int64, page after page.
-
-        Returns:
-            The pages, valid as long as SGLang keeps them allocated.
+            indices: indices of all their tokens, int64, page after page.
 
         Raises:
-            ValueError: the number of indices does not match `pages`, or the pieces have other sizes
-                than at the start.
+            ValueError: the number of indices does not match `pages`.
         """
         if indices.numel() != pages * self.page_tokens:
             raise ValueError(
                 f"{indices.numel()} indices for {pages} pages of {self.page_tokens} tokens"
             )
-        addresses, sizes = self._pool.get_page_buffer_meta(indices)
-        if tuple(sizes) != self._pieces * pages:
+        return array("Q", indices[:: self.page_tokens].tolist())
+
+    def copy(
+        self, direction: Direction, first_tokens: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Copy pages from the blocks at these addresses (`LOAD`) or to them. The bytes of a block
+        behind its page stay as they are. SGLang must keep the pages allocated.
+
+        Raises:
+            ValueError: the pieces of the pages have other sizes than at the start.
+        """
+        first = torch.tensor(list(first_tokens), dtype=torch.int64)
+        indices = first[:, None] + torch.arange(self.page_tokens, dtype=torch.int64)
+        addresses, sizes = self._pool.get_page_buffer_meta(indices.flatten())
+        if tuple(sizes) != self._pieces * len(blocks):
             raise ValueError(f"pages of {self.name} have pieces of other sizes than at the start")
-        count = len(self._pieces)
-        starts = range(0, len(addresses), count)
-        return Pages([addresses[start : start + count] for start in starts], self._pieces)
+        offsets = [*accumulate(self._pieces[:-1], initial=0)]
+        places = [block + offset for block in blocks for offset in offsets]
+        for address, place, size in zip(addresses, places, sizes, strict=True):
+            to, source = (address, place) if direction is Direction.LOAD else (place, address)
+            ctypes.memmove(to, source, size)
 
     def _describe(self) -> tuple[int, ...]:
         """Sizes of the pieces of a page, in bytes."""
@@ -121,27 +134,3 @@ class PagePool:
         if not found or not found[0] or sum(found[1]) == 0:
             raise LayoutError(f"{where} has no pages of its own; {allowed}")
         return tuple(map(int, found[1]))
-
-
-class Pages:
-    """Pages of a pool; copies them to and from blocks.
-
-    Args:
-        addresses: for each page the addresses of its pieces. SGLang owns the memory.
-        sizes: sizes of the pieces of one page, in bytes.
-    """
-
-    def __init__(self, addresses: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
-        self._addresses = addresses
-        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        self._pieces = [(begin, end - begin) for begin, end in pairwise([0, *ends])]
-
-    def copy_out(self, page: int, block: int) -> None:
-        """Copy a page into the block at an address. The bytes behind the page stay as they are."""
-        for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
-            ctypes.memmove(block + offset, address, size)
-
-    def copy_in(self, page: int, block: int) -> None:
-        """Copy the page in the block at an address to its place in the pool."""
-        for address, (offset, size) in zip(self._addresses[page], self._pieces, strict=True):
-            ctypes.memmove(address, block + offset, size)

@@ -10,10 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from array import array
 from collections.abc import Sequence
-
-import torch
 
 from flexkv.client import CacheClient
 from flexkv.engine.key_epoch import KeyEpoch
@@ -38,7 +35,6 @@ class HostPageMover:
     def __init__(self, pool: PagePool, arena: Arena) -> None:
         self._pool = pool
         self._address = arena.address
-        self._within = torch.arange(pool.page_tokens, dtype=torch.int64)
 
     def submit(
         self,
@@ -52,11 +48,7 @@ class HostPageMover:
         mark: int = 0,
     ) -> int:
         """See `Mover.submit`. `blocks` are the indices of the pages' first tokens."""
-        first = torch.tensor(list(blocks), dtype=torch.int64)
-        pages = self._pool.at((first[:, None] + self._within).flatten(), len(blocks))
-        copy = pages.copy_in if direction is Direction.LOAD else pages.copy_out
-        for page, offset in enumerate(offsets):
-            copy(page, self._address + offset)
+        self._pool.copy(direction, blocks, [self._address + offset for offset in offsets])
         ctypes.c_uint32.from_address(flag_address).value = Status.DONE
         return 0
 
@@ -212,19 +204,3 @@ def open_pool_cache(
         slots = cache.info.num_slots
         logger.info("FlexKV keeps pages of HiCache's pool %r in %d blocks", pool.name, slots)
         return PoolCache(session, cache, pool, epoch, call_seconds)
-
-
-def first_tokens(pool: PagePool, indices: torch.Tensor, pages: int) -> Sequence[int]:
-    """The indices of the first tokens of pages.
-
-    Args:
-        indices: indices of all their tokens, int64, page after page.
-
-    Raises:
-        ValueError: the number of indices does not match `pages`.
-    """
-    if indices.numel() != pages * pool.page_tokens:
-        raise ValueError(
-            f"{indices.numel()} indices for {pages} pages of {pool.page_tokens} tokens"
-        )
-    return array("Q", indices[:: pool.page_tokens].tolist())

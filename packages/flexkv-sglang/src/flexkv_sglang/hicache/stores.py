@@ -25,7 +25,7 @@ from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.epochs import engine_name, epoch_of
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.pool import HostPool, PagePool
-from flexkv_sglang.hicache.pool_cache import PoolCache, first_tokens, open_pool_cache
+from flexkv_sglang.hicache.pool_cache import PoolCache, open_pool_cache
 
 logger = logging.getLogger("flexkv.sglang")
 
@@ -157,7 +157,7 @@ class PoolStores:
         with self._boundary.guard("get", "pages count as missing"):
             cache = self._cache(pool)
             if cache is not None and indices is not None:
-                pages = first_tokens(self._pools[pool], indices, len(keys))
+                pages = self._pools[pool].first_tokens(indices, len(keys))
                 read = cache.read(_encoded(keys), pages)
                 cache.touch(_encoded([*before, *keys[:read]]))
         return _first(read, len(keys))
@@ -184,7 +184,7 @@ class PoolStores:
         with self._boundary.guard("set", "pages are not kept"):
             cache = self._cache(pool)
             if cache is not None and indices is not None:
-                pages = first_tokens(self._pools[pool], indices, len(keys))
+                pages = self._pools[pool].first_tokens(indices, len(keys))
                 written = cache.write(_encoded(keys), pages)
                 cache.touch(_encoded([*before, *keys[:written]]))
         return _first(written, len(keys))
