@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from broken import Broken, public, raise_broken
+from broken import Broken, BrokenError, public, raise_broken
 from engine_world import MakeWorld, World, random_prompt
 from vllm.v1.outputs import KVConnectorOutput
 from world_config import IN_TREE, PLUGIN
 
-from flexkv.cache import KVCache
+from flexkv.client import Reset
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
@@ -23,7 +23,7 @@ from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
 from flexkv_vllm.scheduler_calls import SchedulerCalls
-from packages.inside import board_of, cache_of, copies_of, index_of
+from packages.inside import board_of, cache_of, copies_of, fail_resets, index_of
 from packages.inside_adapters import (
     adapter_of,
     fail_by_request,
@@ -189,9 +189,11 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
     prompt = random_prompt(rng, 100)
     world.generate(prompt)
     side = world.side
-    owner = KVCache if broken == ("reset",) else RequestSide
-    for name in broken:
-        monkeypatch.setattr(owner, name, raise_broken)
+    if broken == ("reset",):
+        fail_resets(monkeypatch, world.cache, Reset.SUSPEND, BrokenError())
+    else:
+        for name in broken:
+            monkeypatch.setattr(RequestSide, name, raise_broken)
     if broken == ("reset",):
         assert not world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate(random_prompt(rng, 40))

@@ -183,7 +183,7 @@ class Adapter(WorkerCalls):
     def loaded_groups(self) -> tuple[int, ...]:
         """vLLM's numbers of the KV cache groups whose blocks are cached."""
         side = self._scheduler
-        return () if side is None or side.is_off else side.cached_groups
+        return () if side is None or side.is_off else tuple(side.cached_groups)
 
     @answers(lambda _: [], "they are told later, or lost")
     def take_events(self) -> list[KVCacheEvent]:
