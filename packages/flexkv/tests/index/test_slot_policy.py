@@ -321,10 +321,10 @@ class SlotPolicyModel(RuleBasedStateMachine):
     def no_slot_is_lost(self) -> None:
         for at, index in enumerate(self.all):
             busy = {slot for of, slot in {*self.writing, *+self.leases} if of == at}
-            waiting = SLOTS - len(busy) - index.usable_slots
+            assert index.usable_slots == SLOTS - len(busy)
             taken = busy | {slot for (of, _), slot in self.slots.items() if of == at}
-            assert index.free_slots <= SLOTS - len(taken) - waiting
-            assert index.free_slots + index.stale_blocks >= SLOTS - len(taken) - waiting
+            assert index.free_slots <= SLOTS - len(taken)
+            assert index.free_slots + index.stale_blocks >= SLOTS - len(taken)
 
     def teardown(self) -> None:
         self.lose_all_uses()
