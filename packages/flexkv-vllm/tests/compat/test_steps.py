@@ -19,7 +19,7 @@ from flexkv_vllm.compat import steps
 from flexkv_vllm.compat.steps import read_step
 from flexkv_vllm.orders import StepMetadata
 from packages.inside import accesses_of
-from packages.inside_adapters import fills_of
+from packages.inside_adapters import side_stores
 
 
 def step(new: dict[str, list[int]] | None = None, **changes: Any) -> SchedulerOutput:
@@ -128,7 +128,7 @@ def test_an_error_while_a_step_is_made_lets_later_loads_follow_everything(
 
     assert accesses_of(world.side).last_use([60]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(fills_of(world.side), "step", broken)
+        patch.setattr(side_stores(world.side), "order_filled", broken)
         world.add(prompt)
         world.step()
     assert accesses_of(world.side).last_use([60]) == EVERYTHING
