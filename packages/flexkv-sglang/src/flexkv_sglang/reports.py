@@ -161,6 +161,6 @@ class RequestReports:
         known = self._keys_of(()) if tracked.prefix is None else tracked.prefix
         if self.hashes is None:
             return known
-        request = tracked.request.sglang
+        request = tracked.sglang
         behind = self.hashes.behind(request, len(known), tracked.prefix_end if known else None)
         return known + self._keys_of(behind)

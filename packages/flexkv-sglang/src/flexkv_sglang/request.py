@@ -75,7 +75,6 @@ class Tracked(TrackedRequest):
     """The state of one request on the rank that decides, from SGLang's queue to its end.
 
     Attributes:
-        request: the request.
         own_tokens: tokens that SGLang had for it at its latest match.
         last_hash: the hash of the last page of its latest lookup, whose keys are in `match`.
         loads: how many pages of that lookup are loaded.
@@ -83,12 +82,16 @@ class Tracked(TrackedRequest):
         prefix_end: the hash of the last of these pages; None if there are none.
     """
 
-    request: SglangRequest
     own_tokens: int = 0
     last_hash: str = ""
     loads: int = 0
     prefix: PackedKeys | None = field(default=None, repr=False)
     prefix_end: str | None = None
+
+    @property
+    def sglang(self) -> Any:
+        """SGLang's own object; borrowed."""
+        return cast("SglangRequest", self.request).sglang
 
     @property
     def keeps(self) -> bool:
@@ -99,7 +102,7 @@ class Tracked(TrackedRequest):
     def has_ended(self) -> bool:
         """Whether a request that is not in SGLang's queue has ended. SGLang drops an aborted
         request from its queue without a mark."""
-        request = self.request.sglang
+        request = self.sglang
         return request.is_retracted or not self.ran or bool(request.finished())
 
     def looked_up(self, keys: PackedKeys, last: str) -> Match:

@@ -186,7 +186,7 @@ class SglangRequests:
             self._checked = now
             queue = {id(each) for each in waiting}
             for tracked in [*self._by_id.values()]:
-                if tracked.has_ended and id(tracked.request.sglang) not in queue:
+                if tracked.has_ended and id(tracked.sglang) not in queue:
                     self._end(tracked)
 
     # The cache.
@@ -215,7 +215,7 @@ class SglangRequests:
     def _track(self, request: Any) -> Tracked:
         """The state of SGLang's request. It begins with the first call."""
         tracked = self._by_id.get(request.rid)
-        if tracked is not None and tracked.request.sglang is request:
+        if tracked is not None and tracked.sglang is request:
             return tracked
         if tracked is not None:
             self._end(tracked)  # an earlier one of the same id

@@ -236,7 +236,7 @@ class WaitingRequests:
             self._end(tracked.id)
             self._seen[tracked.id] = self._unfinished[tracked.id] = _Look(tracked, prompt)
         if prompt.pages and not self._trailing.have_states:
-            kind = getattr(tracked.request.sglang, "priority", None)
+            kind = getattr(tracked.sglang, "priority", None)
             self.shared.waits(tracked.id, prompt.hashes(0, 1, None)[0], kind)
 
     def go_on(self) -> None:
