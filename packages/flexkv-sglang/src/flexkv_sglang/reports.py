@@ -92,7 +92,7 @@ class RequestReports:
         match, last = tracked.match or NO_MATCH, tracked.last_hash
         looked_up = cast("PackedKeys", match.keys or self._keys_of(()))
         own_tokens = max(0, request.num_computed_tokens - loads * size)
-        own_hashes = hashes.of_hit(request.sglang) if own_tokens else ()
+        own_hashes = hashes.of_hit(tracked.sglang) if own_tokens else ()
         if len(own_hashes) != own_tokens // size:
             own_hashes = ()  # those of a streaming session are unknown
         own = self._keys_of(own_hashes)
