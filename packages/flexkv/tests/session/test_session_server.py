@@ -39,6 +39,7 @@ from packages.patience import wait_until
         b"{}",
         b'{"other": 1}',
         b"[" * 60_000,
+        b'{"rank":{"x":' + b"[" * 60_000,
     ],
 )
 def test_malformed_greetings_are_refused_and_lose_nothing(tmp_path: Path, greeting: bytes) -> None:

@@ -47,6 +47,7 @@ def test_a_long_message_arrives_with_its_descriptor(
         (b"[]", "Expected `object`"),
         (b"no json", "malformed"),
         (b"[" * 60_000, "Expected `object`"),
+        (b'{"session":{"x":' + b"[" * 60_000, "recursion depth"),
         (b'{"error":', "truncated"),
         (b'{"other":1}', "unknown field"),
         (b"x" * 140_000, "more than 131072 bytes or 1 descriptors"),

@@ -140,10 +140,10 @@ def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message |
     packet, fds = receive_packet(connection, _MAX_PACKET, 1)
     try:
         message = msgspec.json.decode(packet, type=kind) if packet else None
-    except ValueError:
+    except (ValueError, RecursionError) as error:
         for fd in fds:
             os.close(fd)
-        raise
+        raise ValueError(str(error)) from None
     return message, fds[0] if fds else None
 
 
