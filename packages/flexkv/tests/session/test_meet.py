@@ -55,6 +55,17 @@ def test_all_processes_get_the_same_arena(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.sock")) == []
 
 
+def test_others_do_not_wait_for_memory_that_rank_0_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexkv.host.arena._LEFT_FREE", 0)
+    growing = replace(plan(BlockFormat(2, (SHARD_BYTES,))), grows=True)
+    session = lead(str(tmp_path), "engine", shard(0), 1, lambda *_: growing, threads=1)
+    with contextlib.closing(session), contextlib.closing(attach(str(tmp_path), "engine")) as other:
+        assert session.arena.spec.grows
+        assert not other.arena.spec.grows
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_the_scheduler_learns_whether_blocks_outlive_the_engine(
     tmp_path: Path, durable: bool

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from flexkv.host.arena import Arena, ArenaSpec
@@ -123,7 +123,8 @@ def _make_session(  # noqa: PLR0917 - what an engine starts with
     identity = tuple(dict.fromkeys(part for shard in shards for part in shard.identity))
 
     def describe(spec: ArenaSpec) -> SessionInfo:
-        return SessionInfo(join_stages(list(stages.values())), spec, first.durable, identity)
+        known = replace(spec, grows=False)  # the memory is there before others have it
+        return SessionInfo(join_stages(list(stages.values())), known, first.durable, identity)
 
     if share is not None:
         session = share(name, describe(ArenaSpec(block_format, 0)))
