@@ -459,6 +459,26 @@ def test_a_device_that_refuses_raises_and_nothing_is_found(pages: Pages) -> None
         assert not cache.cache.status.under_way
 
 
+def test_after_a_clear_that_failed_nothing_is_found(pages: Pages) -> None:
+    def fail() -> None:
+        raise RuntimeError("for the test")
+
+    device = Steered()
+    with open_cache(settings(), pages.layout, device=device) as cache:
+        fill(pages, cache, 2)
+        device.is_lazy = True
+        copy = cache.begin_store(KEYS[2:3], [2])
+        copy.stop = fail  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="for the test"):
+            cache.clear()
+        assert cache.lookup(KEYS[:2]) == 0
+        del copy.stop
+        cache.clear()
+        copy.cancel()
+        device.is_lazy = False
+        assert fill(pages, cache, 2) == cache.lookup(KEYS[:2]) == 2
+
+
 def test_a_copy_that_failed_keeps_its_error_and_not_the_calls_behind_it(pages: Pages) -> None:
     """Their buffers would keep the arena when the cache is closed."""
 

@@ -88,8 +88,10 @@ class Copier:
 
     def clear(self) -> None:
         """Forget all blocks, and begin no further transfer of the copies under way. Others that
-        share the cache keep theirs, so that later blocks get other keys."""
+        share the cache keep theirs, so that later blocks get other keys. If this raises, nothing is
+        found until it succeeds."""
         with self.use() as cache:
+            cache.reset(Reset.SUSPEND)
             for copy in self.under_way:
                 copy.stop()
             cache.reset(Reset.CLEAR)
