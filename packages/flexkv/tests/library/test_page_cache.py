@@ -330,7 +330,8 @@ def test_an_exception_in_the_block_closes_the_cache(pages: Pages) -> None:
         use()
     assert mapped_arenas() == before
     cache.close()
-    for call in (cache.flush, cache.clear, cache.__enter__, lambda: cache.lookup(KEYS)):
+    others = (lambda: cache.lookup(KEYS), lambda: cache.stored_keys(KEYS))
+    for call in (cache.flush, cache.clear, cache.__enter__, *others):
         with pytest.raises(FlexKVError, match="the cache is closed; allowed: a cache that is open"):
             call()
 

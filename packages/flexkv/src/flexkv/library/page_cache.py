@@ -76,7 +76,9 @@ class PageCache:
 
     def stored_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys of these blocks in `cache`: others after a `clear` with the node's service."""
-        return self._copier.stored_keys(_checked_keys(keys))
+        keys = _checked_keys(keys)
+        with self._copier.use():
+            return self._copier.stored_keys(keys)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix the cache has, from the first key on. Waits only for
