@@ -388,6 +388,24 @@ def test_a_backend_that_is_attached_again_finds_no_cleared_page(tmp_path: Path) 
                 kept.clear()
 
 
+def test_pages_whose_write_was_under_way_at_a_clear_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, cleared = PoolCache._end, list[PoolCache]()
+
+    def clear_once(self: PoolCache, *args: Any) -> int:
+        if not cleared:
+            cleared.append(self)
+            self.clear()
+        return end(self, *args)
+
+    with stores(tmp_path, full()) as kept:
+        monkeypatch.setattr(PoolCache, "_end", clear_once)
+        assert kept.set("kv", KEYS[:2], tokens_of(0, 1)) == [False, False]
+        assert kept.contains("kv", KEYS[:2]) == [False, False]
+        assert kept.set("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
+
+
 def test_after_a_clear_that_failed_no_page_is_kept_or_found_until_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,15 +118,22 @@ class PoolCache:
             How many the cache has now, from the first on.
         """
         late = time.monotonic() + self._call_seconds
-        for _ in range(2):  # what was begun before a clear of the pool is not published
-            absent = self._write(keys, pages, late)
+        with self._copier.use():
+            own = self._copier.stored_keys(keys)
+        for _ in range(2):  # what was begun before a clear of the service's pool is not published
+            absent = self._write(keys, own, pages, late)
             if not absent or time.monotonic() > late:
                 break
         return leading([place not in absent for place in range(len(keys))])
 
-    def _write(self, keys: Sequence[bytes], pages: Sequence[int], late: float) -> set[int]:
-        """Write pages, until a time. Returns the positions of those that the cache lacks then."""
+    def _write(
+        self, keys: Sequence[bytes], own: Sequence[bytes], pages: Sequence[int], late: float
+    ) -> set[int]:
+        """Write pages, until a time. Returns the positions of those that the cache lacks then. It
+        writes none if their keys are no longer `own`: the pages may be those of old weights."""
         with self._copier.use():
+            if self._copier.stored_keys(keys) != own:
+                return set(range(len(keys)))
             self._copier.advance()
             numbers = dict(zip(keys, pages, strict=True))
             store = PageStore(
