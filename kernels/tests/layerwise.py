@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.orders import CopyOrder, StepOrders
-from flexkv.engine.worker.block_sizes import BlockSizes
 from flexkv.engine.worker.layers import LayerParts
+from flexkv.engine.worker.pages import PlacedPages
+from flexkv.engine.worker.rank_copies import BlockSizes, RankCopies
 from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, sample
 from flexkv.host.arena import Arena, ArenaSpec
@@ -38,16 +39,21 @@ def worker_of(
 ) -> WorkerSide:
     """A worker side that loads blocks in these parts; layer "0" needs the first of them."""
     session: Any = OnlyArena(arena)
-    return WorkerSide(
-        session,
+    own: Any = planes
+    count = range(len(planes))
+    copies = RankCopies(
+        arena,
         mover,
         0,
         block_step=planes[-1].slot_end,
-        sizes=BlockSizes([plane.page_bytes for plane in planes], range(len(planes))),
-        parts=LayerParts(tuple(parts), {str(i): i for i in range(len(parts))}),
+        sizes=BlockSizes(
+            [PlacedPages(layout=own, planes=own, stored=count, first=0, numbers=count)]
+        ),
         work_so_far=work_so_far,
         boundary=ErrorBoundary(),
     )
+    last = {str(i): i for i in range(len(parts))}
+    return WorkerSide(session, copies, LayerParts(tuple(parts), last))
 
 
 def layerwise(blocks: Sequence[int], slots: Sequence[int], *, follows: int) -> StepOrders:
