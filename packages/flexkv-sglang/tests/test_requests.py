@@ -14,6 +14,7 @@ from sglang_world import Rank, hashes_of
 from flexkv.eviction import POLICIES, RequestContext
 from flexkv.figures.definitions import HIT_TOKENS, QUERY_TOKENS, sample
 from flexkv_sglang import requests
+from packages.inside import cache_of
 from packages.inside_adapters import tracked_by_rank
 
 PAGE = 4
@@ -117,6 +118,27 @@ def test_chunks_of_a_prompt_are_one_request(world: World) -> None:
         world.schedule(request)
         request.prefix_len += 8
     assert len(world.told.began_with) == 1
+
+
+def test_chunks_report_a_load_once_though_a_report_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.rank.store(HASHES[:2], [1, 2])
+    request = world.rank.request("r", PROMPT, 8, params={"flexkv.retain_seconds": 60})
+    assert world.rank.lookup("r", HASHES) == [2]
+    assert world.rank.side.load("r", HASHES[:2], [5, 6])
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_of(world.rank.side), "hold", fail)
+        with pytest.raises(MemoryError):
+            world.schedule(request)
+    request.prefix_len = 16
+    world.schedule(request)
+    assert queried(world) == (21, 8)
+    assert len(world.told.began_with) == 1
+
+
+def fail(*_: object) -> None:
+    raise MemoryError
 
 
 def test_an_answer_is_told_when_it_has_ended(world: World) -> None:

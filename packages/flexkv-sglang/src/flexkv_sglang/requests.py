@@ -176,11 +176,13 @@ class SglangRequests:
         self.reports.hashes = hashes
         for request in requests:
             tracked = self._track(request)
-            self.waiting.leave(tracked)
-            # SGLang computes a long prompt in chunks, and resumes requests that it had retracted.
-            if not tracked.ran or tracked.loads:
-                self.reports.began(tracked, hashes)
-            tracked.forget_lookup()
+            try:
+                self.waiting.leave(tracked)
+                # SGLang computes long prompts in chunks, and resumes retracted requests.
+                if not tracked.ran or tracked.loads:
+                    self.reports.began(tracked, hashes)
+            finally:
+                tracked.forget_lookup()  # else the next chunk would report the load again
         now = time.monotonic()
         if now - self._checked >= _LOOK_SECONDS:
             self._checked = now
