@@ -137,6 +137,18 @@ def test_chunks_report_a_load_once_though_a_report_fails(
     assert len(world.told.began_with) == 1
 
 
+def test_a_request_loads_though_its_pin_does_not_end(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(settings={"request_options": "unpin"})
+    rank.store(HASHES[:2], [1, 2])
+    monkeypatch.setattr(cache_of(rank.side), "unhold", fail)
+    request = rank.request("r", PROMPT, params={"flexkv.unpin": True})
+    with pytest.raises(MemoryError):
+        rank.requests.matched(request, 0)
+    assert rank.side.lookup("r", HASHES) == [2]
+
+
 def fail(*_: object) -> None:
     raise MemoryError
 

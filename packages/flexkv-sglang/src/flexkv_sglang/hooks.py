@@ -232,7 +232,7 @@ def match(original: Callable[..., Any], wrapper: Any, key: Any, request: Any, re
     for side in _sides:
         if side.requests is not None:
             with side.boundary.guard(
-                "reading a request", "its parameters have no effect", loses=False
+                "reading a request", "it loads nothing, or as without parameters", loses=False
             ):
                 side.requests.matched(request, result.device_prefix_len)
     return original(wrapper, key, request, result)

@@ -81,10 +81,12 @@ class RequestReports:
     def track(self, request: Any) -> Tracked:
         """The state of a request of SGLang's that is new here."""
         seen = SglangRequest(request)
-        tracked = Tracked(seen, self._options.of(seen))
+        return Tracked(seen, self._options.of(seen))
+
+    def queued(self, tracked: Tracked) -> None:
+        """A request is tracked from now on."""
         if tracked.options.unpin:
-            self._cache.unhold(Hold.PIN, pin_owner(seen, tracked.options))
-        return tracked
+            self._cache.unhold(Hold.PIN, pin_owner(tracked.request, tracked.options))
 
     def began(self, tracked: Tracked, hashes: PageHashes) -> None:
         """SGLang computes a request next."""

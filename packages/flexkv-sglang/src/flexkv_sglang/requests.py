@@ -222,6 +222,7 @@ class SglangRequests:
         if tracked is not None:
             self._end(tracked)  # an earlier one of the same id
         tracked = self._by_id[request.rid] = self.reports.track(request)
+        self.reports.queued(tracked)
         return tracked
 
     def _end(self, tracked: Tracked) -> None:
