@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flexkv.engine.boundary import ErrorBoundary
@@ -92,7 +92,7 @@ class Side:
     def scheduled(
         self,
         requests: Sequence[Any],
-        waiting: Sequence[Any],
+        waiting: Iterable[Any],
         hashes: PageHashes,
     ) -> None:
         self.counted.append((rids(requests), rids(waiting)))
@@ -115,5 +115,5 @@ class Request:
         self.session = session
 
 
-def rids(queue: Sequence[Request]) -> list[str]:
+def rids(queue: Iterable[Request]) -> list[str]:
     return [request.rid for request in queue]

@@ -207,10 +207,15 @@ def test_a_decode_server_polls_before_it_looks_at_its_queues(
 ) -> None:
     monkeypatch.setattr(hooks, "_sides", [side] if serves else [])
     tree = SimpleNamespace(check_hicache_events=lambda: side.asked.append("poll"))
-    scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=[Request("waits", side)])
+    early = SimpleNamespace(queue=[SimpleNamespace(req=Request("early", side))])
+    scheduler = SimpleNamespace(
+        tree_cache=tree,
+        waiting_queue=[Request("waits", side)],
+        disagg_decode_prealloc_queue=early,
+    )
     assert hooks.decode(lambda scheduler: side.asked.append("queues"), scheduler) is None
     assert side.asked == ["poll"] * serves + ["queues"]
-    assert side.counted == [([], ["waits"])] * serves
+    assert side.counted == [([], ["waits", "early"])] * serves
 
 
 def test_sglang_learns_how_much_of_a_hit_lower_tiers_gave(side: Side) -> None:

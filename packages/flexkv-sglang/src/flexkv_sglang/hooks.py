@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from flexkv.engine.choice.cost import Span
@@ -149,8 +150,10 @@ def _report_batch(side: RankSide, requests: Sequence[Any], scheduler: Any) -> No
         with side.boundary.guard(
             "following a batch", "its requests are not counted or recorded", loses=False
         ):
-            hashes = PageHashes(scheduler.tree_cache)
-            side.requests.scheduled(requests, scheduler.waiting_queue, hashes)
+            early = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+            queue: list[Any] = [] if early is None else early.queue
+            waiting = chain(scheduler.waiting_queue, (each.req for each in queue))
+            side.requests.scheduled(requests, waiting, PageHashes(scheduler.tree_cache))
 
 
 @contextlib.contextmanager
@@ -219,7 +222,7 @@ def _with_held(queue: list[Any], held: set[int], seen: list[Any], left: list[Any
 def decode(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook of the step in which a decode server (PD disaggregation) looks at its queues. Polls
     offloads first: SGLang polls only HiCache there, and would keep all offloaded pages. Such a
-    server computes no prompts, so that its requests are forgotten once they have loaded."""
+    server computes no prompts, so that its requests are forgotten once they have their pages."""
     if _sides:
         scheduler.tree_cache.check_hicache_events()
         _report_batch(_sides[0], (), scheduler)

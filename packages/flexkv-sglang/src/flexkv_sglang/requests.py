@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -160,14 +160,14 @@ class SglangRequests:
             tracked.load_nothing()
 
     def scheduled(
-        self, requests: Sequence[Any], waiting: Sequence[Any], hashes: PageHashes
+        self, requests: Sequence[Any], waiting: Iterable[Any], hashes: PageHashes
     ) -> None:
         """Report a batch that SGLang computes next, and the requests that have ended. Called in
         each step, also without a batch.
 
         Args:
             requests: SGLang's requests of the batch; borrowed until they end.
-            waiting: the requests in SGLang's queue. Any others that do not run are forgotten in
+            waiting: the requests in SGLang's queues. Any others that do not run are forgotten in
                 time.
             hashes: of pages; borrowed until the next call.
         """
