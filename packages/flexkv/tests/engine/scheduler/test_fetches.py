@@ -12,6 +12,7 @@ from memory_tier import MemoryTier
 
 from flexkv import KVCache
 from flexkv.client import AwaitedBlocks, FetchId, FetchState, Reset
+from flexkv.engine.scheduler import fetches
 from flexkv.engine.scheduler.fetches import Fetches, fetched_blocks, note_media, slowest
 from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest, limited
@@ -202,6 +203,21 @@ def test_what_a_tier_has_got_while_a_request_was_queued_comes_in_the_same_fetch(
 
 
 BLOCKS = [bytes([i]) for i in range(8)]
+
+
+def test_what_a_fetch_has_is_neither_copied_as_it_grows_nor_noted_as_it_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = KEYS[:1]
+    fetch = node.fetches.begin(node.tracked, given, 0)
+    assert fetch is not None
+    assert node.fetches.extend(node.tracked, KEYS[1:2])
+    grown = fetch.keys
+    assert node.fetches.extend(node.tracked, KEYS[2:])
+    assert fetch.keys is grown
+    assert (given, grown) == (KEYS[:1], KEYS)
+    monkeypatch.setattr(fetches, "note_media", None)
+    node.assert_at_rest()
 
 
 def test_blocks_count_for_the_tier_that_the_last_fetch_took_them_from() -> None:

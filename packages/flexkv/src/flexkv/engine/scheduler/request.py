@@ -167,6 +167,7 @@ class WantedFetch:
         start: see `Plan`.
         queued: whether the request's turn has not come.
         turn: when it came, and what had arrived then; None if the fetch began then.
+        is_extended: whether `keys` is a list of its own.
     """
 
     id: FetchId
@@ -174,6 +175,7 @@ class WantedFetch:
     start: int
     queued: bool = False
     turn: tuple[float, FetchState] | None = None
+    is_extended: bool = False
 
     def since_turn(self, state: FetchState) -> FetchState:
         """The state without what the fetch did while the request was queued."""
