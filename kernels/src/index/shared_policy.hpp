@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "../eviction/python_type.hpp"
-#include "../zeroed_array.hpp"
 #include "memory.hpp"
 
 namespace flexkv::index {
@@ -67,8 +66,8 @@ class SharedPolicy {
     return key.get() == Py_None ? kNoSlot : function(view_of(key.get()));
   }
 
-  std::vector<Slots*> indexes;                       // null for one that has ended
-  std::vector<std::shared_ptr<ZeroedArray<char>>> keys;  // of them, as long as the policy may read them
+  std::vector<Slots*> indexes;                    // null for one that has ended
+  std::vector<std::shared_ptr<const void>> keys;  // of them, as long as the policy may read them
 
  private:
   static KeyView view(const char* key) { return {key + 1, static_cast<std::uint8_t>(*key)}; }

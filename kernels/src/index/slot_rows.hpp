@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "../zeroed_array.hpp"
 #include "keys.hpp"
@@ -36,11 +37,20 @@ struct SlotRow {
   std::int32_t children;
   std::uint16_t parent_index;
   SlotState state;
-  bool known;  // to the policy
+  bool known;         // to the policy
+  std::uint8_t part;  // of the keys, where its key is
 
   bool is_held() const noexcept { return children > 0 || uses > 0; }
 };
 static_assert(sizeof(SlotRow) == 64);
+
+// Room for the key of each slot, and for its length before it.
+struct KeyPart {
+  std::size_t stride;
+  ZeroedArray<char> bytes;
+
+  KeyPart(std::size_t each, std::size_t slots) : stride(each), bytes(each * slots) {}
+};
 
 class SlotRows {
  public:
@@ -101,29 +111,27 @@ class SlotRows {
   }
 
   // The size and the bytes of the key that a slot has or had last.
-  const char* key_at(Slot slot) const noexcept { return &(*keys_)[at(slot) * stride_]; }
-  const std::shared_ptr<ZeroedArray<char>>& keys() const noexcept { return keys_; }
+  const char* key_at(Slot slot) const noexcept { return start_of(*keys_[row(slot).part], slot); }
+  const std::vector<std::shared_ptr<KeyPart>>& keys() const noexcept { return keys_; }
 
-  // Makes room for a key of this size, and returns whether that moved all. The keys of one cache have few
-  // sizes. Throws std::bad_alloc.
+  // Makes room for keys of this size, and returns whether that is a further part. Keys that are there stay
+  // where they are: a step waits for this. The keys of one cache have few sizes. Throws std::bad_alloc.
   bool fit(std::size_t size) {
-    if (size < stride_) {
+    if (!keys_.empty() && size < keys_.back()->stride) {
       return false;
     }
-    const std::size_t stride = size + 1;
-    auto keys = std::make_shared<ZeroedArray<char>>(size_ * stride);
-    for (std::size_t slot = 0; slot < size_ && stride_ > 0; ++slot) {
-      std::memcpy(&(*keys)[slot * stride], &(*keys_)[slot * stride_], stride_);
-    }
-    keys_ = std::move(keys);
-    stride_ = stride;
+    keys_.push_back(std::make_shared<KeyPart>(size + 1, size_));
     return true;
   }
 
   // Gives a key that fits, and that the table lacks, to a slot.
   void put(Slot slot, KeyView key, SlotState state) noexcept {
     row(slot).state = state;
-    char* const start = &(*keys_)[at(slot) * stride_];
+    row(slot).part = 0;
+    while (keys_[row(slot).part]->stride <= key.size()) {
+      ++row(slot).part;
+    }
+    char* const start = start_of(*keys_[row(slot).part], slot);
     *start = static_cast<char>(key.size());
     std::copy(key.begin(), key.end(), start + 1);
     std::size_t place = home(key);
@@ -203,14 +211,14 @@ class SlotRows {
   }
   std::size_t after(std::size_t place) const noexcept { return (place + 1) & mask_; }
   Slot slot_at(std::size_t place) const noexcept { return static_cast<Slot>(places_[place]) - 1; }
+  static char* start_of(KeyPart& part, Slot slot) noexcept { return &part.bytes[at(slot) * part.stride]; }
 
   std::size_t size_;
   HashSeed seed_;
   ZeroedArray<SlotRow> rows_;
   std::size_t mask_;
   ZeroedArray<std::uint32_t> places_;  // slots plus one
-  std::shared_ptr<ZeroedArray<char>> keys_;  // by slot, each with its length before it
-  std::size_t stride_ = 0;
+  std::vector<std::shared_ptr<KeyPart>> keys_;  // of growing strides
   Slot free_ = kNoSlot;
   std::size_t fresh_ = 0;  // this slot and those behind it were never taken
   std::size_t taken_ = 0;

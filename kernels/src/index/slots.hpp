@@ -39,7 +39,7 @@ class Slots : public SlotRows {
     }
     number_ = static_cast<std::uint16_t>(policy_->indexes.size());
     policy_->indexes.push_back(this);
-    policy_->keys.push_back(keys());
+    policy_->keys.insert(policy_->keys.end(), keys().begin(), keys().end());
   }
   const std::shared_ptr<SharedPolicy>& policy() const noexcept { return policy_; }
 
@@ -314,10 +314,10 @@ class Slots : public SlotRows {
     return row(slot).state != SlotState::none && !is_current(slot);
   }
 
-  // The policy goes on reading the keys that it knows where they were.
+  // The policy reads the keys that it knows where they are.
   void make_fit(KeyView key) {
     if (fit(key.size()) && policy_ != nullptr) {
-      policy_->keys.push_back(keys());
+      policy_->keys.push_back(keys().back());
     }
   }
 

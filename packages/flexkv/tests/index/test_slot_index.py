@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -155,6 +157,23 @@ def test_the_blocks_of_a_batch_get_neighbouring_slots(count: int) -> None:
         else:
             prefixes.append(batch)
         index.touch(chance.choice(prefixes[-2:]))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_longer_key_takes_its_own_room_alone() -> None:
+    """A step waits for it, whatever the number of slots."""
+    index = filled(1 << 22, [b"a" * 32])
+    before = resident_bytes()
+    for key in (b"b" * 49, b"c" * 32):
+        slot = index.reserve(key)
+        assert slot is not None
+        assert index.publish(slot, bytes(16))
+    assert resident_bytes() - before < 64 << 20
+    assert index.ready_slots([b"a" * 32, b"b" * 49, b"c" * 32]) == [0, 1, 2]
+    assert index.key_of(1) == b"b" * 49
 
 
 @st.composite
