@@ -472,22 +472,21 @@ class SlotIndex:
     def discard(self, slot: int, /) -> None:
         """Forget the block in a slot in use."""
 
-    def restore(
-        self, records: Iterable[tuple[int, bytes, bytes, int, int]], /
+    def enter(
+        self, records: Sequence[tuple[int, bytes, bytes, int, int]], /
     ) -> tuple[int, int, list[int]]:
-        """Fill an empty index, which no other thread has yet, with the records of a table: slot,
-        key, checksum, generation and time of each.
+        """Fill an empty index with some records of a table; see `flexkv.index.slot_index.restore`.
+        Returns the greatest generation and time of these, and the slots of the records that do not
+        count."""
 
-        If several records have one key, the latest counts. A block of an earlier generation counts
-        as used longer ago. Returns the greatest generation and time, 0 if there is none, and the
-        slots of the records that do not count.
-        """
+    def begin(self) -> None:
+        """End `enter`. No other thread has the index yet."""
 
     def follow(self, policy: EvictionPolicy | None, other: SlotIndex = ..., /) -> None:
         """Evict by this policy from now on, as `other` does if that is given; None for LRU."""
 
     def report_restored(self, limit: int, /) -> None:
-        """Report up to `limit` of the blocks that `restore` has found to the policy, those used
+        """Report up to `limit` of the blocks that `enter` got to the policy, those used
         longest ago first. A block leaves that another index of the policy has, too."""
 
     def reserve(

@@ -58,15 +58,6 @@ Slot used_slot_in(PyObject* self, PyObject* object) {
   return slot;
 }
 
-// Lets other threads run as long as it lives.
-struct WithoutGil {
-  PyThreadState* const state = PyEval_SaveThread();
-  WithoutGil() = default;
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-};
-
 // The bytes of a checksum.
 const char* checksum_in(PyObject* object) {
   const KeyView bytes = view_of(object);
@@ -144,15 +135,15 @@ PyObject* lease(PyObject* self, PyObject* key) {
   return guarded([&] { return leased(self, of(self).find(view_of(key))); });
 }
 
-// restore(records)
-PyObject* restore(PyObject* self, PyObject* records) {
+// enter(records)
+PyObject* enter(PyObject* self, PyObject* records) {
   return guarded([&] {
     std::vector<Slot> outdated;
     long long last = 0;
     std::size_t latest = 0;
-    const Reference all = own(PyObject_GetIter(records));
-    while (const Reference record{PyIter_Next(all.get())}) {
-      const flexkv::python::Items items(record.get());
+    const flexkv::python::Items all(records);
+    for (Py_ssize_t i = 0; i < all.size(); ++i) {
+      const flexkv::python::Items items(all[i]);
       const Slot slot = slot_in(self, items[0]);
       if (of(self).row(slot).state != SlotState::none) {
         PyErr_Format(PyExc_ValueError, "slot %d has two records", slot);
@@ -168,18 +159,29 @@ PyObject* restore(PyObject* self, PyObject* records) {
         outdated.push_back(lost);
       }
     }
-    if (PyErr_Occurred() != nullptr) {
-      throw PythonError{};
-    }
-    {
-      const WithoutGil others_run;  // nobody else has the index yet
-      of(self).begin();
-    }
+    return own(Py_BuildValue("(LnN)", last, static_cast<Py_ssize_t>(latest),
+                             list_of(outdated).release()));
+  });
+}
+
+PyObject* begin(PyObject* self, PyObject*) {
+  bool is_done = true;
+  PyThreadState* const state = PyEval_SaveThread();  // nobody else has the index yet
+  try {
+    of(self).begin();
+  } catch (const std::bad_alloc&) {
+    is_done = false;
+  }
+  // If the process ends, a daemon's thread ends here: there is nothing to destroy, and no noexcept.
+  PyEval_RestoreThread(state);
+  if (!is_done) {
+    return PyErr_NoMemory();
+  }
+  return guarded([&] {
     if (of(self).policy() != nullptr) {
       of(self).report_restored(of(self).size());
     }
-    return own(Py_BuildValue("(LnN)", last, static_cast<Py_ssize_t>(latest),
-                             list_of(outdated).release()));
+    return none();
   });
 }
 
@@ -369,7 +371,8 @@ PyMethodDef methods[] = {
     {"lease_all", lease_all, METH_O, nullptr},
     {"release", with_slot<&Slots::release>, METH_O, nullptr},
     {"discard", with_slot<&Slots::discard>, METH_O, nullptr},
-    {"restore", restore, METH_O, nullptr},
+    {"enter", enter, METH_O, nullptr},
+    {"begin", begin, METH_NOARGS, nullptr},
     {"report_restored", with_limit<&Slots::report_restored>, METH_O, nullptr},
     {"follow", erased(follow), METH_FASTCALL, nullptr},
     {"reserve", erased(reserve), METH_FASTCALL, nullptr},

@@ -17,7 +17,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from flexkv.index.slot_index import SlotIndex, slot_index
+from flexkv.index.slot_index import SlotIndex, restore, slot_index
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import OsFiles, open_folder, read_fully
 
@@ -74,7 +74,7 @@ def _open(path: Path) -> SlotIndex:
     read_fully(files, fd, records, table.HEADER_BYTES)
     files.close(fd)
     index = slot_index(header.num_slots)
-    index.restore(table.decode_records(records, header.seal))
+    restore(index, table.decode_records(records, header.seal))
     if len(index) != header.num_slots:
         raise RuntimeError(f"{len(index)} of {header.num_slots} blocks were found")
     return index

@@ -4,6 +4,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexkv.index.slot_index import SlotIndex, drain_changes, slot_index
+from flexkv.index.slot_index import SlotIndex, drain_changes, restore, slot_index
 
 SLOTS = 6
 KEYS = st.integers(0, 9).map(lambda number: bytes([number]))
-Record = tuple[int, bytes, bytes, int]
+Record = tuple[int, bytes, bytes, int, int]
 
 
 def checksum_for(key: bytes, slot: int) -> bytes:
@@ -134,7 +136,7 @@ def test_the_same_key_may_be_written_anew_while_its_old_slot_is_read() -> None:
 def test_an_index_without_slots_takes_nothing() -> None:
     index = slot_index(0)
     assert index.reserve(b"a") is None
-    assert index.restore([]) == (0, 0, [])
+    assert restore(index, []) == (0, 0, [])
 
 
 @pytest.mark.parametrize("count", [8, 13])
@@ -176,6 +178,25 @@ def test_a_longer_key_takes_its_own_room_alone() -> None:
     assert index.key_of(1) == b"b" * 49
 
 
+def test_a_process_that_ends_while_an_index_is_filled_ends_well() -> None:
+    """A daemon's thread fills it: a drive may hang."""
+    code = """
+import threading, time
+from flexkv.index.slot_index import restore, slot_index
+
+def records():
+    begun.set()
+    for slot in range(10_000):
+        yield slot, b"%d" % slot, bytes(16), slot, 1
+        time.sleep(0.001)
+
+begun = threading.Event()
+threading.Thread(target=restore, args=(slot_index(10_000), records()), daemon=True).start()
+begun.wait()
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> list[Record]:
     """Records of distinct slots and generations; keys come several times."""
@@ -184,7 +205,7 @@ def tables(draw: st.DrawFn) -> list[Record]:
         st.lists(st.integers(1, 99), unique=True, min_size=len(slots), max_size=len(slots))
     )
     return [
-        (slot, key, checksum_for(key, slot), generation)
+        (slot, key, checksum_for(key, slot), generation, 0)
         for slot, generation in zip(slots, generations, strict=True)
         for key in [draw(KEYS)]
     ]
@@ -195,7 +216,7 @@ def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
     records: list[Record],
 ) -> None:
     index = slot_index(SLOTS)
-    generation, _, outdated = index.restore(records)
+    generation, _, outdated = restore(index, records)
     latest: dict[bytes, Record] = {}
     for record in sorted(records, key=lambda record: record[3]):
         latest.pop(record[1], None)
@@ -204,7 +225,7 @@ def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
     assert sorted(outdated) == sorted({r[0] for r in records} - {r[0] for r in latest.values()})
     assert len(index) == len(latest)
     assert index.free_slots == SLOTS - len(latest)
-    for slot, key, checksum, _ in latest.values():
+    for slot, key, checksum, *_ in latest.values():
         assert index.lease(key) == slot
         assert index.checksums([slot]) == [checksum]
         index.release(slot)

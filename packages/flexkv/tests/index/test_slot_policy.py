@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from policy_checks import CheckedPolicy
 
 from flexkv.eviction import POLICIES, EvictionPolicy, LRUPolicy, RequestContext
-from flexkv.index.slot_index import SlotIndex, slot_index
+from flexkv.index.slot_index import SlotIndex, restore, slot_index
 
 SLOTS = 7
 NUMBERS = st.integers(1, 12)
@@ -137,9 +137,12 @@ def test_the_guard_counts_blocks_whose_writes_ended_in_any_order(order: tuple[in
 def test_blocks_of_before_a_restart_leave_the_oldest_first(policy: str) -> None:
     index = slot_index(4, POLICIES[policy](4))
     generations = {"a": 7, "b": 3, "c": 9, "d": 5}
-    index.restore(
-        (slot, name.encode(), bytes(16), generation)
-        for slot, (name, generation) in enumerate(generations.items())
+    restore(
+        index,
+        [
+            (slot, name.encode(), bytes(16), generation, 0)
+            for slot, (name, generation) in enumerate(generations.items())
+        ],
     )
     gone = []
     for number in range(4):
@@ -175,12 +178,12 @@ class SlotPolicyModel(RuleBasedStateMachine):
     )
     def restore(self, restored: list[list[int]]) -> None:
         for at, (index, numbers) in enumerate(zip(self.all, restored, strict=False)):
-            records = [(slot, key_of(n), bytes(16), slot) for slot, n in enumerate(numbers)]
-            index.restore(records)
+            records = [(slot, key_of(n), bytes(16), slot, 0) for slot, n in enumerate(numbers)]
+            restore(index, records)
             index.follow(self.policy, *self.all[: min(at, 1)])
-            self.slots |= {(at, key): slot for slot, key, _, _ in records}
-            self.parents |= {(at, key): None for _, key, _, _ in records}
-            self.unreported[at] = [key for _, key, _, _ in records]
+            self.slots |= {(at, key): slot for slot, key, *_ in records}
+            self.parents |= {(at, key): None for _, key, *_ in records}
+            self.unreported[at] = [key for _, key, *_ in records]
 
     @rule(at=st.integers(0, 1), limit=st.integers(0, SLOTS))
     def report(self, at: int, limit: int) -> None:

@@ -8,6 +8,8 @@ an engine's step waits for it; `flexkv_kernels/block_index.pyi` describes its ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from flexkv.eviction import LRUPolicy, OnePolicy
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 else:
     SlotIndex = object  # the core runs without the kernels, and annotations alone name it
 
-__all__ = ["SlotIndex", "drain_changes", "slot_index"]
+__all__ = ["SlotIndex", "drain_changes", "restore", "slot_index"]
+
+_AT_ONCE = 4096
+"""Records that an index gets at once. Not tuned."""
 
 
 def slot_index(num_slots: int, policy: OnePolicy | None = None) -> SlotIndex:
@@ -32,6 +37,28 @@ def slot_index(num_slots: int, policy: OnePolicy | None = None) -> SlotIndex:
     if policy is not None and not isinstance(policy, LRUPolicy):
         index.follow(policy)
     return index
+
+
+def restore(
+    index: SlotIndex, records: Iterable[tuple[int, bytes, bytes, int, int]]
+) -> tuple[int, int, list[int]]:
+    """Fill an empty index, which no other thread has yet, with the records of a table: slot, key,
+    checksum, generation and time of each.
+
+    If several records have one key, the latest counts. A block of an earlier generation counts as
+    used longer ago. Returns the greatest generation and time, 0 if there is none, and the slots of
+    the records that do not count.
+    """
+    generation = latest = 0
+    outdated: list[int] = []
+    left = iter(records)
+    # Native code does not call Python here: a process that ends meanwhile would abort.
+    while part := list(islice(left, _AT_ONCE)):
+        last, time, lost = index.enter(part)
+        generation, latest = max(generation, last), max(latest, time)
+        outdated += lost
+    index.begin()
+    return generation, latest, outdated
 
 
 def drain_changes(index: SlotIndex, limit: int, stop: int | None = None) -> dict[bytes, bool]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from flexkv.index.slot_index import slot_index
+from flexkv.index.slot_index import restore, slot_index
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.descriptions import Descriptions
 from flexkv.tiers.disk.files import (
@@ -202,7 +202,7 @@ class DiskStore:
         records = read_records(self._files, self._table, self._header, progress)
         if not self._slabs.were_whole:
             records = self._held(records, lost)
-        self.generation, latest, outdated = self.index.restore(records)
+        self.generation, latest, outdated = restore(self.index, records)
         for slot in (*outdated, *lost, *self._expire(latest)):
             self.erase(slot)
         if lost:
