@@ -175,6 +175,9 @@ class SlotRows {
   std::size_t taken() const noexcept { return taken_; }
   bool has_free() const noexcept { return free_ != kNoSlot || fresh_ < size_; }
 
+  // This slot and those behind it were never taken.
+  Slot reached() const noexcept { return static_cast<Slot>(fresh_); }
+
   Slot take_free() noexcept {
     ++taken_;
     if (free_ == kNoSlot) {
@@ -220,7 +223,7 @@ class SlotRows {
   ZeroedArray<std::uint32_t> places_;  // slots plus one
   std::vector<std::shared_ptr<KeyPart>> keys_;  // of growing strides
   Slot free_ = kNoSlot;
-  std::size_t fresh_ = 0;  // this slot and those behind it were never taken
+  std::size_t fresh_ = 0;  // see `reached`
   std::size_t taken_ = 0;
 };
 

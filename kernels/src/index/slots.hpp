@@ -213,7 +213,7 @@ class Slots : public SlotRows {
     std::unordered_map<Slot, std::int32_t> uses;
     std::for_each(used.begin(), used.end(), [&](Slot slot) { ++uses[slot]; });
     std::vector<Slot> erased;
-    for (Slot slot = 0; slot < ring(); ++slot) {
+    for (Slot slot = 0; slot < reached(); ++slot) {
       if (row(slot).uses > 0 && !is_ready(slot) && uses.count(slot) == 0) {
         erased.push_back(slot);
       }
@@ -223,7 +223,7 @@ class Slots : public SlotRows {
       uses[slot] = 1;
     }
     in_use_ = uses.size();
-    for (Slot slot = 0; slot < ring(); ++slot) {
+    for (Slot slot = 0; slot < reached(); ++slot) {
       const auto found = uses.find(slot);
       const bool was_held = row(slot).is_held();
       row(slot).uses = found == uses.end() ? 0 : found->second;

@@ -178,6 +178,15 @@ def test_a_longer_key_takes_its_own_room_alone() -> None:
     assert index.key_of(1) == b"b" * 49
 
 
+def test_slots_that_no_block_has_used_take_no_room_after_an_error() -> None:
+    index = filled(1 << 22, [b"a", b"b"])
+    assert index.lease(b"b") == 1
+    before = resident_bytes()
+    assert index.end_uses([]) == []
+    assert resident_bytes() - before < 64 << 20
+    assert index.usable_slots == 1 << 22
+
+
 def test_a_process_that_ends_while_an_index_is_filled_ends_well() -> None:
     """A daemon's thread fills it: a drive may hang."""
     code = """
