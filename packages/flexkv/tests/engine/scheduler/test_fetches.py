@@ -202,6 +202,21 @@ def test_what_a_tier_has_got_while_a_request_was_queued_comes_in_the_same_fetch(
     assert len(node.ended) == 1
 
 
+@pytest.mark.parametrize("outcome", [Outcome.DROPPED, Outcome.DONE])
+def test_a_read_that_was_dropped_in_the_queue_is_repeated_at_the_turn(
+    node: Node, outcome: Outcome
+) -> None:
+    """Full queues drop prefetches, but no read for a request that waits."""
+    node.fetches.begin(node.tracked, KEYS, 0, queued=True)
+    node.disk.end(node.disk.of(KEYS[1]), Outcome.DROPPED)
+    node.disk.end_all(outcome)
+    node.cache.poll()
+    assert node.offer() is None
+    node.give_all()
+    assert node.offer() == 4
+    node.assert_at_rest()
+
+
 BLOCKS = [bytes([i]) for i in range(8)]
 
 

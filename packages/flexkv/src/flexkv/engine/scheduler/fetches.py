@@ -221,7 +221,10 @@ class Fetches:
         state = self._cache.fetch_state(fetch.id)
         if state.arrived < at + len(keys):
             self._cache.extend_fetch(fetch.id, raise_priority=True)
-            if state.length == 0 or (self._answers_later and state.stop < state.length):
+            now = self._cache.fetch_state(fetch.id)
+            # A full queue drops reads of queued requests, which cuts the fetch before them.
+            is_cut = any(stop > now.stop for _, stop, _ in now.awaited)
+            if now.length == 0 or is_cut or (self._answers_later and now.stop < now.length):
                 return False
             fetch.turn = time.monotonic(), state
         fetch.queued = False
