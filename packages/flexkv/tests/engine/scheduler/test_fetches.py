@@ -196,6 +196,7 @@ def test_what_a_tier_has_got_while_a_request_was_queued_comes_in_the_same_fetch(
     node.disk.blocks |= later
     assert node.offer() is None
     assert node.tracked.fetch is fetch
+    assert node.tracked.awaited.keys() == set(KEYS)
     node.give_all()
     assert node.offer() == 4
     node.assert_at_rest()

@@ -111,7 +111,7 @@ class Fetches:
         if not (self._may_fetch and keys):  # the engine may have computed them meanwhile
             return self._cache.lookup(keys)
         fetch = tracked.fetch
-        if fetch is not None and fetch.queued and not self._raise(fetch, keys, start):
+        if fetch is not None and fetch.queued and not self._raise(tracked, fetch, keys, start):
             fetch = None
         if fetch is None or fetch.start > start:  # or the engine has evicted blocks since it began
             fetch = self.begin(tracked, keys, start, announced=announced)
@@ -212,7 +212,9 @@ class Fetches:
             if ended is not None:
                 self._end(tracked, ended)
 
-    def _raise(self, fetch: WantedFetch, keys: Sequence[bytes], start: int) -> bool:
+    def _raise(
+        self, tracked: TrackedRequest, fetch: WantedFetch, keys: Sequence[bytes], start: int
+    ) -> bool:
         """Let a fetch of a queued request go on as one of a request that waits. False if another
         one has to begin, because its blocks are others or it has ended."""
         at = start - fetch.start
@@ -226,6 +228,7 @@ class Fetches:
             is_cut = any(stop > now.stop for _, stop, _ in now.awaited)
             if now.length == 0 or is_cut or (self._answers_later and now.stop < now.length):
                 return False
+            note_media(tracked.awaited, fetch.keys, now)
             fetch.turn = time.monotonic(), state
         fetch.queued = False
         if len(fetch.keys) == len(keys):
