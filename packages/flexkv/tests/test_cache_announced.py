@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
 from flexkv.client import FetchId
+from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.options import RequestOptions
+from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.tiers.circuit import FAILURES
 from flexkv.transfer import sources
 from flexkv.types.changes import Medium
@@ -103,6 +107,29 @@ def test_a_block_that_does_not_come_ends_the_fetch_at_its_deadline(
     node.until(lambda: fetch.done)
     assert (fetch.arrived, fetch.stop) == (1, 1)
     node.cache.end_fetch(fetch)
+    node.assert_at_rest()
+
+
+def test_a_request_that_was_queued_for_longer_waits_at_its_turn(
+    make: Callable[..., Node], store: MemoryStore, clock: Clock
+) -> None:
+    node = make()
+    request: Any = SimpleNamespace(request_id="r")
+    tracked = TrackedRequest(request, RequestOptions())
+    fetches = Fetches(node.cache, False, lambda *_: None)
+    fetch = fetches.begin(tracked, names("abc"), 0, queued=True, announced=3)
+    assert fetch is not None
+    node.until(lambda: len(store.finds) == 2)
+    clock.skip(10.1)
+    node.until(lambda: node.cache.fetch_state(fetch.id).done)
+
+    def offer() -> int | None:
+        return fetches.offer(tracked, names("abc"), 0, lambda *_: True, announced=3)
+
+    assert offer() is None
+    fill(store, "abc")
+    node.until(lambda: offer() == 3)
+    fetches.end(tracked)
     node.assert_at_rest()
 
 

@@ -111,7 +111,7 @@ class Fetches:
         if not (self._may_fetch and keys):  # the engine may have computed them meanwhile
             return self._cache.lookup(keys)
         fetch = tracked.fetch
-        if fetch is not None and fetch.queued and not self._raise(tracked, fetch, keys, start):
+        if fetch and fetch.queued and not self._raise(tracked, fetch, keys, start, announced):
             fetch = None
         if fetch is None or fetch.start > start:  # or the engine has evicted blocks since it began
             fetch = self.begin(tracked, keys, start, announced=announced)
@@ -213,7 +213,12 @@ class Fetches:
                 self._end(tracked, ended)
 
     def _raise(
-        self, tracked: TrackedRequest, fetch: WantedFetch, keys: Sequence[bytes], start: int
+        self,
+        tracked: TrackedRequest,
+        fetch: WantedFetch,
+        keys: Sequence[bytes],
+        start: int,
+        announced: int,
     ) -> bool:
         """Let a fetch of a queued request go on as one of a request that waits. False if another
         one has to begin, because its blocks are others or it has ended."""
@@ -226,7 +231,9 @@ class Fetches:
             now = self._cache.fetch_state(fetch.id)
             # A full queue drops reads of queued requests, which cuts the fetch before them.
             is_cut = any(stop > now.stop for _, stop, _ in now.awaited)
-            if now.length == 0 or is_cut or (self._answers_later and now.stop < now.length):
+            # A service may have room by now, and an announced block may have come.
+            is_short = (announced or self._answers_later) and now.stop < now.length
+            if now.length == 0 or is_cut or is_short:
                 return False
             note_media(tracked.awaited, fetch.keys, now)
             fetch.turn = time.monotonic(), state
