@@ -203,18 +203,6 @@ def test_what_a_tier_has_got_while_a_request_was_queued_comes_in_the_same_fetch(
     assert len(node.ended) == 1
 
 
-def test_a_long_fetch_is_extended_without_a_copy_of_its_keys(node: Node) -> None:
-    keys = KEYS[:1]
-    fetch = node.fetches.begin(node.tracked, keys, 0)
-    assert fetch is not None
-    for key in KEYS[1:]:
-        node.fetches.extend(node.tracked, [key])
-    assert fetch.keys is keys
-    node.give_all()
-    assert node.fetches.media_of(node.tracked) == dict.fromkeys(KEYS, Medium.DISK)
-    node.assert_at_rest()
-
-
 @pytest.mark.parametrize("outcome", [Outcome.DROPPED, Outcome.DONE])
 def test_a_read_that_was_dropped_in_the_queue_is_repeated_at_the_turn(
     node: Node, outcome: Outcome
