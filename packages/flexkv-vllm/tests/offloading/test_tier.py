@@ -25,8 +25,10 @@ from vllm.v1.kv_offload.base import (
 from world_config import OFFLOADING, make_config, make_kv_cache_config
 
 from flexkv import ConfigError, LayoutError
+from flexkv_vllm.offloading import tier
 from flexkv_vllm.offloading.tier import FlexKVTier
 from packages.inside_adapters import change_weights, keep_at_resets, lose_job, tiers_of
+from packages.line_errors import LineErrors
 
 STEP = ScheduleEndContext((), ())
 
@@ -35,17 +37,17 @@ class Tiering:
     """vLLM's `OffloadingConnector` with its own memory and FlexKV below."""
 
     def __init__(self, folder: Path, chunks: int = 8, **settings: Any) -> None:
-        tier = {
+        entry = {
             "type": "FlexKVTier",
             "module_path": "flexkv_vllm.offloading.tier",
             "ssd_cache_dir": [str(folder / "disk")],
             "ssd_cache_gb": 0.01,
         }
-        tier |= {"runtime_dir": str(folder), **settings}
+        entry |= {"runtime_dir": str(folder), **settings}
         extra = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": chunks * 4096,
-            "secondary_tiers": [{name: each for name, each in tier.items() if each is not None}],
+            "secondary_tiers": [{name: each for name, each in entry.items() if each is not None}],
         }
         config: Any = make_config(
             folder,
@@ -231,3 +233,61 @@ def test_blocks_that_mean_nothing_elsewhere_are_refused(
     monkeypatch.setattr("flexkv_vllm.offloading.start_tier.is_durable", lambda _: False)
     with pytest.raises(LayoutError, match="allowed: weights in files"):
         make_tiering()
+
+
+UNGUARDED = {
+    "<dictcomp>",
+    "__init__",
+    "_fail",
+    "get_finished_jobs",
+    "has_pending_work",
+    "lookup",
+    "on_new_request",
+    "on_request_finished",
+}
+"""Parts of a `FlexKVTier` that call nothing which may fail, but what has a guard."""
+
+
+@pytest.mark.parametrize("below", ["disk", "bucket"])
+def test_an_error_before_any_line_reaches_no_step(
+    make_tiering: MakeTiering, tmp_path: Path, below: str
+) -> None:
+    settings: dict[str, Any] = {}
+    if below == "bucket":
+        pytest.importorskip("obstore")
+        (tmp_path / "bucket").mkdir(mode=0o700)
+        settings = {"objects_url": f"file://{tmp_path}/bucket", "ssd_cache_gb": None}
+        settings["ssd_cache_dir"] = None
+    tiering, rng = make_tiering(**settings), random.Random(1)
+    errors = LineErrors(
+        [Path(tier.__file__)],
+        lambda _, name: name in UNGUARDED,
+        spares_now=lambda: rng.random() < 0.6,
+        every_line=True,
+    )
+    step = tiering.step
+
+    def armed_step() -> None:
+        errors.arm()
+        step()
+
+    tiering.step = armed_step  # type: ignore[method-assign]
+    prompts = [tiering.blocks(4, seed) for seed in range(6)]
+    try:
+        quiet = 0
+        while quiet < 3:
+            before = len(errors.hit)
+            for keys in rng.sample(prompts, 3):
+                errors.arm()
+                if tiering.load(keys) < len(keys):
+                    errors.arm()
+                    tiering.store(keys)
+            quiet = quiet + 1 if len(errors.hit) == before else 0
+    finally:
+        errors.disarm()
+    tiering.step = step  # type: ignore[method-assign]
+    assert len(errors.hit) > 50
+    assert not tiering.manager.has_pending_work()
+    for keys in prompts:
+        tiering.store(keys)
+    assert [tiering.load(keys) for keys in prompts] == [4] * 6

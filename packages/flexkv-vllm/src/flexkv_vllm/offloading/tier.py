@@ -96,7 +96,7 @@ class FlexKVTier(SecondaryTierManager):
         self._answers: dict[bytes, LookupResult] = {}  # of this step
         self._jobs: dict[tuple[int, int], tuple[_Job, Sequence[OffloadKey]]] = {}
         self._questions: dict[tuple[int, int], tuple[str, Sequence[bytes]]] = {}
-        self._done: list[JobResult] = []
+        self._done: dict[int, JobResult] = {}
         self._lost_some = False
         self._weights = WeightWatch(self._weights_changed)
 
@@ -227,7 +227,7 @@ class FlexKVTier(SecondaryTierManager):
             request.unread.update(missing)
         seconds, size = time.monotonic() - job.begun, len(job.done) * self.block_size_bytes
         keys = list(job.done) if promotes else None
-        self._done.append(JobResult(whole.job_id, not missing, keys, seconds, size))
+        self._done[whole.job_id] = JobResult(whole.job_id, not missing, keys, seconds, size)
 
     def _fail(self, job: TransferJob) -> None:
         """After an error in a submission. Copies that have begun keep vLLM's memory borrowed."""
@@ -236,8 +236,14 @@ class FlexKVTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._poll()
-        done, self._done = self._done, []
-        return done
+        done, self._done = self._done, {}
+        if done:
+            self._jobs = {
+                each: found
+                for each, found in self._jobs.items()
+                if found[0].job.job_id not in done
+            }
+        return done.values()
 
     @answers(always(None), "jobs that ended are seen later")
     def _poll(self) -> None:
@@ -259,7 +265,6 @@ class FlexKVTier(SecondaryTierManager):
             if outcome is Outcome.DONE:
                 job.done[keys[position]] = None
             self._end_if_done(job)
-        self._jobs = {each: found for each, found in self._jobs.items() if found[0].left}
         if isinstance(tier, QueriedTier):
             for answer in tier.drain_answers():
                 self._take_answer(number, answer.ticket, answer.has)
@@ -281,16 +286,14 @@ class FlexKVTier(SecondaryTierManager):
         at_rest = [tier.drain() for tier in self._tiers]
         if not all(at_rest):
             return False
-        self._lost_some = False
-        jobs = {job.job.job_id: job for job, _ in self._jobs.values()}
-        self._jobs.clear()
         for request in self._requests.values():
             request.asked.clear()
         self._questions.clear()
-        for job in jobs.values():
+        for job, _ in self._jobs.values():
             job.left = 0
             job.done.clear()
             self._end_if_done(job)
+        self._lost_some = False
         return True
 
     def has_pending_work(self) -> bool:
@@ -301,8 +304,9 @@ class FlexKVTier(SecondaryTierManager):
         calls this when it resets its caches, and nothing else."""
         for number, ticket in self._jobs:
             if number >= 0:
-                self._tiers[number].cancel(ticket)
-        while self._jobs:
+                with self._boundary.guard("cancelling a job", "vLLM waits for it", loses=False):
+                    self._tiers[number].cancel(ticket)
+        while any(job.job.job_id not in self._done for job, _ in self._jobs.values()):
             self._poll()
             time.sleep(_PAUSE_SECONDS)
         self._weights.reset(lambda: True, lambda cause: self._discard())
