@@ -25,9 +25,16 @@ from vllm.v1.kv_offload.base import (
 from world_config import OFFLOADING, make_config, make_kv_cache_config
 
 from flexkv import ConfigError, LayoutError
+from flexkv.tiers.remote import RemoteTier
 from flexkv_vllm.offloading import tier
 from flexkv_vllm.offloading.tier import FlexKVTier
-from packages.inside_adapters import change_weights, keep_at_resets, lose_job, tiers_of
+from packages.inside_adapters import (
+    change_weights,
+    failures_of,
+    keep_at_resets,
+    lose_job,
+    tiers_of,
+)
 from packages.line_errors import LineErrors
 
 STEP = ScheduleEndContext((), ())
@@ -144,6 +151,13 @@ def make_tiering(tmp_path: Path) -> Iterator[MakeTiering]:
             each.close()
 
 
+def over_a_bucket(make_tiering: MakeTiering, folder: Path) -> Tiering:
+    pytest.importorskip("obstore")
+    (folder / "bucket").mkdir(mode=0o700)
+    settings = {"objects_url": f"file://{folder}/bucket", "ssd_cache_gb": None}
+    return make_tiering(ssd_cache_dir=None, **settings)
+
+
 def test_what_left_vllms_memory_comes_back(make_tiering: MakeTiering) -> None:
     tiering = make_tiering()
     prompts = [tiering.blocks(4, seed) for seed in range(6)]
@@ -191,10 +205,7 @@ def test_old_blocks_are_not_found(
 
 
 def test_a_bucket_is_queried(make_tiering: MakeTiering, tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    (tmp_path / "bucket").mkdir(mode=0o700)
-    settings = {"objects_url": f"file://{tmp_path}/bucket", "ssd_cache_gb": None}
-    tiering = make_tiering(ssd_cache_dir=None, **settings)
+    tiering = over_a_bucket(make_tiering, tmp_path)
     prompts = [tiering.blocks(4, seed) for seed in range(4)]
     for keys in prompts:
         tiering.store(keys)
@@ -252,13 +263,8 @@ UNGUARDED = {
 def test_an_error_before_any_line_reaches_no_step(
     make_tiering: MakeTiering, tmp_path: Path, below: str
 ) -> None:
-    settings: dict[str, Any] = {}
-    if below == "bucket":
-        pytest.importorskip("obstore")
-        (tmp_path / "bucket").mkdir(mode=0o700)
-        settings = {"objects_url": f"file://{tmp_path}/bucket", "ssd_cache_gb": None}
-        settings["ssd_cache_dir"] = None
-    tiering, rng = make_tiering(**settings), random.Random(1)
+    tiering = make_tiering() if below == "disk" else over_a_bucket(make_tiering, tmp_path)
+    rng = random.Random(1)
     errors = LineErrors(
         [Path(tier.__file__)],
         lambda _, name: name in UNGUARDED,
@@ -291,3 +297,31 @@ def test_an_error_before_any_line_reaches_no_step(
     for keys in prompts:
         tiering.store(keys)
     assert [tiering.load(keys) for keys in prompts] == [4] * 6
+
+
+def test_a_request_waits_for_a_silent_store_until_its_deadline(
+    make_tiering: MakeTiering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiering = over_a_bucket(make_tiering, tmp_path)
+    keys = tiering.blocks(4, 1)
+    tiering.store(keys)
+    tiering.store(tiering.blocks(8, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteTier, "drain_answers", lambda _: [])
+        assert tiering.load(keys) == 0
+    assert tiering.load(keys) == 4
+
+
+def test_an_answer_of_before_a_reset_is_no_error(
+    make_tiering: MakeTiering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiering = over_a_bucket(make_tiering, tmp_path)
+    keys = tiering.blocks(4, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteTier, "drain_answers", lambda _: [])
+        context = tiering.begin(keys)
+        tiering.manager.lookup(keys[0], context)
+        tiering.step()
+        change_weights(tiering.tier)
+    tiering.settle()
+    assert failures_of(tiering.tier) == {}

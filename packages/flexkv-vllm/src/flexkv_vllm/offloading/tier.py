@@ -36,10 +36,11 @@ _PAUSE_SECONDS = 0.001
 
 @dataclass(slots=True)
 class _Question:
-    """Which store has a block: the first that has answered so, None so far; and how many have not
-    answered yet."""
+    """Which store has a block: the first that has answered so, None so far; how many have not
+    answered yet; and when the request no longer waits for them, as time.monotonic()."""
 
-    left: int
+    left: int = 0
+    until: float = 0.0
     tier: int | None = None
 
 
@@ -95,7 +96,7 @@ class FlexKVTier(SecondaryTierManager):
         self._requests: dict[str, _Request] = {}
         self._answers: dict[bytes, LookupResult] = {}  # of this step
         self._jobs: dict[tuple[int, int], tuple[_Job, Sequence[OffloadKey]]] = {}
-        self._questions: dict[tuple[int, int], tuple[str, Sequence[bytes]]] = {}
+        self._questions: dict[tuple[int, int], Sequence[_Question]] = {}
         self._done: dict[int, JobResult] = {}
         self._lost_some = False
         self._weights = WeightWatch(self._weights_changed)
@@ -142,6 +143,7 @@ class FlexKVTier(SecondaryTierManager):
                 yield LookupResult.RETRY
             else:
                 waits = question is not None and question.left > 0
+                waits = waits and time.monotonic() < question.until
                 yield LookupResult.RETRY if waits else LookupResult.MISS
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -153,20 +155,23 @@ class FlexKVTier(SecondaryTierManager):
     @answers(always(None), "stores are not queried")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._answers.clear()
-        for request_id, request in self._requests.items():
+        for request in self._requests.values():
             if request.wanted:
                 wanted, request.wanted = request.wanted, []
-                self._query(request_id, request, wanted)
+                self._query(request, wanted)
 
-    def _query(self, request_id: str, request: _Request, keys: Sequence[bytes]) -> None:
-        request.asked.update((key, _Question(0)) for key in keys)
+    def _query(self, request: _Request, keys: Sequence[bytes]) -> None:
+        questions = [_Question() for _ in keys]
+        request.asked.update(zip(keys, questions, strict=True))
         for number, tier in enumerate(self._tiers):
             if isinstance(tier, QueriedTier) and tier.readable:
                 with self._boundary.guard("querying a store", "it counts as having nothing"):
+                    until = time.monotonic() + tier.question_seconds
                     ticket = tier.query((), self._own(keys))
-                    self._questions[number, ticket] = request_id, keys
-                    for key in keys:
-                        request.asked[key].left += 1
+                    self._questions[number, ticket] = questions
+                    for question in questions:
+                        question.left += 1
+                        question.until = max(question.until, until)
 
     # Jobs.
 
@@ -239,9 +244,7 @@ class FlexKVTier(SecondaryTierManager):
         done, self._done = self._done, {}
         if done:
             self._jobs = {
-                each: found
-                for each, found in self._jobs.items()
-                if found[0].job.job_id not in done
+                each: found for each, found in self._jobs.items() if found[0].job.job_id not in done
             }
         return done.values()
 
@@ -270,12 +273,8 @@ class FlexKVTier(SecondaryTierManager):
                 self._take_answer(number, answer.ticket, answer.has)
 
     def _take_answer(self, number: int, ticket: int, has: Sequence[bool] | None) -> None:
-        request_id, keys = self._questions.pop((number, ticket), ("", ()))
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        for key, there in zip(keys, has or itertools.repeat(False), strict=False):
-            question = request.asked[key]
+        questions = self._questions.pop((number, ticket), ())
+        for question, there in zip(questions, has or itertools.repeat(False), strict=False):
             question.left -= 1
             if there and question.tier is None:
                 question.tier = number
