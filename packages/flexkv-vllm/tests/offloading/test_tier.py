@@ -228,6 +228,7 @@ def test_an_error_ends_each_job_once(make_tiering: MakeTiering) -> None:
     ("settings", "error", "words"),
     [
         ({"ssd_cache_gb": None, "ssd_cache_dir": None}, ConfigError, "neither ssd_cache_gb"),
+        ({"max_age_seconds": 60}, ConfigError, "max_age_seconds is 60, and vLLM keeps"),
         ({"ssd_cach_gb": 1}, ConfigError, "unknown key 'ssd_cach_gb' in secondary_tiers"),
     ],
 )
@@ -236,6 +237,13 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         make_tiering(**settings)
+
+
+def test_settings_without_effect_are_named(
+    make_tiering: MakeTiering, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiering(ssd_admission="second_hit", pin_seconds=5)
+    assert "ssd_admission, pin_seconds: set, but without effect" in caplog.text
 
 
 def test_blocks_that_mean_nothing_elsewhere_are_refused(

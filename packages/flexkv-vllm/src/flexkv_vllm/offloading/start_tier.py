@@ -15,7 +15,7 @@ from flexkv.layout import BlockFormat, fingerprint
 from flexkv.layout.block_format import SLOT_ALIGNMENT
 from flexkv.open_tiers import open_tiers_below, policy_maker
 from flexkv.settings import configure_logging
-from flexkv.settings.without_effect import report_without_effect
+from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.tiers.base import AnyTier, QueriedTier
 from flexkv_vllm.compat.core import check_version, warn_if_newer
 from flexkv_vllm.compat.patches import config_of_maker
@@ -24,8 +24,18 @@ from flexkv_vllm.offloading.pages import is_durable
 
 _NAME = "secondary_tiers"
 _VLLMS = "vLLM keeps the blocks in host memory, and decides what is loaded"
-_IGNORED = dict.fromkeys(
-    ("cpu_cache_gb", "load_mode", "min_load_tokens", "always_load", "trace", "service"), _VLLMS
+_IGNORED = engines_settings(_VLLMS, but=("allow_untested_engine",)) | dict.fromkeys(
+    (
+        "cpu_cache_gb",
+        "memory_grows",
+        "mooncake_admission",
+        "objects_admission",
+        "pin_seconds",
+        "service",
+        "ssd_admission",
+        "tenant_shares",
+    ),
+    _VLLMS,
 )
 
 
@@ -54,6 +64,11 @@ def open_below(
         raise ConfigError(
             f"FlexKVTier in {_NAME} has neither ssd_cache_gb nor mooncake_master nor objects_url; "
             f"allowed: at least one of them"
+        )
+    if ours.max_age_seconds is not None:
+        raise ConfigError(
+            f"max_age_seconds is {ours.max_age_seconds}, and vLLM keeps the blocks above "
+            "FlexKVTier, of any age; allowed: without this setting, or FlexKVConnectorV1"
         )
     report_without_effect(ours, _IGNORED)
     parts, ours = _identity(config, ours, view)
