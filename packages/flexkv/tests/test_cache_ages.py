@@ -13,8 +13,9 @@ from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv import CacheConfig, ConfigError
-from flexkv.client import Hold
+from flexkv.client import Hold, TransferEnd
 from flexkv.figures.definitions import sample
+from flexkv.types.presence import Presence
 from packages.inside import index_of
 from packages.patience import wait_until
 
@@ -70,6 +71,21 @@ def test_a_block_that_is_too_old_is_nowhere(make_world: MakeWorld, clock: AgesCl
     assert world.hits(OTHER) == 3
     world.settle()
     assert tiers(world, PROMPT) == [3, 3]  # computed again
+
+
+def test_a_block_that_is_present_can_be_loaded_a_second_later(
+    make_world: MakeWorld, clock: AgesClock
+) -> None:
+    world = make_world(disk_slots=0)
+    world.generate(PROMPT)
+    world.settle()
+    cache, keys = world.engine.cache, ToyRequest("q", PROMPT, 1).block_hashes
+    clock.pass_by(AGE / 2)
+    while Presence.HOST in cache.presence(keys):
+        clock.pass_by(1)
+        transfer = cache.load(keys)
+        assert transfer is not None
+        cache.end_transfer(transfer.id, TransferEnd.CANCEL)
 
 
 @pytest.mark.parametrize("disk_slots", [0, 64])

@@ -14,7 +14,7 @@ from flexkv.index.block_index import (
     index_bytes,
     index_reader,
 )
-from flexkv.types.ages import BlockAges, oldest_of
+from flexkv.types.ages import SPARE_SECONDS, BlockAges, oldest_of
 
 _HEADER_BYTES = 64
 _RECORD_BYTES, _TIME_BYTE = 128, 124
@@ -57,19 +57,19 @@ class SlotTimes:
         """The times of blocks; `UNKNOWN` for those that an owner without ages has stored."""
         return [self._times[slot] for slot in slots]
 
-    @property
-    def _oldest(self) -> int:
+    def _oldest(self, spare: int) -> int:
         seconds = self._head[_SECONDS]
-        return oldest_of(self._head[_BEGIN], seconds) if seconds else 0
+        return oldest_of(self._head[_BEGIN], seconds) + spare if seconds else 0
 
     @property
     def has_old(self) -> bool:
-        """Whether any block may be too old."""
-        return self._head[_EARLIEST] < self._oldest
+        """Whether any block may be too old, or will be within `SPARE_SECONDS`."""
+        return self._head[_EARLIEST] < self._oldest(SPARE_SECONDS)
 
-    def are_young(self, slots: Iterable[int]) -> list[bool]:
-        """Which of these blocks, none of which may leave meanwhile, are not too old."""
-        oldest = self._oldest
+    def are_young(self, slots: Iterable[int], spare: int = 0) -> list[bool]:
+        """Which of these blocks, none of which may leave meanwhile, are not too old, nor will be
+        within `spare` seconds."""
+        oldest = self._oldest(spare)
         return [at >= oldest for at in self.of(slots)]
 
 
@@ -122,11 +122,11 @@ class YoungReader:
         return slots
 
     def _are_young(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these blocks are not too old, and have not left."""
+        """Which of these blocks are not too old, nor will be soon, and have not left."""
         slots = self._reader.lease(keys)
         if slots is None:
             return [len(keys) > 1 and all(self._are_young([key])) for key in keys]
-        young = self._times.are_young(slots)
+        young = self._times.are_young(slots, SPARE_SECONDS)
         self._reader.release(slots)
         return young
 

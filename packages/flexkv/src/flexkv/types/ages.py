@@ -25,6 +25,8 @@ _BEGIN = 1_767_225_600
 """2026-01-01, in seconds of `time.time()`."""
 _MARGIN_SECONDS = 8.0
 """A block is too old so much sooner, because nobody looks for old blocks all the time."""
+SPARE_SECONDS = 2
+"""A block that is found stays young for so long, so that the engine's step can load it."""
 _LOOK_SECONDS = 1.0
 """Pause between two searches for old blocks."""
 _CHECKED = 4
@@ -155,8 +157,8 @@ class BlockAges:
         return next(old, len(keys))
 
     def are_young(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which blocks of host memory are not too old."""
-        oldest = self.oldest
+        """Which blocks of host memory are not too old, nor will be within `SPARE_SECONDS`."""
+        oldest = self.oldest + SPARE_SECONDS
         if not self._has_older(oldest):
             return [True] * len(keys)
         return [self._stored.get(key, oldest) >= oldest for key in keys]
