@@ -9,6 +9,10 @@ import pytest
 from engine_world import BLOCK_TOKENS, random_prompt
 from offloading_release import WINDOW
 from offloading_world import MakeOffloadingWorld
+from patience import wait_until
+
+from packages.flexkv.tests.ages_clock import AgesClock
+from packages.inside import index_of
 
 
 @pytest.mark.parametrize("most", [0, 15, 16, 100, 10**9])
@@ -44,3 +48,15 @@ def test_what_would_need_the_salt_of_a_request_is_not_followed(
     world.generate(random_prompt(random.Random(12), 200), salt="a", params=params)
     assert world.cache.pinned_blocks == 0
     assert world.collected()["ignored_parameters"] > 0
+
+
+def test_old_blocks_leave_an_idle_engine(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = AgesClock(monkeypatch)
+    world = make_offloading_world(settings={"max_age_seconds": 60})
+    world.generate(random_prompt(random.Random(11), 200))
+    world.settle()
+    assert len(index_of(world.cache)) > 0
+    clock.pass_by(60)
+    wait_until(lambda: len(index_of(world.cache)) == 0)

@@ -4,6 +4,7 @@ the blocks. Runs inside vLLM's scheduler loop. Nothing here waits for anything."
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
         OffloadingConnectorStats,
     )
 
+_POLL_SECONDS = 1.0
+"""Pause between two polls of an idle engine's cache."""
 _POLLING = "polling the cache"
 _ENDS = "vLLM ends rather than compute on missing bytes, unless a second try succeeds"
 
@@ -57,7 +60,8 @@ class ArenaBlocks(LoadStoreSpec):
 
 
 class FlexKVOffloadingManager(OffloadingManager):
-    """All that vLLM's connector calls in its scheduler. One per engine; single-threaded.
+    """All that vLLM's connector calls in its scheduler. One per engine; single-threaded, but for
+    the polls by which old blocks leave an idle engine's cache.
 
     A block that was reported to vLLM as a hit stays until the end of the step: blocks of a cache of
     this engine alone are evicted only while a step's stores are prepared and between steps, and
@@ -104,9 +108,12 @@ class FlexKVOffloadingManager(OffloadingManager):
         self._idle_steps = IdleSteps()
         self._untold_settings: CacheConfig | None = settings
         self._closed = self._is_off = False
+        self._shut = threading.Event()
         boundary.after_error = partial(self._after_error, cache)
         self._weights = WeightWatch(self._weights_changed)
         self._figures.report_health(settings.session_root, "vllm", fingerprint)
+        if cache.info.drops_old:
+            threading.Thread(target=self._drop_old, name="flexkv-ages", daemon=True).start()
 
     # Requests.
 
@@ -246,6 +253,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
+        self._shut.set()
         with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
             self._figures.close()
             unused = self._cache.close()
@@ -422,6 +430,15 @@ class FlexKVOffloadingManager(OffloadingManager):
         if self._boundary.lasts(_POLLING):
             self._cache.reset(Reset.STOP)
             self._boundary.gave_up(_POLLING, "FlexKV loads and stores nothing")
+
+    def _drop_old(self) -> None:
+        while not self._shut.wait(_POLL_SECONDS):
+            self._poll_between_steps()
+
+    @answers(always(None), "old blocks leave later")
+    def _poll_between_steps(self) -> None:
+        if not (self._looked_up or self._closed):
+            self._poll()
 
     def _after_error(self, cache: CacheClient) -> None:
         cache.reset(Reset.RECOVER)
