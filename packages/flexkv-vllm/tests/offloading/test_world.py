@@ -300,6 +300,30 @@ def test_a_load_that_fails_for_good_is_reported_as_such(
     assert mover.refused == (1 if expedited else 3)
 
 
+def test_a_load_that_fails_is_not_tried_again_while_pages_are_unmapped(
+    make_offloading_world: MakeOffloadingWorld,
+) -> None:
+    world = make_offloading_world()
+    world.generate(random_prompt(random.Random(10), 20))
+    world.settle()
+    mover = world.slow_down(random.Random(10))[-1]
+    mover.failure_rate = 1.0
+    transfer = world.cache.load(list(ready_blocks(index_of(world.cache))))
+    pages = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    worker = world.ranks[0].worker
+    worker.submit_load(9, ArenaBlocks(transfer.cell, transfer.slots), pages)
+    worker.suspend()
+    assert [worker.get_finished() for _ in range(3)] == [[]] * 3
+    assert mover.refused == 1
+    mover.failure_rate = 0.0
+    worker.resume()
+    ended: list[bool] = []
+    wait_until(
+        lambda: bool(ended), lambda: ended.extend(each.success for each in worker.get_finished())
+    )
+    assert ended == [True]
+
+
 def test_a_failed_store_is_a_miss(make_offloading_world: MakeOffloadingWorld) -> None:
     world = make_offloading_world()
     movers = world.slow_down(random.Random(12), failure_rate=1.0)

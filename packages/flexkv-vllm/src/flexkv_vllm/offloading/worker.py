@@ -124,8 +124,9 @@ class FlexKVOffloadingWorker(OffloadingWorker):
                 continue
             failed = job.failed or Status.FAILED in statuses
             if failed and job.tries:
-                job.tries -= 1
-                self._begin(job)
+                if not self._suspended:
+                    job.tries -= 1
+                    self._begin(job)
                 continue
             del self._jobs[job_id]
             if job.blocks.cell is not None:
