@@ -19,7 +19,7 @@ from flexkv.client import Reset
 from flexkv.engine.boundary import LASTING
 from flexkv_vllm.offloading.request import OffloadedRequest
 from packages.inside import assert_no_fetch, below_of, fail_resets, index_of
-from packages.inside_adapters import jobs_of
+from packages.inside_adapters import failures_of, jobs_of
 from packages.tier_blocks import ready_blocks
 
 GUARDS = [each for each in all_guarded(offloading=True) if each.path.name != "tier.py"]
@@ -185,4 +185,16 @@ def test_no_request_waits_for_a_fetch_that_never_begins(
     with monkeypatch.context() as patch:
         patch.setattr(world.cache, "fetch", raising)
         world.generate(texts[0])
+    world.check_outputs()
+
+
+def test_a_steps_results_end_with_it_whatever_fails(
+    make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_offloading_world()
+    monkeypatch.setattr(OffloadedRequest, "looked_up", raising)
+    for _ in range(2):
+        world.generate(random_prompt(random.Random(3), 5 * BLOCK_TOKENS + 3))
+        world.forget()
+    assert set(failures_of(world.manager)) == {"ending a step's lookups"}
     world.check_outputs()

@@ -333,7 +333,8 @@ class FlexKVOffloadingManager(OffloadingManager):
             return
         # vLLM waits for no block that no fetch brings.
         request.fetches(request.asked)
-        request.looked_up(self._groups)
+        request.answers.clear()
+        request.asked.clear()
         self._release(request)
 
     def _end_fetch(self, request: OffloadedRequest) -> None:
