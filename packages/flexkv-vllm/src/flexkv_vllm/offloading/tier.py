@@ -142,8 +142,7 @@ class FlexKVTier(SecondaryTierManager):
                 request.wanted.append(key)
                 yield LookupResult.RETRY
             else:
-                waits = question is not None and question.left > 0
-                waits = waits and time.monotonic() < question.until
+                waits = question and question.left > 0 and time.monotonic() < question.until
                 yield LookupResult.RETRY if waits else LookupResult.MISS
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
