@@ -75,10 +75,10 @@ def test_random_weights_find_no_page_of_the_true_ones(
     before = runner.model.weight.detach().clone()
     with torch.no_grad():
         assert handle(CheckWeightsReqInput(action="snapshot")).success
-        assert rank.side.lookup("a", pages) == [2]
+        assert rank.lookup("a", pages) == [2]
         assert handle(CheckWeightsReqInput(action="reset_tensors")).success
     assert not torch.equal(runner.model.weight, before)
-    assert rank.side.lookup("b", pages) == []
+    assert rank.lookup("b", pages) == []
 
 
 def test_weights_that_come_without_a_call_end_what_was_stored(
@@ -90,13 +90,13 @@ def test_weights_that_come_without_a_call_end_what_was_stored(
     before, meanwhile = hashes_of("before", 2), hashes_of("meanwhile", 2)
     handle = dispatcher_of(make_updater())
     assert rank.store(before, [1, 2])
-    assert rank.side.lookup("a", before) == [2]
+    assert rank.lookup("a", before) == [2]
     assert handle(BeginWeightUpdateReqInput()).success
-    assert rank.side.lookup("b", before) == []
+    assert rank.lookup("b", before) == []
     assert rank.store(meanwhile, [3, 4])
-    assert rank.side.lookup("c", meanwhile) == [2]
+    assert rank.lookup("c", meanwhile) == [2]
     assert handle(EndWeightUpdateReqInput()).success
-    assert rank.side.lookup("d", before) == rank.side.lookup("e", meanwhile) == []
+    assert rank.lookup("d", before) == rank.lookup("e", meanwhile) == []
 
 
 def test_memory_is_released_once_no_copy_reads_it(rank: Rank) -> None:
@@ -116,4 +116,4 @@ def test_memory_is_released_once_no_copy_reads_it(rank: Rank) -> None:
     assert len(rank.side._worker._stores) == 1
     updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     assert under_way == [0]
-    assert rank.side.lookup("r", hashes_of("a", 2)) == [2]
+    assert rank.lookup("r", hashes_of("a", 2)) == [2]
