@@ -82,7 +82,10 @@ def test_after_an_error_all_is_as_without_flexkv(
         make,
         rng,
         restart_rate=0.1,
-        params=lambda: {"flexkv.load_mode": rng.choice(["async", "layerwise"])},
+        params=lambda: {
+            "flexkv.load_mode": rng.choice(["async", "layerwise"]),
+            "flexkv.max_store_tokens": rng.choice([BLOCK_TOKENS, 10_000]),
+        },
     )
 
 

@@ -134,7 +134,7 @@ def test_blocks_are_held_for_their_stores_after_an_error(
     ended = world.add(prompt, max_tokens=1)
     with monkeypatch.context() as patch:
         if when == "before":
-            patch.setattr(side_stores(world.side), "add_filled", broken)
+            patch.setattr(side_stores(world.side), "finished", broken)
         else:
             patch.setattr(world.cache, "touch", broken)
         wait_until(world.requests[ended].is_finished, world.step)

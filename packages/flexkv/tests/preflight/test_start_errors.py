@@ -324,7 +324,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv_vllm.offloading.__init__:": [Unknown.VERSIONS],
     "flexkv_vllm.offloading.offload_settings:_check_alone": [Unknown.COMMAND_LINE],
     "flexkv_vllm.offloading.offload_settings:_check_blocks": [Unknown.COMMAND_LINE] * 2,
-    "flexkv_vllm.offloading.start_tier:open_below": [Unknown.COMMAND_LINE],
+    "flexkv_vllm.offloading.start_tier:open_below": [Unknown.COMMAND_LINE] * 2,
     "flexkv_vllm.settings:_role_of": [Unknown.COMMAND_LINE],
 }
 CASES = [

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flexkv.client import CacheClient, FetchId, Reset, Transfer
 from flexkv.engine.key_epoch import KeyEpoch
-from flexkv.engine.worker.rank_copies import RankSlots
 from flexkv.host.arena import Arena
 from flexkv.types.changes import Medium
 from flexkv.types.errors import FlexKVError
@@ -61,6 +60,8 @@ class Copier:
         self.gone = ""
         self._lock = threading.RLock()
         self._copying: dict[int, PageCopy] = {}
+        from flexkv.engine.worker.rank_copies import RankSlots  # `import flexkv` needs no numpy
+
         self._slots = RankSlots(arena, 0)
         self._work_so_far = work_so_far
 

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from flexkv.index.block_index import IndexReader
 from flexkv.service import messages as wire
@@ -213,7 +212,7 @@ class EngineHolds:
     """
 
     def __init__(self, page: EnginePage, num_slots: int, name: str) -> None:
-        self._holds = np.frombuffer(page.holds, np.uint16)
+        self._holds = page.holds
         self._bell = page.bell
         self._num_slots = num_slots
         self._name = name
@@ -225,7 +224,9 @@ class EngineHolds:
     @property
     def slots(self) -> int:
         """How many slots it holds; takes O(slots)."""
-        return int(np.count_nonzero(self._holds))
+        import numpy as np  # `import flexkv` reads this file, and needs no numpy
+
+        return int(np.count_nonzero(np.frombuffer(self._holds, np.uint16)))
 
     @property
     def is_over(self) -> bool:

@@ -80,8 +80,8 @@ def test_a_drain_returns_few_blocks_with_descriptions(tmp_path: Path) -> None:
     with opened(tmp_path) as client:
         client.tier.watch()
         drains = drain(client)
-    # 16 KiB of texts of 1,600 bytes.
-    assert [len(each) for each in drains] == [10] * 4
+    # 16 KiB of texts of 1,600 bytes, or fewer while the table is being read.
+    assert max(len(each) for each in drains) == 10
     assert [key for each in drains for key in each] == KEYS, "in the order of their slots"
     assert {key: text for each in drains for key, text in each.items()} == TEXTS
 
