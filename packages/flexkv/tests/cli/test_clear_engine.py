@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asked_door import call_door
@@ -14,6 +15,7 @@ from toy_engine import BLOCK, ToyRequest
 from toy_world import ToyWorld
 
 from flexkv.client import Reset
+from flexkv.operators import ask_door
 from flexkv.operators.ask_door import AskError
 from flexkv.session.state_reports import Subject, read_states
 from packages.flexkv.tests.cli.stores import Flexkv
@@ -107,6 +109,23 @@ def test_a_directory_without_such_an_engine_is_exit_code_1(
         ended = flexkv("clear", "engines", *words, *options)
         assert (ended.code, ended.out) == (1, "")
         assert ended.err.startswith(said)
+    assert tiers(world, PROMPT) == [3, 3]
+
+
+@pytest.mark.parametrize("option", ["--yes", "--dry-run"])
+def test_an_engine_that_starts_behind_the_question_is_not_cleared(
+    flexkv: Flexkv, world: ToyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Nobody has agreed to it, and a dry run clears none."""
+    answers = iter([[]])
+    read = ask_door.read_states
+
+    def late(*args: Any) -> Any:
+        found = next(answers, None)
+        return read(*args) if found is None else found
+
+    monkeypatch.setattr(ask_door, "read_states", late)
+    assert flexkv("clear", "engines", "all", tmp_path / "run", option).code == 1
     assert tiers(world, PROMPT) == [3, 3]
 
 

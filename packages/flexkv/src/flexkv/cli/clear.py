@@ -244,13 +244,17 @@ def _clear_service(root: str, fingerprint: str | None) -> bool:
 
 def _clear_engines(args: argparse.Namespace) -> int:
     root, chosen = directory_of(args), _fingerprint(args)
-    engines = engines_in(root, chosen)
-    if args.dry_run and engines:
+    try:
+        engines = engines_in(root, chosen)
+    except AskError as error:
+        print_failed([str(error)])
+        return 1  # unasked, even if an engine starts now
+    if args.dry_run:
         for each in engines:
             print(f"would clear {each}")
         return 0
     question = f"Clear the caches of {len(engines)} running engines in {root}?"
-    if engines and not _agrees(args, question, engines):
+    if not _agrees(args, question, engines):
         return 1
     cleared, failed = ask_engines(root, chosen, CLEAR, ClearQuestion("all"))
     print_failed(failed)

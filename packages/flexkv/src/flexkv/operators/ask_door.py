@@ -103,9 +103,13 @@ def engines_in(root: str, fingerprint: str | None) -> list[str]:
     """The names of the engines that `ask_engines` asks, for people.
 
     Raises:
+        AskError: there is none.
         ConfigError: the directory cannot be read.
     """
-    return [name for name, _ in _beside(root, lambda: list(_doors(root, fingerprint)))]
+    names = [name for name, _ in _beside(root, lambda: list(_doors(root, fingerprint)))]
+    if not names:
+        raise AskError(_beside(root, lambda: _why_none(root, fingerprint)))
+    return names
 
 
 def _beside(root: str, call: Callable[[], _Said]) -> _Said:
@@ -134,13 +138,15 @@ def _ask_engines(
         except msgspec.DecodeError as error:
             failed.append(f"{name}, answers as another version of FlexKV does: {error}")
     if not answers and not failed:
-        known = sorted({str(each.get("fingerprint")) for each in read_states(root, Subject.HEALTH)})
-        failed.append(
-            printable(f"no engine has the fingerprint {fingerprint!r}; allowed: {', '.join(known)}")
-            if known
-            else f"no engine with FlexKV runs in {root!r}"
-        )
+        failed.append(_why_none(root, fingerprint))
     return answers, failed
+
+
+def _why_none(root: str, fingerprint: str | None) -> str:
+    known = sorted({str(each.get("fingerprint")) for each in read_states(root, Subject.HEALTH)})
+    if fingerprint is None or not known:
+        return f"no engine with FlexKV runs in {root!r}"
+    return printable(f"no engine has the fingerprint {fingerprint!r}; allowed: {', '.join(known)}")
 
 
 def _doors(root: str, fingerprint: str | None) -> Iterator[tuple[str, str]]:
