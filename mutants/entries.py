@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "mutants"
 
-_TEXTS = ("name", "file", "find", "replace", "survives")
-_REQUIRED = {"name", "file", "find", "replace", "tests"}
+_TEXTS = ("name", "file", "find", "replace")
+_KEYS = {*_TEXTS, "tests"}
 _NAME = re.compile(r"[a-z0-9_]+")
 
 
@@ -24,8 +24,8 @@ class Mutant:
     """One fault: `find` becomes `replace` in `file`, and one of `tests` must fail.
 
     area: the list's name without `.toml`. file: path from the root. tests: arguments of pytest, as
-    paths from the root. survives: why no test can notice the fault, empty for all others. line:
-    where a generated fault is, whose `find` and `replace` are whole files; 0 for all others.
+    paths from the root. line: where a generated fault is, whose `find` and `replace` are whole
+    files; 0 for all others.
     """
 
     area: str
@@ -34,7 +34,6 @@ class Mutant:
     find: str
     replace: str
     tests: tuple[str, ...]
-    survives: str = ""
     line: int = 0
 
     def apply(self, text: str) -> str:
@@ -99,19 +98,19 @@ def _entries(path: Path) -> list[dict[str, object]]:
 
 def _mutant(area: str, number: int, entry: dict[str, object]) -> Mutant:
     where = f"{area}.toml, mutant {number}"
-    unknown = sorted(entry.keys() - _REQUIRED - {"survives"})
-    missing = sorted(_REQUIRED - entry.keys())
+    unknown = sorted(entry.keys() - _KEYS)
+    missing = sorted(_KEYS - entry.keys())
     if unknown or missing:
         problem = f"unknown keys {unknown}" if unknown else f"missing keys {missing}"
         raise ValueError(f"{where}: {problem}")
-    texts = {key: entry[key] for key in _TEXTS if key in entry}
+    texts = {key: entry[key] for key in _TEXTS}
     tests = entry["tests"]
     if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
         raise ValueError(f"{where}: `tests` must be an array of strings")
     if not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"{where}: {', '.join(texts)} must be strings")
-    name, file, find, replace, survives = (str(texts.get(key, "")) for key in _TEXTS)
-    return Mutant(area, name, file, find, replace, tuple(tests), survives)
+    name, file, find, replace = (str(texts[key]) for key in _TEXTS)
+    return Mutant(area, name, file, find, replace, tuple(tests))
 
 
 def _faults_of(mutant: Mutant, root: Path, texts: dict[str, str | None]) -> Iterable[str]:

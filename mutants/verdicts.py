@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from mutants.entries import Mutant
 from mutants.fork_server import Ending, Outcome
 
-GOAL = 0.95
-"""Share of the mutants that must be killed."""
-
 
 class Verdict(enum.Enum):
     """What became of a mutant."""
 
     KILLED = "killed"
-    EXPLAINED = "explained"
-    """It survived, and its list says why."""
     SURVIVED = "survived"
     ERROR = "error"
     """Nothing is known: its tests fail without it, it does not build, or the list is wrong."""
@@ -45,12 +40,8 @@ def judge(mutant: Mutant, outcome: Outcome) -> Result:
     """The verdict of a mutant whose tests pass without it and ended so with it."""
     verdict, reason = Verdict.ERROR, outcome.reason
     match outcome.ending:
-        case Ending.FAILED | Ending.TIMED_OUT if mutant.survives:
-            reason = f"delete its `survives`: it is killed by {outcome.reason}"
         case Ending.FAILED | Ending.TIMED_OUT:
             verdict = Verdict.KILLED
-        case Ending.PASSED if mutant.survives:
-            verdict, reason = Verdict.EXPLAINED, mutant.survives
         case Ending.PASSED:
             verdict = Verdict.SURVIVED
         case Ending.BROKEN if mutant.line:
@@ -59,15 +50,8 @@ def judge(mutant: Mutant, outcome: Outcome) -> Result:
 
 
 def passes(results: Sequence[Result]) -> bool:
-    """Whether enough was killed, every survivor is explained, and there was no error."""
-    good = all(r.verdict in {Verdict.KILLED, Verdict.EXPLAINED} for r in results)
-    return good and score(results) >= GOAL
-
-
-def score(results: Sequence[Result]) -> float:
-    """Share of the mutants that were killed, without those that ended in an error."""
-    known = [r for r in results if r.verdict is not Verdict.ERROR]
-    return sum(r.verdict is Verdict.KILLED for r in known) / len(known) if known else 0.0
+    """Whether there are mutants, and all were killed."""
+    return bool(results) and all(result.verdict is Verdict.KILLED for result in results)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -75,10 +59,10 @@ def table(results: Sequence[Result]) -> str:
     areas = sorted({r.mutant.area for r in results})
     width = max(len("area"), len("all"), *map(len, areas)) if areas else len("area")
     head = "".join(f"{verdict.value:>11}" for verdict in Verdict)
-    lines = [f"{'area':{width}}{head}{'score':>8}"]
+    lines = [f"{'area':{width}}{head}"]
     rows = {area: [r for r in results if r.mutant.area == area] for area in areas}
     for area, row in (*rows.items(), ("all", list(results))):
         counts = (sum(r.verdict is verdict for r in row) for verdict in Verdict)
         cells = "".join(f"{count:11}" for count in counts)
-        lines.append(f"{area:{width}}{cells}{score(row):8.1%}")
+        lines.append(f"{area:{width}}{cells}")
     return "\n".join(lines) + "\n"
