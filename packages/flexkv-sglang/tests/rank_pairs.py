@@ -19,6 +19,10 @@ GLOO_SECONDS = 60.0
 other one may be late by many seconds."""
 _PATIENCE_SECONDS = 3 * GLOO_SECONDS
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Starts ranks. A fork of this process would keep the locks of threads of other tests for ever."""
+PROCESSES.set_forkserver_preload(["torch.distributed", "flexkv_sglang.start"])
+
 Serve = Callable[[int, Path, Connection], None]
 """Runs in a rank's process: its number, a folder for both, and a pipe with what to play."""
 
@@ -29,11 +33,10 @@ class Pair:
     def __init__(self, folder: Path, serve: Serve) -> None:
         folder.mkdir()
         write_weights(folder)
-        fork = multiprocessing.get_context("fork")
-        pipes = [fork.Pipe() for _ in range(RANKS)]
+        pipes = [PROCESSES.Pipe() for _ in range(RANKS)]
         self._pipes = [ours for ours, _ in pipes]
         self._children = [
-            fork.Process(target=serve, args=(rank, folder, theirs), daemon=True)
+            PROCESSES.Process(target=serve, args=(rank, folder, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for child in self._children:

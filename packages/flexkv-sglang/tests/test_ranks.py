@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from rank_pairs import PROCESSES
 
 from flexkv_sglang.ranks import CpuGroup, Ranks, ranks_of, together
 
@@ -36,10 +36,9 @@ def run(rank: int, store: Path, answers: Connection) -> None:
 
 
 def test_the_first_rank_speaks_for_all(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-    pipes = [fork.Pipe(duplex=False) for _ in range(2)]
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(2)]
     children = [
-        fork.Process(target=run, args=(rank, tmp_path / "store", sender))
+        PROCESSES.Process(target=run, args=(rank, tmp_path / "store", sender))
         for rank, (_, sender) in enumerate(pipes)
     ]
     for child in children:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pairs import PROCESSES
 from torch import distributed
 
 from flexkv_sglang.ranks import Ranks, StagedRanks, ranks_of
@@ -49,12 +49,9 @@ def play(number: int, store: Path, pipe: Connection) -> None:
 
 
 def test_later_stages_get_the_numbers_of_the_first_one_which_does_not_wait(tmp_path: Path) -> None:
-    # This process has threads of other tests, whose locks a fork of it would keep for ever.
-    fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["torch.distributed"])
-    pipes = [fork.Pipe() for _ in range(STAGES * RANKS)]
+    pipes = [PROCESSES.Pipe() for _ in range(STAGES * RANKS)]
     children = [
-        fork.Process(target=play, args=(number, tmp_path / "store", theirs))
+        PROCESSES.Process(target=play, args=(number, tmp_path / "store", theirs))
         for number, (_, theirs) in enumerate(pipes)
     ]
     for child in children:

@@ -8,12 +8,11 @@ the other one wait in its next exchange.
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from rank_pairs import GLOO_SECONDS, RANKS
+from rank_pairs import GLOO_SECONDS, PROCESSES, RANKS
 from sglang_world import Rank, write_weights
 from torch import distributed
 
@@ -72,10 +71,9 @@ def test_a_start_that_fails_on_one_rank_fails_on_all(
     tmp_path: Path, failing: int, call: str
 ) -> None:
     write_weights(tmp_path)
-    fork = multiprocessing.get_context("fork")
-    pipes = [fork.Pipe(duplex=False) for _ in range(RANKS)]
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(RANKS)]
     children = [
-        fork.Process(target=run, args=(rank, tmp_path, failing, call, sender), daemon=True)
+        PROCESSES.Process(target=run, args=(rank, tmp_path, failing, call, sender), daemon=True)
         for rank, (_, sender) in enumerate(pipes)
     ]
     for child in children:
