@@ -171,6 +171,19 @@ def test_a_body_in_parts_is_refused_and_not_taken_for_an_empty_one(
     assert world_at_port.hits(PROMPT) == 3
 
 
+@pytest.mark.parametrize("length", ["9" * 5000, "x"])
+def test_a_length_that_is_no_number_of_bytes_is_refused(
+    world_at_port: ToyWorld, port: int, length: str
+) -> None:
+    """Python reads no number of thousands of digits."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as peer:
+        peer.putrequest("POST", "/lookup")
+        peer.putheader("Authorization", f"Bearer {TOKEN}")
+        peer.putheader("Content-Length", length)
+        peer.endheaders()
+        assert peer.getresponse().status == http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
 @pytest.mark.parametrize("body", ["", "{}", '{"blocks": "some"}', '{"blocks": true}'])
 def test_a_clear_that_does_not_say_all_is_refused(
     world_at_port: ToyWorld, port: int, body: str

@@ -42,19 +42,9 @@ def ask(
     *,
     seconds: float = CALL_SECONDS,
 ) -> bytes:
-    """Ask at a socket of a runtime directory, and return the content of the answer.
-
-    Args:
-        root: path of the directory.
-        socket: name of the socket.
-        whom: whom this asks, for errors.
-        question: method and path.
-        body: what follows them.
-        seconds: time limit of each part of the answer.
-
-    Raises:
-        AskError: there is no answer, or it is a refusal.
-    """
+    """Ask at a socket of the runtime directory `root`, by method and path, and return the content
+    of the answer. `seconds` is the time limit of each part of the answer; `whom` is for errors.
+    Raises AskError if there is no answer, or it is a refusal."""
     connection = _Connection(root, socket, seconds)
     try:
         connection.request(*question, body=body or None)
@@ -91,28 +81,23 @@ def ask_engines(
     root: str, fingerprint: str | None, verb: Verb[_Asked, _Said], question: _Asked
 ) -> tuple[list[_Said], list[str]]:
     """Ask this user's running engines in a runtime directory, all or those of a fingerprint.
-    Returns the answers, and why other engines give none.
-
-    Raises:
-        ConfigError: the directory cannot be read.
-    """
-    return _beside(root, functools.partial(_ask_engines, root, fingerprint, verb, question))
+    Returns the answers, and why other engines give none. Raises ConfigError if the directory cannot
+    be read."""
+    return beside(root, functools.partial(_ask_engines, root, fingerprint, verb, question))
 
 
 def engines_in(root: str, fingerprint: str | None) -> list[str]:
-    """The names of the engines that `ask_engines` asks, for people.
-
-    Raises:
-        AskError: there is none.
-        ConfigError: the directory cannot be read.
-    """
-    names = [name for name, _ in _beside(root, lambda: list(_doors(root, fingerprint)))]
+    """The names of the engines that `ask_engines` asks, for people. Raises AskError if there is
+    none, ConfigError if the directory cannot be read."""
+    names = [name for name, _ in beside(root, lambda: list(_doors(root, fingerprint)))]
     if not names:
-        raise AskError(_beside(root, lambda: _why_none(root, fingerprint)))
+        raise AskError(beside(root, lambda: _why_none(root, fingerprint)))
     return names
 
 
-def _beside(root: str, call: Callable[[], _Said]) -> _Said:
+def beside(root: str, call: Callable[[], _Said]) -> _Said:
+    """Make a call that reads a runtime directory, for as long as it answers. Raises ConfigError if
+    the directory cannot be read."""
     try:
         return call_beside(root, call)
     except (ArenaError, HungError) as error:

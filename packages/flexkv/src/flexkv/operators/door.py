@@ -30,6 +30,8 @@ _MOST_PEERS = 16
 """Peers at a time. One more, and the oldest is dismissed."""
 _MOST_BYTES = 16 << 20
 """The longest body of a question: a million token ids of up to 15 digits."""
+_MOST_DIGITS = 20
+"""Digits of the length of any body. Python refuses to read numbers of thousands."""
 _ACCEPT_SECONDS = 0.1
 """Pause after a peer could not be accepted, for lack of descriptors."""
 
@@ -37,10 +39,9 @@ TEXT, JSON = "text/plain; charset=utf-8", "application/json"
 
 
 class DoorRequest(NamedTuple):
-    """One question."""
+    """One question: the parameters of its URL, of several with one name the last; and its body."""
 
     query: Mapping[str, str]
-    """The parameters of its URL; of several with one name the last."""
     body: bytes
 
 
@@ -60,15 +61,9 @@ def routes_of(answers: Answers) -> Routes:
 
 
 class Door:
-    """Answers until `close`.
-
-    Args:
-        listener: of SOCK_STREAM; owned.
-        routes: the questions that have an answer.
-        is_open: whether peers may be any process of the network. Else they are this user's, on a
-            Unix socket.
-        token: what each question must bear; None for nothing.
-    """
+    """Answers the questions of `routes` until `close`, at a listening socket, which it owns. If
+    `is_open`, peers may be any process of the network, else they are this user's, on a Unix socket.
+    Each question must bear the token, if there is one."""
 
     def __init__(
         self, listener: socket.socket, routes: Routes, *, is_open: bool, token: str | None = None
@@ -88,16 +83,12 @@ class Door:
         self._thread.join()
 
     def leave_to_parent(self) -> None:
-        """See `flexkv.system.forks.Owner`."""
+        """As `flexkv.system.forks.Owner` says."""
         self._server.socket.close()
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A listening socket of the network.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    """A listening socket of the network. Raises OSError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family)
 
@@ -171,9 +162,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         routes = self.server.routes
         length = self.headers.get("Content-Length") or "0"
+        is_number = length.isdecimal() and len(length) <= _MOST_DIGITS
         # Also of a question without an answer: unread, it would cut the connection before the peer
         # has read why.
-        body = self.rfile.read(min(int(length), _MOST_BYTES)) if length.isdecimal() else b""
+        body = self.rfile.read(min(int(length), _MOST_BYTES)) if is_number else b""
         if not self.server.may_ask(self.headers.get("Authorization") or ""):
             self._send(HTTPStatus.UNAUTHORIZED, b"the token is missing or wrong\n")
             return
@@ -187,7 +179,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(HTTPStatus.LENGTH_REQUIRED, text.encode())
             self._await_end()
             return
-        if not length.isdecimal() or int(length) > _MOST_BYTES:
+        if not is_number or int(length) > _MOST_BYTES:
             text = f"the body has {length} bytes; allowed: at most {_MOST_BYTES}\n"
             self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text.encode())
             return

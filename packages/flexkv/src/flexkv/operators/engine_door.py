@@ -31,7 +31,7 @@ from flexkv.types.errors import ArenaError, ConfigError
 logger = logging.getLogger(__name__)
 
 PART_BLOCKS = 64
-"""Blocks of a part: their hashes take vLLM 0.3 ms. Not tuned."""
+"""Blocks of a part: their hashes take vLLM 0.3 ms."""
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 1.0
@@ -41,11 +41,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 class PromptKeys(Protocol):
-    """Makes the keys of a prompt that is no request. Any thread may call it.
-
-    Attributes:
-        block_tokens: tokens of a block.
-    """
+    """Makes the keys of a prompt that is no request. Any thread may call it."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -61,12 +57,8 @@ class PromptKeys(Protocol):
     def others(
         self, question: PromptQuestion, blocks: int | None = None
     ) -> Iterator[Sequence[bytes]]:
-        """The keys of blocks that a hit needs besides: those of the model's other KV cache groups.
-
-        Args:
-            question: the prompt.
-            blocks: whole blocks of the hit; None for all blocks of the prompt in these groups.
-        """
+        """The keys of blocks that a hit needs besides: those of the model's other KV cache groups,
+        for a hit of so many whole blocks. None for all blocks of the prompt in these groups."""
         ...
 
 
@@ -79,23 +71,16 @@ class LocalHttp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OperatorAccess:
-    """How operators reach an engine's cache.
-
-    Attributes:
-        keys: makes the keys of prompts that are no requests.
-        http: a port of this machine at which they ask, too; None for none.
-    """
+    """How operators reach an engine's cache: what makes the keys of prompts that are no requests,
+    and a port of this machine at which they ask, too; None for none."""
 
     keys: PromptKeys
     http: LocalHttp | None = None
 
 
 def local_http(config: CacheConfig) -> LocalHttp | None:
-    """The port that the settings name; None if no port is wanted.
-
-    Raises:
-        ConfigError: the file has no token, or others could read it.
-    """
+    """The port that the settings name; None if no port is wanted. Raises ConfigError if the file
+    has no token, or others could read it."""
     port, path = config.control_port, config.control_token_file
     if port is None or path is None:
         return None  # settings that are read have both or none
@@ -131,19 +116,10 @@ def _refused(path: str, problem: str) -> ConfigError:
 
 
 class EngineDoor:
-    """The doors of one engine. Close with the engine.
-
-    Args:
-        root: path of the runtime directory.
-        http: a port to answer at, too; None for none.
-        answers: answers the questions.
-        poll: polls the cache, so that old blocks leave it while the engine is idle; called once a
-            second until `close`. None if no block leaves by its age.
-
-    Attributes:
-        name: of the socket; empty if it could not be opened, which is logged. The engine works
-            without it.
-    """
+    """The doors of one engine: a socket in the runtime directory `root`, and a port, if there is
+    one. `poll` is called once a second until `close`, so that old blocks leave the cache while the
+    engine is idle; None if no block leaves by its age. `name` is that of the socket; it is empty if
+    the socket could not be opened, which is logged. The engine works without it."""
 
     def __init__(
         self,

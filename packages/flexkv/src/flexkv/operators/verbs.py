@@ -43,22 +43,13 @@ class OperatorQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is said to be allowed then."""
 
     def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            RefusedError: the question cannot be answered.
-        """
+        """Check the values. Raises RefusedError if the question cannot be answered."""
 
 
 class PromptQuestion(OperatorQuestion, frozen=True, forbid_unknown_fields=True):
-    """A prompt, by its tokens or by the engine's hashes of its blocks.
-
-    Attributes:
-        tokens: ids of its tokens.
-        hashes: the engine's hashes in hex, one for each of its blocks, first block first.
-        cache_salt: salt of the requests that have the prompt; empty for none. For tokens only: a
-            hash covers it.
-    """
+    """A prompt, by the ids of its tokens, or by the engine's hashes in hex, one for each of its
+    blocks, first block first. `cache_salt` is that of its requests; it is for tokens only, because
+    a hash covers it."""
 
     problem = "is no JSON of a prompt"
     allowed = '{"tokens": [1, 2], "cache_salt": ""} or {"hashes": ["00ff..."]}'
@@ -68,7 +59,6 @@ class PromptQuestion(OperatorQuestion, frozen=True, forbid_unknown_fields=True):
     cache_salt: str = ""
 
     def check(self) -> None:
-        """See `OperatorQuestion.check`."""
         tokens, hashes = self.tokens, self.hashes
         if bool(tokens) == bool(hashes):
             raise RefusedError(
@@ -104,23 +94,17 @@ class UnpinQuestion(OperatorQuestion, frozen=True, forbid_unknown_fields=True):
     name: str = "default"
 
     def check(self) -> None:
-        """See `OperatorQuestion.check`."""
         _check_name(self.name)
 
 
 class PinQuestion(PromptQuestion, frozen=True, forbid_unknown_fields=True):
-    """A prompt whose blocks are pinned.
-
-    Attributes:
-        name: name of the pin.
-        seconds: seconds until the pin ends; None for the setting `pin_seconds`.
-    """
+    """A prompt whose blocks are pinned by a name, for so many seconds; None for the setting
+    `pin_seconds`."""
 
     name: str = "default"
     seconds: float | None = None
 
     def check(self) -> None:
-        """See `OperatorQuestion.check`."""
         PromptQuestion.check(self)
         _check_name(self.name)
         if self.seconds is not None and not 0 < self.seconds <= MOST_PIN_SECONDS:
@@ -130,12 +114,7 @@ class PinQuestion(PromptQuestion, frozen=True, forbid_unknown_fields=True):
 
 
 class SessionQuestion(OperatorQuestion, frozen=True, forbid_unknown_fields=True):
-    """A conversation.
-
-    Attributes:
-        session: its name, as clients give it.
-        cache_salt: salt of its requests; empty for none.
-    """
+    """A conversation, by its name as clients give it, and the salt of its requests."""
 
     problem = "is no JSON of a conversation"
     allowed = '{"session": "NAME", "cache_salt": ""}'
@@ -144,7 +123,6 @@ class SessionQuestion(OperatorQuestion, frozen=True, forbid_unknown_fields=True)
     cache_salt: str = ""
 
     def check(self) -> None:
-        """See `OperatorQuestion.check`."""
         length = len(self.session)
         if not 1 <= length <= _MOST_SESSION:
             raise RefusedError(
@@ -171,12 +149,7 @@ def _check_name(name: str) -> None:
 
 
 class OfProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer of one process.
-
-    Attributes:
-        pid: its id as it knows itself.
-        pid_namespace: where it has this id; see `pid_namespace`.
-    """
+    """An answer of one process: its id as it knows itself, and where it has this id."""
 
     pid: int = msgspec.field(default_factory=os.getpid)
     pid_namespace: int = msgspec.field(default_factory=pid_namespace)
@@ -188,13 +161,8 @@ class OfProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionEffect(OfProcess, frozen=True):
-    """What was done about a conversation.
-
-    Attributes:
-        session: its name.
-        blocks: how many of its blocks it was done to; 0 if the engine knows none.
-        reason: why not to all, for people; empty if there is no reason.
-    """
+    """How many blocks of a conversation something was done to, 0 if the engine knows none; and why
+    not to all, for people."""
 
     session: str
     blocks: int
@@ -202,14 +170,9 @@ class SessionEffect(OfProcess, frozen=True):
 
 
 class TierPlaces(msgspec.Struct, frozen=True):
-    """What a tier has of the blocks that were found.
-
-    Attributes:
-        tier: name of the tier, as in metrics.
-        blocks: how many of them it has.
-        is_sure: whether it knows that it lacks the first block that was not found. A shared store
-            does not know which blocks it has.
-    """
+    """How many of the blocks that were found a tier has, which is named as in metrics. `is_sure`
+    says whether it knows that it lacks the first block that was not found: a shared store does not
+    know which blocks it has."""
 
     tier: str
     blocks: int
@@ -217,23 +180,19 @@ class TierPlaces(msgspec.Struct, frozen=True):
 
 
 class PromptPlaces(OfProcess, frozen=True):
-    """Where one cache has the blocks of a prompt.
-
-    Attributes:
-        engine: name of the engine; empty for a service.
-        fingerprint: of the blocks.
-        blocks: whole blocks of the prompt.
-        found: how many of them, from the first on without a gap, some tier has.
-        block_tokens: tokens of a block; None if the cache does not know.
-        tiers: the tiers, the fastest first.
-    """
+    """Where one cache has the blocks of a prompt."""
 
     engine: str
+    """Empty for a service."""
     fingerprint: str
     blocks: int
+    """Whole blocks of the prompt."""
     found: int
+    """How many of them, from the first on without a gap, some tier has."""
     block_tokens: int | None
+    """None if the cache does not know."""
     tiers: tuple[TierPlaces, ...]
+    """The fastest first."""
 
     @property
     def in_host(self) -> int:
@@ -246,13 +205,8 @@ AllPlaces: TypeAlias = tuple[PromptPlaces, ...]
 
 
 class PromptEffect(msgspec.Struct, frozen=True):
-    """What was done about a prompt.
-
-    Attributes:
-        places: where its blocks are afterwards.
-        done: how many of its blocks it was done to.
-        reason: why not to all, for people; empty if there is no reason.
-    """
+    """How many blocks of a prompt something was done to, where its blocks are afterwards, and why
+    it was not done to all, for people."""
 
     places: PromptPlaces
     done: int
@@ -267,14 +221,8 @@ class Unpinned(OfProcess, frozen=True):
 
 
 class ClearEffect(OfProcess, frozen=True):
-    """An engine has dropped all its blocks.
-
-    Attributes:
-        engine: name of the engine.
-        fingerprint: of the blocks.
-        blocks: how many of them host memory had.
-        reason: why some may stay, for people; empty if there is no reason.
-    """
+    """An engine has dropped all its blocks: how many host memory had, and why some may stay, for
+    people."""
 
     engine: str
     fingerprint: str
@@ -296,11 +244,7 @@ class Verb(Generic[_Asked, _Said]):
     answer: type[_Said]
 
     def read(self, body: bytes) -> _Asked:
-        """Read a question.
-
-        Raises:
-            RefusedError: it is none, or cannot be answered.
-        """
+        """Read a question. Raises RefusedError if it is none, or cannot be answered."""
         try:
             question = msgspec.json.decode(body, type=self.question)
         except msgspec.DecodeError as error:
