@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from faulty_s3 import SECRET, URL, FaultyS3
 
+from flexkv.preflight.checks import check_store
 from flexkv.preflight.findings import Finding, Level
-from flexkv.preflight.stores import check_store
 from flexkv.settings import CacheConfig
 from flexkv.tiers import mooncake, objects
 from flexkv.tiers.shared_store import all_stores, shared_stores

@@ -91,31 +91,26 @@ TIER = "*"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A metric: its values by their labels, and where they come from.
-
-    Attributes:
-        kind: see `Kind`.
-        name: name without the prefix of the engine and `flexkv_`.
-        text: help text at `/metrics`; gives the unit.
-        label_names: names of labels, in addition to the engine's own.
-        counted: labels of the values that a `Meter` counts; they belong to one engine.
-        own: reads the values of one engine from its cache.
-        shared: reads the values of host memory, which all engines with the same memory share.
-        tiers: reads the values of each lower tier, which are shared, too; see `TIER`.
-        media: the lower tiers that `tiers` reads.
-        bounds: ascending upper bounds of a histogram's ranges; each belongs to the range below it.
-    """
+    """A metric: its values by their labels, and where they come from."""
 
     kind: Kind
     name: str
+    """Without the prefix of the engine and `flexkv_`."""
     text: str
+    """Help text at `/metrics`; gives the unit."""
     label_names: Labels = ()
+    """In addition to the engine's own."""
     counted: tuple[Labels, ...] = ()
+    """Labels of the values that a `Meter` counts; they belong to one engine."""
     own: Mapping[Labels, ReadHost] = field(default_factory=dict)
+    """Reads the values of one engine from its cache."""
     shared: Mapping[Labels, ReadHost] = field(default_factory=dict)
+    """Reads the values of host memory, which all engines with the same memory share."""
     tiers: Mapping[Labels, ReadTier] = field(default_factory=dict)
+    """Reads the values of each lower tier of `media`, which are shared, too; see `TIER`."""
     media: tuple[Medium, ...] = BELOW
     bounds: tuple[float, ...] = ()
+    """Ascending upper bounds of a histogram's ranges; each belongs to the range below it."""
 
     @property
     def combinations(self) -> list[Labels]:

@@ -99,17 +99,10 @@ def info_labels(config: CacheConfig) -> Labels:
 
 
 class Exposition:
-    """FlexKV's metrics of the engines that a process serves. Values exist from the start, so that a
-    rate includes the first count. Those of a lower tier exist once an engine reports the tier,
-    which it does before it counts anything there.
-
-    Args:
-        prefix: the engine's prefix of all names.
-        counter, gauge, histogram: make a metric of this kind.
-        label_names: names of the engine's own labels.
-        engines: values of these labels, by engine.
-        config: FlexKV's settings of the engines.
-    """
+    """FlexKV's metrics of the engines that a process serves, under names that begin with `prefix`.
+    `engines` has the values of the engine's own labels, `label_names`, by engine. Values exist from
+    the start, so that a rate includes the first count. Those of a lower tier exist once an engine
+    reports the tier, which it does before it counts anything there."""
 
     def __init__(
         self,

@@ -4,13 +4,21 @@ collect them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
 from flexkv.figures.definitions import Kind, Labels, Metric, Samples, bucket, sample
+
+_FAMILIES = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 def families(
@@ -24,33 +32,16 @@ def families(
     a source does not have are left out."""
     made: list[Family] = []
     for metric in metrics:
-        family = _empty(metric, prefix, [*label_names, *metric.label_names])
-        for own, samples in sources.items():
-            for labels in metric.combinations:
-                _add(family, metric, [*own, *labels], labels, samples)
+        names = [*label_names, *metric.label_names]
+        family: Any = _FAMILIES[metric.kind](prefix + metric.name, metric.text, labels=names)
+        for (own, samples), labels in itertools.product(sources.items(), metric.combinations):
+            if metric.kind is Kind.HISTOGRAM:
+                _add_histogram(family, metric, [*own, *labels], labels, samples)
+            elif (value := samples.get(sample(metric.name, *labels))) is not None:
+                family.add_metric([*own, *labels], value)
         if family.samples:
             made.append(family)
     return made
-
-
-def _empty(metric: Metric, prefix: str, labels: Sequence[str]) -> Family:
-    kinds = {
-        Kind.COUNTER: CounterMetricFamily,
-        Kind.GAUGE: GaugeMetricFamily,
-        Kind.HISTOGRAM: HistogramMetricFamily,
-    }
-    return kinds[metric.kind](prefix + metric.name, metric.text, labels=labels)
-
-
-def _add(
-    family: Family, metric: Metric, values: Sequence[str], labels: Labels, samples: Samples
-) -> None:
-    if isinstance(family, HistogramMetricFamily):
-        _add_histogram(family, metric, values, labels, samples)
-        return
-    value = samples.get(sample(metric.name, *labels))
-    if value is not None and isinstance(family, CounterMetricFamily | GaugeMetricFamily):
-        family.add_metric(values, value)
 
 
 def _add_histogram(

@@ -58,10 +58,7 @@ class Histogram:
 
 class Meter:
     """Counts of one process, apart from those that a cache keeps as attributes. Single-threaded.
-
-    Attributes:
-        values: totals by name of the sample. What counts often adds to them itself.
-    """
+    `values` has totals by name of the sample. What counts often adds to them itself."""
 
     __slots__ = ("values",)
 

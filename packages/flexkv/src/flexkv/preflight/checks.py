@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from flexkv.operators.engine_door import local_http
 from flexkv.preflight.disk import check_directory, compare_directories, disk_name
 from flexkv.preflight.engines import check_engines, check_packages
-from flexkv.preflight.findings import Check, refuse_start
+from flexkv.preflight.findings import Check, Finding, Level, refuse_start
 from flexkv.preflight.host import (
     check_control,
     check_gpu,
@@ -20,12 +21,11 @@ from flexkv.preflight.host import (
     check_trace_file,
     refuse_memory,
 )
-from flexkv.preflight.stores import check_store
 from flexkv.session.runtime_directory import check_runtime_directory
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.disk.folder import check_root
 from flexkv.tiers.disk.opening import check_apart, places_of
-from flexkv.tiers.shared_store import shared_stores
+from flexkv.tiers.shared_store import SharedStore, shared_stores
 
 _START_SECONDS = 1.0
 """Seconds that a start waits for what may hang. It checks all of it later, too."""
@@ -57,15 +57,8 @@ def all_checks(config: CacheConfig, seconds: float = 0.0) -> list[Check]:
 
 
 def check_start(config: CacheConfig, *, meets: bool = True) -> None:
-    """Refuse a start that would fail, before an engine reads its weights.
-
-    Args:
-        config: the settings.
-        meets: whether processes meet in `runtime_dir`; else a start does without it if need be.
-
-    Raises:
-        FlexKVError: that of the start.
-    """
+    """Refuse a start that would fail, before an engine reads its weights, by the FlexKVError of the
+    start. Unless processes meet in `runtime_dir`, a start does without it if need be."""
     if config.enable:
         left_out = () if meets else (_RUNTIME_DIR, _CONTROL)
         checks = [each for each in all_checks(config) if each.name not in left_out]
@@ -94,3 +87,19 @@ def _checks_of_cache(config: CacheConfig, seconds: float) -> list[Check]:
             for root in roots
         ),
     ]
+
+
+def check_store(config: CacheConfig, store: SharedStore) -> Iterator[Finding]:
+    """Check whether the servers of a store answer. Joins and writes nothing."""
+    name = store.medium.value
+    for text, change in store.advice(config):
+        yield Finding(name, Level.ADVICE, text, change)
+    for server, ask in store.probes(config):
+        try:
+            ask()
+        except OSError as error:
+            change = "an engine starts without it, and uses it once it answers: start it, or "
+            change += "correct its address and credentials"
+            yield Finding(name, Level.PROBLEM, f"{server} cannot be used: {error}", change)
+        else:
+            yield Finding(name, Level.OK, f"{server} answers")

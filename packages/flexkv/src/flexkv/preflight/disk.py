@@ -21,13 +21,7 @@ from flexkv.system.directories import nearest_directory
 from flexkv.system.mounts import read_mounts
 from flexkv.tiers.disk.disk_store import check_table, slots_within
 from flexkv.tiers.disk.files import open_folder, reason_of
-from flexkv.tiers.disk.folder import (
-    REMOVED,
-    Folder,
-    check_owner,
-    fingerprint_of,
-    folders,
-)
+from flexkv.tiers.disk.folder import REMOVED, Folder, check_owner, fingerprint_of, folders
 from flexkv.tiers.disk.inspect import folder_state
 from flexkv.tiers.disk.opening import places_of
 from flexkv.types.errors import DiskError
@@ -58,17 +52,9 @@ class Speed(NamedTuple):
 
 
 def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]:
-    """Check a directory of `ssd_cache_dir`, which `check_root` has accepted. A
-    missing directory is not created.
-
-    Args:
-        path: of the directory.
-        room: bytes that blocks may take there.
-        seconds: see `measure`; 0 for no measurement.
-
-    Raises:
-        OSError: the file system does not tell its kind or its room.
-    """
+    """Check a directory of `ssd_cache_dir`, which `check_root` has accepted, and where blocks may
+    take `room` bytes. A missing directory is not created. The drive is measured for so many
+    seconds, 0 for not at all. Raises OSError if the file system does not tell its kind or room."""
     name = disk_name(path)
     there = nearest_directory(path)
     missing = there != path
@@ -141,11 +127,8 @@ def _refused_folder(name: str, why: str) -> Finding:
 
 def measure(path: str, seconds: float) -> Speed:
     """Write to the drive of a directory for half of `seconds` without the flush, and read it back,
-    past the page cache where that is possible.
-
-    Raises:
-        OSError: the file system has no files without a name, or the drive fails.
-    """
+    past the page cache where that is possible. Raises OSError if the file system has no files
+    without a name, or the drive fails."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)

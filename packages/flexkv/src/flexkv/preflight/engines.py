@@ -23,11 +23,8 @@ _OURS = ("flexkv-kernels", "flexkv-vllm", "flexkv-sglang")
 
 
 def check_packages() -> Iterator[Finding]:
-    """Check whether FlexKV's packages are complete, of one version, and can be imported.
-
-    Raises:
-        ConfigError: the kernels cannot be imported.
-    """
+    """Check whether FlexKV's packages are complete, of one version, and can be imported. Raises
+    ConfigError if the kernels cannot be imported."""
     own = {name: version for name in _OURS if (version := _version(name)) is not None}
     text = ", ".join([f"flexkv {__version__}", *(f"{name} {v}" for name, v in own.items())])
     if any(version != __version__ for version in own.values()):

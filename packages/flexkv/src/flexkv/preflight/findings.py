@@ -37,26 +37,17 @@ class Finding:
     change: str = ""
 
 
-def _nothing() -> Iterable[Finding]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of what a start needs.
-
-    Attributes:
-        name: name of the check, the first word of the output.
-        find: finds what is to be said. It may raise the `FlexKVError` of a start, which is a
-            problem.
-        refuse: the part that every start makes, too, before `find`. It raises the `FlexKVError`
-            that the start would raise later, and takes milliseconds unless a file system hangs.
-            None if there is no such part.
-    """
+    """A check of what a start needs."""
 
     name: str
-    find: Callable[[], Iterable[Finding]] = _nothing
+    """The first word of the output."""
+    find: Callable[[], Iterable[Finding]] = tuple
+    """Finds what is to be said. It may raise the `FlexKVError` of a start, which is a problem."""
     refuse: Callable[[], object] | None = None
+    """The part that every start makes, too, before `find`. It raises the `FlexKVError` that the
+    start would raise later, and takes milliseconds unless a file system hangs."""
 
 
 def run_checks(checks: Sequence[Check], seconds: float) -> list[Finding]:
@@ -73,12 +64,9 @@ def run_checks(checks: Sequence[Check], seconds: float) -> list[Finding]:
 
 
 def refuse_start(checks: Sequence[Check], seconds: float) -> None:
-    """Make the parts of `checks` that can refuse a start, side by side. A start goes on without
-    what has not answered after `seconds` for all together.
-
-    Raises:
-        FlexKVError: the first error of a check. An `UnavailableError` is none: a start goes on.
-    """
+    """Make the parts of `checks` that can refuse a start, side by side, and raise the first
+    FlexKVError. A start goes on after an `UnavailableError`, and without what has not answered
+    after `seconds` for all together."""
     calls = {each.name: functools.partial(_refusal, each) for each in checks if each.refuse}
     for error in call_within(calls, seconds).values():
         if error is not None:

@@ -91,11 +91,8 @@ def check_memory(config: CacheConfig) -> Iterator[Finding]:
 
 def refuse_memory(config: CacheConfig) -> None:
     """Refuse more host memory than the machine has. What other processes have of it counts at the
-    start: those of a service that starts again hand it back.
-
-    Raises:
-        ConfigError: `cpu_cache_gb` is more, and no memory is to come (`memory_grows`).
-    """
+    start: those of a service that starts again hand it back. Raises ConfigError if `cpu_cache_gb`
+    is more, and no memory is to come (`memory_grows`)."""
     wanted, total = config.cpu_cache_gb, total_memory()
     if wanted is not None and wanted * GIB > total and not config.memory_grows:
         raise ConfigError(

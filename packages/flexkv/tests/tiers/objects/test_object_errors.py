@@ -20,8 +20,8 @@ from certificates import Certificates
 from faulty_s3 import SECRET, URL, FaultyS3
 from shared_node import open_tier
 
+from flexkv.preflight.checks import check_store
 from flexkv.preflight.findings import Level
-from flexkv.preflight.stores import check_store
 from flexkv.settings import CacheConfig
 from flexkv.tiers.base import Answer
 from flexkv.tiers.job import Outcome, Result
