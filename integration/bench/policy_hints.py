@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from flexkv.eviction import RequestContext
 from flexkv.index.block_index import block_index
 from flexkv.index.pins import HostPins
-from flexkv.plan.sample import conversations
+from flexkv.plan.replayer import conversations
 from flexkv.plan.trace import Trace
 from flexkv_kernels.hazard import HazardPolicy
 from integration.bench.rows import Goal, Row

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.cli import plan_progress
+from flexkv.cli import plan
 from flexkv.eviction import FOLLOWING, POLICIES
 from packages.flexkv.tests.cli import command
 from packages.flexkv.tests.cli.stores import Flexkv
@@ -315,12 +315,12 @@ def test_starts_that_are_made_are_said(flexkv: Flexkv, tmp_path: Path) -> None:
 def test_steps_without_a_terminal_are_lines_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with plan_progress.ProgressShown() as shown:
-        shown.show("reading the trace", 0.5)
+    with plan.shown_progress() as show:
+        show("reading the trace", 0.5)
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr(plan_progress, "QUIET_SECONDS", 0.0)
-        shown.show("reading the trace", 0.75)
-        shown.show("one pass", None)
+        monkeypatch.setattr(plan, "QUIET_SECONDS", 0.0)
+        show("reading the trace", 0.75)
+        show("one pass", None)
     assert (
         capsys.readouterr().err == "flexkv plan: reading the trace: 75 %\nflexkv plan: one pass\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.cli.shared import shared_blocks
+from flexkv.cli.clear import shared_blocks
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ConfigError
 

@@ -10,11 +10,10 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from flexkv.eviction import POLICIES
-from flexkv.plan import replayer, sample
+from flexkv.plan import replayer
 from flexkv.plan.curve import LRUCurve
 from flexkv.plan.replay import Setup, replay
-from flexkv.plan.replayer import Replayer
-from flexkv.plan.sample import conversations
+from flexkv.plan.replayer import Replayer, conversations
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 SIZE = 16
@@ -54,7 +53,7 @@ def test_requests_of_a_conversation_are_together() -> None:
 
 @pytest.fixture(autouse=True)
 def _small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "LEAST_REQUESTS", 0)
+    monkeypatch.setattr(replayer, "LEAST_REQUESTS", 0)
 
 
 def sampled_and_whole(seed: int, blocks: int) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,7 @@ import pytest
 from ages_clock import AgesClock
 
 from flexkv.cache import KVCache
-from flexkv.cli.stat_service import print_service
+from flexkv.cli.stat import print_service
 from flexkv.client import FetchId, FetchState, Reset
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flexkv.cli import clear, doctor, engine_commands, health, plan, serve, stat, top, verify
 from flexkv.cli.common import Command
@@ -58,14 +58,8 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments; if None, those of the process.
-
-    Raises:
-        SystemExit: the arguments are not a command, or ask for help.
-    """
+    """Run one command with these arguments, or those of the process, and return its exit code.
+    Raises SystemExit if the arguments are not a command, or ask for help."""
     _open_standard_streams()
     name = "flexkv"
     try:
@@ -92,12 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments.
-
-    Raises:
-        SystemExit: help, the version or wrong usage was printed.
-        OSError: the help or the version could not be printed.
-    """
+    """Parse the arguments. Raises SystemExit if help, the version or wrong usage was printed, and
+    OSError if the help or the version could not be printed."""
     try:
         return _parser().parse_args(argv)
     except SystemExit:
@@ -134,8 +124,15 @@ def _drop_output() -> None:
     os.close(null)
 
 
-class _HelpParser(argparse.ArgumentParser):
-    """A parser that does not swallow the error of a help that cannot be printed."""
+class _CommandParser(argparse.ArgumentParser):
+    """A parser that does not swallow the error of a help that cannot be printed, and prints errors
+    of FlexKV about the value of an option as commands do."""
+
+    def parse_known_args(self, *args: Any, **more: Any) -> Any:
+        try:
+            return super().parse_known_args(*args, **more)
+        except FlexKVError as error:
+            self.exit(BAD_USE, f"{self.prog}: error: {error}\n")
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         print(self.format_help(), end="", file=file)
@@ -150,7 +147,7 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _HelpParser(
+    parser = _CommandParser(
         prog="flexkv", description="FlexKV keeps KV caches of LLM engines alive past GPU memory."
     )
     parser.add_argument(

@@ -12,31 +12,44 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from flexkv.cli.common import Command, Found, find_folders, read_settings, split_services
+from flexkv.cli.common import (
+    Command,
+    Found,
+    ask_services,
+    find_folders,
+    read_settings,
+    split_services,
+)
 from flexkv.cli.engine_commands import (
     add_prompt,
     add_session,
     change_prompt,
     change_session,
     directory_of,
+    name_of,
     print_failed,
     prompt_of,
+    reason_text,
     session_of,
 )
-from flexkv.cli.shared import SharedBlocks, is_fingerprint, shared_blocks
-from flexkv.cli.stat_service import ask_services
 from flexkv.operators.ask_door import AskError, ask_engines, engines_in
-from flexkv.operators.verbs import CLEAR, REMOVE, REMOVE_SESSION, ClearEffect, ClearQuestion
+from flexkv.operators.verbs import CLEAR, REMOVE, REMOVE_SESSION, ClearQuestion
 from flexkv.service.ask import clear_pools
+from flexkv.settings import CacheConfig
+from flexkv.tiers import epochs
 from flexkv.tiers.disk.files import reason_of
-from flexkv.tiers.disk.folder import describe_owner, disk_bytes
+from flexkv.tiers.disk.folder import describe_owner, disk_bytes, fingerprint_of
 from flexkv.tiers.disk.removal import Removal, remove, would_remove
+from flexkv.tiers.shared_store import SharedStore, all_stores, shared_stores
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable, size
 
 _ALL = "all"
+_FINGERPRINT = re.compile("[0-9a-f]{32}")
+"""What `flexkv.layout.fingerprint` makes."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 
@@ -142,25 +155,20 @@ def _clear_folders(args: argparse.Namespace) -> int:
     found = _folders(args.directories)
     if found.silent and not found.folders:
         return 1
+    how = remove, "removed", "skipped"
     if args.dry_run:
-        would = [
-            _outcome(path, would_remove, "would remove", "would skip") for path in found.folders
-        ]
-        return 0 if all(would) and not found.silent else 1
-    count = "1 folder" if len(found.folders) == 1 else f"{len(found.folders)} folders"
-    if not _agrees(args, f"Remove {count} (folders in use are skipped)?", found.folders):
-        return 1
-    removed = [_outcome(path, remove, "removed", "skipped") for path in found.folders]
+        how = would_remove, "would remove", "would skip"
+    else:
+        count = "1 folder" if len(found.folders) == 1 else f"{len(found.folders)} folders"
+        if not _agrees(args, f"Remove {count} (folders in use are skipped)?", found.folders):
+            return 1
+    removed = [_outcome(path, *how) for path in found.folders]
     return 0 if all(removed) and not found.silent else 1
 
 
 def _folders(given: Sequence[str]) -> Found:
-    """The folders to remove.
-
-    Raises:
-        ConfigError: a directory is that of a service, or the settings name none.
-        DiskError: a directory cannot be read or holds no cache.
-    """
+    """The folders to remove. Raises ConfigError if a directory is that of a service, or the
+    settings name none, and DiskError if one cannot be read or holds no cache."""
     if list(given) == [_ALL]:
         if not read_settings().ssd_cache_dir:
             raise ConfigError(
@@ -189,15 +197,73 @@ def _clear_stores(args: argparse.Namespace) -> int:
 
     shared = shared_blocks(config, chosen, folders)
     lines = [f"{each.store}, fingerprint {each.fingerprint}" for each in shared]
-    if args.dry_run:
-        for line in lines:
-            print(f"would clear {line}")
+    if _only_says(args, lines):
         return 1 if silent else 0
     if not _agrees(args, f"Clear {len(lines)} of shared stores for all engines?", lines):
         return 1
     cleared = [_clear(each, line) for each, line in zip(shared, lines, strict=True)]
     lacks = chosen is not None and not any(cleared)
     return 1 if lacks or silent or False in cleared else 0
+
+
+class SharedBlocks(NamedTuple):
+    """The blocks of one fingerprint in a shared store."""
+
+    store: str
+    """Its address, as in the settings."""
+    fingerprint: str
+    record: epochs.EpochRecord
+    """What all engines read to find these blocks."""
+
+
+def shared_blocks(
+    config: CacheConfig, fingerprint: str | None, folders: Callable[[], Sequence[str]]
+) -> list[SharedBlocks]:
+    """List the blocks of a fingerprint, or of all if it is None, in the shared stores that the
+    settings name. A bucket lists its fingerprints. Those of another store are those of buckets and
+    of the folders in the cache directories, which `folders` finds.
+
+    Raises:
+        ConfigError: the settings name no shared store, no fingerprint is known, a store cannot be
+            listed, or its client is not installed.
+        StoreSettingError: a store cannot be used as the settings name it.
+    """
+    stores = list(shared_stores(config))
+    if not stores:
+        raise ConfigError(
+            "the settings name no shared store; allowed: with "
+            f"{' or '.join(each.setting for each in all_stores())} set"
+        )
+    given = None if fingerprint is None else [fingerprint]
+    listed = {store: given or _listed(config, store) for store in stores}
+    known: list[str] = []
+    if None in listed.values():
+        found = {each for names in listed.values() for each in names or ()}
+        known = sorted(found.union(filter(None, map(fingerprint_of, folders()))))
+    blocks = []
+    for store, names in listed.items():
+        address, own = str(store.address(config)), known if names is None else names
+        if not own and names is None:
+            raise ConfigError(
+                f"NAME is 'all' on the command line, and {store.medium.value} at {address} does "
+                "not list fingerprints; allowed: one that an engine logs when it starts"
+            )
+        records = store.records(config, own)
+        blocks += [SharedBlocks(address, *each) for each in zip(own, records, strict=True)]
+    return blocks
+
+
+def _listed(config: CacheConfig, store: SharedStore) -> list[str] | None:
+    """The fingerprints that a store lists; None if it does not. Whoever can write to a bucket
+    chooses the names there, which a terminal may obey: others than fingerprints are left out."""
+    try:
+        found = store.fingerprints(config)
+    except OSError as error:
+        raise ConfigError(
+            f"{store.setting} is {store.address(config)!r}, which cannot be listed ({error}); "
+            "allowed: a store that answers and that this user may list, or a fingerprint"
+        ) from None
+    return None if found is None else list(filter(_FINGERPRINT.fullmatch, found))
 
 
 def _clear_services(args: argparse.Namespace) -> int:
@@ -217,9 +283,7 @@ def _clear_services(args: argparse.Namespace) -> int:
     if chosen is not None and states and not pools:
         print(f"no pool of {', '.join(states)} has the fingerprint {chosen!r}")
         return 1
-    if args.dry_run:
-        for each in pools:
-            print(f"would clear {each}")
+    if _only_says(args, pools):
         return int(failed)
     if not _agrees(args, f"Clear {len(pools)} pools of running services?", pools):
         return 1
@@ -249,25 +313,17 @@ def _clear_engines(args: argparse.Namespace) -> int:
     except AskError as error:
         print_failed([str(error)])
         return 1  # unasked, even if an engine starts now
-    if args.dry_run:
-        for each in engines:
-            print(f"would clear {each}")
+    if _only_says(args, engines):
         return 0
     question = f"Clear the caches of {len(engines)} running engines in {root}?"
     if not _agrees(args, question, engines):
         return 1
     cleared, failed = ask_engines(root, chosen, CLEAR, ClearQuestion("all"))
     print_failed(failed)
-    for effect in cleared:
-        print(_line(effect))
-    return 1 if failed or not cleared or any(effect.reason for effect in cleared) else 0
-
-
-def _line(effect: ClearEffect) -> str:
-    """What an engine has dropped, for people."""
-    name = f"{effect.engine}, process {effect.process}, fingerprint {effect.fingerprint}"
-    reason = f"; {effect.reason}" if effect.reason else ""
-    return printable(f"{name}: cleared; host memory had {blocks(effect.blocks)}{reason}")
+    for each in cleared:
+        had = f"cleared; host memory had {blocks(each.blocks)}"
+        print(f"{name_of(each)}: {had}{reason_text(each.reason)}")
+    return 1 if failed or not cleared or any(each.reason for each in cleared) else 0
 
 
 def _clear_prompt(args: argparse.Namespace) -> int:
@@ -316,20 +372,24 @@ def _clear_older(args: argparse.Namespace) -> int:
 
 
 def _fingerprint(args: argparse.Namespace) -> str | None:
-    """The fingerprint on the command line; None for all.
-
-    Raises:
-        ConfigError: it cannot be one, so that it would clear nothing and say so.
-    """
+    """The fingerprint on the command line; None for all. Raises ConfigError if it cannot be one, so
+    that it would clear nothing and say so."""
     text = str(args.fingerprint)
     if text == _ALL:
         return None
-    if not is_fingerprint(text):
+    if not _FINGERPRINT.fullmatch(text):
         raise ConfigError(
             f"NAME is {text!r} on the command line; allowed: `all`, or a fingerprint as an engine "
             "logs it when it starts, in lower-case hexadecimal digits"
         )
     return text
+
+
+def _only_says(args: argparse.Namespace, lines: Sequence[str]) -> bool:
+    """Whether the command line has --dry-run. Then these lines are what would be cleared."""
+    for line in lines if args.dry_run else ():
+        print(f"would clear {line}")
+    return bool(args.dry_run)
 
 
 def _agrees(args: argparse.Namespace, question: str, lines: Sequence[str] = ()) -> bool:
@@ -352,14 +412,8 @@ def _agrees(args: argparse.Namespace, question: str, lines: Sequence[str] = ()) 
 
 
 def _outcome(path: str, act: Callable[[str], Removal], done: str, skipped: str) -> bool:
-    """Remove one folder and print the outcome. False if the folder stays.
-
-    Args:
-        path: the folder.
-        act: `remove`, or `would_remove`.
-        done: what is printed before the path.
-        skipped: likewise, if the folder stays.
-    """
+    """Remove one folder by `act`, which is `remove` or `would_remove`, and print the outcome:
+    `done` or `skipped` before the path. False if the folder stays."""
     try:
         whole, line = call_beside(path, functools.partial(_try, path, act, done, skipped))
     except HungError as error:
@@ -385,7 +439,7 @@ def _clear(shared: SharedBlocks, what: str) -> bool | None:
     """Clear one fingerprint of a shared store and print the outcome. False if it was skipped, None
     if the store has nothing of it."""
     try:
-        is_cleared = shared.clear()
+        is_cleared = epochs.clear(shared.record)
     except OSError as error:
         print(f"skipped {what}: {error}")
         return False

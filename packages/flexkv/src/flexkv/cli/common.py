@@ -14,32 +14,29 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from flexkv.service.ask import is_service
+from flexkv.operators.ask_door import AskError
+from flexkv.service.ask import is_service, state_of
+from flexkv.service.state import ServiceState
 from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
 from flexkv.tiers.disk.folder import folders as folders_below
 from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within
 from flexkv.types.errors import ConfigError, DiskError
+from flexkv.types.texts import exact
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `flexkv`.
-
-    Attributes:
-        name: its first argument, as in `flexkv stat`.
-        help: one line for `flexkv --help`.
-        text: what its own `--help` prints.
-        add_arguments: adds its arguments. Numbers are texts, so that errors about them look like
-            all others.
-        run: runs it and returns its exit code. FlexKVError is wrong usage: `main` prints it and
-            returns 2. OSError is an output that cannot be written: `main` returns 1.
-    """
+    """A command of `flexkv`."""
 
     name: str
     help: str
+    """One line for `flexkv --help`."""
     text: str | None
+    """What its own `--help` prints."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    """Returns the exit code. FlexKVError, as of the `type` of an option, is wrong usage: `main`
+    prints it and returns 2. OSError is an output that cannot be written: `main` returns 1."""
 
 
 def add_directories(parser: argparse.ArgumentParser) -> None:
@@ -58,21 +55,50 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
-def split_services(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split each DIR of the command line into directories of services and cache directories. One
-    that does not answer within a second, or cannot be read, counts as a cache directory."""
-    parts = _split(given)
-    found = call_within({each: functools.partial(has_service, each) for each in parts}, 1.0)
-    services = [each for each in parts if found.get(each)]
-    return services, [each for each in parts if each not in services]
+def number(option: str, least: float, most: float, allowed: str = "") -> Callable[[str], float]:
+    """Make the `type` of an option that is a number from `least` to `most`; `allowed` says so in
+    the error."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (value := float(text)) <= most:
+                return value
+        known = allowed or f"a number from {exact(least)} to {exact(most)}"
+        raise ConfigError(f"{text!r} from {option}; allowed: {known}")
+
+    return read
 
 
-def has_service(root: str) -> bool:
-    """Whether a directory is that of a service. One that cannot be read counts as none, because
-    whoever reads it then has the clearer error. Waits as long as the directory does."""
+def services_in(roots: Iterable[str]) -> list[str]:
+    """Those of the directories that are of a service. One that does not answer within a second, or
+    cannot be read, counts as none: whoever reads it then has the clearer error."""
+    looks = {root: functools.partial(_is_service, root) for root in roots}
+    return [root for root, has in call_within(looks, 1.0).items() if has]
+
+
+def _is_service(root: str) -> bool:
     with contextlib.suppress(OSError):
         return is_service(root)
     return False
+
+
+def split_services(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split each DIR of the command line into directories of services and cache directories."""
+    parts = _split(given)
+    services = services_in(parts)
+    return services, [each for each in parts if each not in services]
+
+
+def ask_services(roots: Sequence[str]) -> tuple[dict[str, ServiceState], bool]:
+    """Ask the services in these directories, and return the answers, and whether any is missing.
+    Those that do not answer are named on standard error."""
+    answers: dict[str, ServiceState] = {}
+    for root in roots:
+        try:
+            answers[root] = state_of(root)
+        except AskError as error:
+            print(error, file=sys.stderr)
+    return answers, len(answers) < len(roots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +111,9 @@ class Found:
 
 
 def find_folders(given: Sequence[str], leftovers: bool = False) -> Found:
-    """Find FlexKV's folders in the given directories, or in those of the settings.
-
-    Directories that do not answer within `ANSWER_SECONDS` are named on standard error; the folders
-    of the others are returned.
-
-    Args:
-        given: each DIR of the command line; none for the directories of the settings.
-        leftovers: include folders whose removal was interrupted.
+    """Find FlexKV's folders in each DIR of the command line, or in the directories of the settings
+    if none is given. With `leftovers`, also folders whose removal was interrupted. Directories that
+    do not answer within `ANSWER_SECONDS` are named on standard error.
 
     Raises:
         ConfigError: DIR is missing, and the settings name no directory or are wrong.
@@ -109,30 +130,22 @@ def find_folders(given: Sequence[str], leftovers: bool = False) -> Found:
     answering = [root for root in looks if root in answers]
     found = _folders_of(answers[root] for root in answering)
     if answering and not found:
-        raise _no_cache(answering, source)
+        raise _refused(";".join(answering), source, "holds no cache of FlexKV")
     return Found(found, silent)
 
 
 def cache_folders(given: str) -> list[str]:
-    """Absolute paths of FlexKV's folders in DIR of the command line, at least one. Has no time
-    limit.
-
-    Raises:
-        DiskError: a path is not a directory or cannot be read, or no directory holds a cache.
-    """
+    """As `find_folders` for one DIR, without a time limit."""
     roots, source = _roots([given])
     found = _folders_of(_look(root, source, False) for root in roots)
     if not found:
-        raise _no_cache(roots, source)
+        raise _refused(";".join(roots), source, "holds no cache of FlexKV")
     return found
 
 
 def read_settings() -> CacheConfig:
-    """The settings in force, as `load_config` reads them.
-
-    Raises:
-        ConfigError: they are wrong, or their file does not answer within `ANSWER_SECONDS`.
-    """
+    """The settings in force, as `load_config` reads them. Raises ConfigError if they are wrong, or
+    their file does not answer within `ANSWER_SECONDS`."""
     read = call_within({"settings": load_config}, ANSWER_SECONDS)
     if "settings" not in read:
         path = os.environ.get(CONFIG_PATH_VARIABLE)
@@ -143,19 +156,25 @@ def read_settings() -> CacheConfig:
     return read["settings"]
 
 
+def default_root() -> str:
+    """The directory of the service that the settings name, else the engines' runtime directory."""
+    config = read_settings()
+    return config.service or config.session_root
+
+
 def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
     """FlexKV's folders in a directory, or why it cannot be used."""
     if not root:  # as of an empty variable; it does not mean the current directory
-        return DiskError(_refusal(root, source, "is empty"))
+        return _refused(root, source, "is empty")
     path = os.path.abspath(root)
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return DiskError(_refusal(root, source, "does not exist"))
+        return _refused(root, source, "does not exist")
     except OSError as error:
-        return DiskError(_refusal(root, source, f"cannot be read ({error.strerror})"))
+        return _refused(root, source, f"cannot be read ({error.strerror})")
     if not stat.S_ISDIR(mode):
-        return DiskError(_refusal(root, source, "is not a directory"))
+        return _refused(root, source, "is not a directory")
     try:
         return folders_below(path, leftovers)
     except DiskError as error:
@@ -169,10 +188,6 @@ def _folders_of(looks: Iterable[list[str] | DiskError]) -> list[str]:
             raise look
         found += look
     return list(dict.fromkeys(found))
-
-
-def _no_cache(roots: Sequence[str], source: str) -> DiskError:
-    return DiskError(_refusal(";".join(roots), source, "holds no cache of FlexKV"))
 
 
 def _split(given: Sequence[str]) -> list[str]:
@@ -197,8 +212,8 @@ def print_json(content: object) -> None:
     print(json.dumps(content, indent=2))
 
 
-def _refusal(root: str, source: str, problem: str) -> str:
-    return (
+def _refused(root: str, source: str, problem: str) -> DiskError:
+    return DiskError(
         f"{root!r} from {source} {problem}; allowed: a directory that an engine with FlexKV has "
         f"used (see its ssd_cache_dir), or that of a `flexkv serve` that runs"
     )

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from flexkv.cli.common import Command, add_json, print_json
+from flexkv.cli.common import Command, add_json, number, print_json
 from flexkv.preflight.checks import all_checks
 from flexkv.preflight.findings import Finding, Level, problem_of, run_checks, unanswered
 from flexkv.settings import SETTINGS, CacheConfig, load_config
@@ -28,7 +28,8 @@ _MOST_SECONDS = 60.0
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
-        default=str(_SPEED_SECONDS),
+        default=_SPEED_SECONDS,
+        type=number("--seconds", 0, _MOST_SECONDS),
         help="how long each drive is measured, half of it writing; 0 leaves the measurement out; "
         f"default: {_SPEED_SECONDS:g}",
     )
@@ -36,7 +37,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    seconds = _seconds(args.seconds)
+    seconds: float = args.seconds
     # The file of the settings may lie where nothing answers.
     read = call_within({"settings": _settings}, ANSWER_SECONDS)
     config, findings = read.get(
@@ -89,18 +90,6 @@ def _print(findings: Sequence[Finding], *, as_json: bool) -> None:
 def _plain(text: str) -> str:
     """Text of others in one line, as `printable` makes it."""
     return printable(" ".join(text.split()))
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= _MOST_SECONDS:
-        raise ConfigError(
-            f"--seconds is {text!r} on the command line; allowed: 0 to {_MOST_SECONDS:g}"
-        )
-    return value
 
 
 COMMAND = Command(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import functools
 import itertools
 import re
 import sys
@@ -15,10 +14,18 @@ from typing import TypeVar
 
 import msgspec
 
-from flexkv.cli.common import Command, add_json, has_service, print_json, read_settings
+from flexkv.cli.common import (
+    Command,
+    add_json,
+    default_root,
+    print_json,
+    read_settings,
+    services_in,
+)
 from flexkv.operators import verbs
 from flexkv.operators.ask_door import AskError, ask_engines
 from flexkv.operators.verbs import (
+    ClearEffect,
     OperatorQuestion,
     PinQuestion,
     PromptEffect,
@@ -31,7 +38,6 @@ from flexkv.operators.verbs import (
     Verb,
 )
 from flexkv.service.ask import find_prompt
-from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable
 
@@ -90,11 +96,7 @@ def directory_of(args: argparse.Namespace) -> str:
 
 
 def prompt_of(args: argparse.Namespace) -> PromptQuestion:
-    """The prompt on the command line.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The prompt on the command line. Raises ConfigError if it is none."""
     words = _WORD.findall(_tokens_of(_read(args.file)))
     try:
         if args.hashes:
@@ -155,24 +157,15 @@ def print_failed(failed: Sequence[str]) -> None:
 def change_prompt(
     args: argparse.Namespace, verb: Verb[_Prompt, PromptEffect], question: _Prompt, done: str
 ) -> tuple[list[PromptEffect], list[str]]:
-    """Have the engines do something about a prompt, and print what they did.
-
-    Args:
-        args: of the command line.
-        verb: what to ask.
-        question: its question.
-        done: what they did, such as `pinned`.
-
-    Returns:
-        What they did, and why other engines give no answer.
-    """
+    """Have the engines do something about a prompt, and print what they did: `done` is a word such
+    as `pinned`. Returns that, and why other engines give no answer."""
     effects, failed = ask_engines(directory_of(args), args.fingerprint, verb, question)
     print_failed(failed)
     for each in effects:
         places = each.places
         print(
-            f"{_name_of(places)}: {done} {_count_of(places, each.done)} of "
-            f"{blocks(places.blocks)}{_reason(each.reason)}"
+            f"{name_of(places)}: {done} {_count_of(places, each.done)} of "
+            f"{blocks(places.blocks)}{reason_text(each.reason)}"
         )
     return effects, failed
 
@@ -181,44 +174,34 @@ def change_session(
     args: argparse.Namespace, verb: Verb[SessionQuestion, SessionEffect], done: str
 ) -> int:
     """Have the engines do something about the conversation on the command line, and print what
-    they did.
-
-    Args:
-        args: of the command line.
-        verb: what to ask.
-        done: what they did, such as `removed`.
-
-    Returns:
-        The exit code: 0 if an engine has done it, and all have answered.
-    """
+    they did: `done` is a word such as `removed`. Returns the exit code: 0 if an engine has done it,
+    and all have answered."""
     question = session_of(args)
     answers, failed = ask_engines(directory_of(args), args.fingerprint, verb, question)
     print_failed(failed)
     for each in answers:
         what = f"{done} {blocks(each.blocks)}" if each.blocks else "knows no such conversation"
-        print(f"process {each.process}: {what}{_reason(each.reason)}")
+        print(f"process {each.process}: {what}{reason_text(each.reason)}")
     some = any(each.blocks for each in answers)
     return 1 if failed or not some or any(each.reason for each in answers) else 0
 
 
 def session_of(args: argparse.Namespace) -> SessionQuestion:
-    """The conversation on the command line.
-
-    Raises:
-        ConfigError: no conversation can have this name.
-    """
+    """The conversation on the command line. Raises ConfigError if none can have this name."""
     question = SessionQuestion(args.session, args.salt)
     _check(question, "NAME on the command line: ")
     return question
 
 
-def _reason(text: str) -> str:
+def reason_text(text: str) -> str:
+    """Why not all was done, as the end of a line."""
     return f"; {printable(text)}" if text else ""
 
 
-def _name_of(places: PromptPlaces) -> str:
-    engine = printable(places.engine or "service")
-    return f"{engine}, process {places.process}, fingerprint {printable(places.fingerprint)}"
+def name_of(cache: PromptPlaces | ClearEffect) -> str:
+    """The name of the cache that an answer is about."""
+    name = f"{cache.engine or 'service'}, process {cache.process}, fingerprint {cache.fingerprint}"
+    return printable(name)
 
 
 def _count_of(places: PromptPlaces, count: int) -> str:
@@ -230,19 +213,14 @@ def _count_of(places: PromptPlaces, count: int) -> str:
 
 def _lookup(args: argparse.Namespace) -> int:
     question = prompt_of(args)
-    config = None if args.directory else read_settings()
-    root = args.directory if config is None else config.service or config.session_root
-    found: Sequence[PromptPlaces]
+    root = args.directory or default_root()
+    found: Sequence[PromptPlaces] = ()
     failed: list[str] = []
-    try:
-        is_service = call_beside(root, functools.partial(has_service, root))
-    except HungError as error:
-        raise ConfigError(str(error)) from None
-    if is_service:
+    if services_in([root]):
         try:
             found = find_prompt(root, question, args.fingerprint)
         except AskError as error:
-            found, failed = (), [str(error)]
+            failed = [str(error)]
     else:
         answers, failed = ask_engines(root, args.fingerprint, verbs.LOOKUP, question)
         found = list(itertools.chain.from_iterable(answers))
@@ -256,7 +234,7 @@ def _lookup(args: argparse.Namespace) -> int:
 
 
 def _print_places(places: PromptPlaces) -> None:
-    print(f"{_name_of(places)}: {_count_of(places, places.found)} of {blocks(places.blocks)}")
+    print(f"{name_of(places)}: {_count_of(places, places.found)} of {blocks(places.blocks)}")
     for tier in places.tiers:
         more = "" if tier.is_sure else ", and perhaps more: it was not asked"
         print(f"  {printable(tier.tier):<10}{_count_of(places, tier.blocks)}{more}")

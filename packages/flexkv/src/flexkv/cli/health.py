@@ -12,15 +12,15 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flexkv.cli.common import Command, add_json, has_service, print_json, read_settings
+import msgspec
+
+from flexkv.cli.common import Command, add_json, default_root, print_json, services_in
 from flexkv.figures.health_samples import health_text, problems_of, state_of
-from flexkv.operators.ask_door import AskError
+from flexkv.operators.ask_door import AskError, beside
 from flexkv.service.ask import state_of as service_state
 from flexkv.session.state_reports import Subject, process_of, read_states
-from flexkv.types.deadline import HungError, call_beside
-from flexkv.types.errors import ArenaError, ConfigError
 from flexkv.types.texts import printable
-from flexkv.types.troubles import HealthState, Problem, Trouble
+from flexkv.types.troubles import HealthState, Problem
 
 _CODES = {HealthState.OK: 0, HealthState.DEGRADED: 3, HealthState.OFF: 1}
 
@@ -43,7 +43,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    roots: list[str] = args.directories or [_default()]
+    roots: list[str] = args.directories or [default_root()]
     found = [each for root in roots for each in _health_in(root)]
     if args.json:
         print_json([asdict(each) for each in found])
@@ -54,34 +54,19 @@ def _run(args: argparse.Namespace) -> int:
     return _CODES[max((each.state for each in found), key=order.index)]
 
 
-def _default() -> str:
-    config = read_settings()
-    return config.service or config.session_root
-
-
 def _health_in(root: str) -> list[CacheHealth]:
     """The health of the caches in a directory, at least one."""
-    try:
-        return call_beside(root, functools.partial(_read, root))
-    except (ArenaError, HungError) as error:
-        raise ConfigError(str(error)) from None
-
-
-def _read(root: str) -> list[CacheHealth]:
-    if has_service(root):
+    if services_in([root]):
         return _of_service(root)
-    found = engines_health(root)
+    found = beside(root, functools.partial(engines_health, root))
     return found or [
         CacheHealth(printable(root), HealthState.OFF, "off: no engine with FlexKV runs")
     ]
 
 
 def engines_health(root: str) -> list[CacheHealth]:
-    """The health of this user's running engines in a runtime directory.
-
-    Raises:
-        ArenaError: it cannot be used.
-    """
+    """The health of this user's running engines in a runtime directory. Raises ArenaError if it
+    cannot be used."""
     return sorted(map(_of_engine, read_states(root, Subject.HEALTH)), key=lambda each: each.name)
 
 
@@ -103,22 +88,12 @@ def _of_service(root: str) -> list[CacheHealth]:
 
 
 def _of_engine(report: Mapping[str, object]) -> CacheHealth:
-    parts = (str(report.get("engine")), f"process {process_of(report)}")
-    name = printable(f"{', '.join(parts)}, fingerprint {report.get('fingerprint')}")
-    problems = _problems(report.get("problems"))
-    if problems is None:
-        return CacheHealth(name, HealthState.OFF, "unknown: another version of FlexKV reports it")
-    return _health(name, problems)
-
-
-def _problems(reported: object) -> list[Problem] | None:
-    """The problems of a report; None if another version wrote it."""
-    if not isinstance(reported, list):
-        return None
+    name = f"{report.get('engine')}, process {process_of(report)}"
+    name = printable(f"{name}, fingerprint {report.get('fingerprint')}")
     try:
-        return [Problem(Trouble(trouble), str(tier)) for trouble, tier in reported]
-    except (TypeError, ValueError):
-        return None
+        return _health(name, msgspec.convert(report.get("problems"), list[Problem]))
+    except msgspec.ValidationError:
+        return CacheHealth(name, HealthState.OFF, "unknown: another version of FlexKV reports it")
 
 
 def _health(name: str, problems: list[Problem]) -> CacheHealth:

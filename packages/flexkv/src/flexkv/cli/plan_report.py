@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from flexkv.eviction import AUTO, FOLLOWING
 from flexkv.plan.curve import LRUCurve, Point
 from flexkv.plan.model import ModelCache
-from flexkv.plan.plot import Curves
 from flexkv.plan.read import TraceFile
 from flexkv.plan.replay import Outcome
 from flexkv.plan.saving import PrefillCost
@@ -37,8 +36,9 @@ def setting_gib(blocks: int, block_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results for a trace. `block_bytes` is over all ranks; the limits `most_memory` and
-    `most_disk` are in GiB; see `Options` for these and for `drive_writes`."""
+    """The results for a trace. `block_bytes` is over all ranks. The limits `most_memory` and
+    `most_disk` are in GiB, None for none; `drive_writes` is how many times a day the disk may be
+    written as a whole."""
 
     read: TraceFile
     block_bytes: float
@@ -104,27 +104,6 @@ class Report:
     def _setting(self, blocks: int, most: float | None) -> float:
         gib = setting_gib(blocks, self.block_bytes)
         return gib if most is None else min(gib, most)
-
-    @property
-    def curves(self) -> Curves:
-        """The curves to draw; see `flexkv.plan.plot`."""
-        points = [row.point for row in self.sizing.rows if row.point.blocks]
-        written = [self.written_a_day(point.written_blocks) for point in points]
-        saved = [point.saved_seconds for point in points]
-        knee = self.sizing.knee
-        return Curves(
-            self.read.trace.name,
-            [self.gib(point.blocks) for point in points],
-            [100 * point.hit_rate for point in points],
-            [each for each in saved if each is not None] if self.cost is not None else None,
-            [each for each in written if each is not None] if self.scales else None,
-            None if knee is None else self.gib(knee.blocks),
-            [
-                (each.setup.policy, self.gib(each.setup.memory_blocks), 100 * each.hit_rate)
-                for row in self.sizing.rows
-                for each in row.outcomes
-            ],
-        )
 
 
 def print_report(report: Report) -> None:
@@ -372,7 +351,7 @@ def _print_refused_disk(report: Report) -> None:
     sizing = report.sizing
     disk = _gib(report.gib(sizing.tried_disk))
     print(f"  (no disk: one of {disk} GiB added {100 * sizing.disk_gain:.1f} points in its replay)")
-    longest = max(len(each.blocks) + len(each.answer) for each in report.read.trace.requests)
+    longest = max(report.read.trace.lengths)
     if longest > sizing.memory_blocks:
         most = _gib(report.gib(longest))
         print(f"  (a request takes up to {most} GiB; what memory lacks does not get to a disk)")

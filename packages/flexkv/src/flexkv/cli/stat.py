@@ -10,11 +10,11 @@ counters."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from datetime import timedelta
 
 from msgspec import to_builtins
 
@@ -23,20 +23,50 @@ from flexkv.cli.common import (
     Found,
     add_directories,
     add_json,
+    ask_services,
     find_folders,
     print_json,
     read_settings,
     split_services,
 )
 from flexkv.cli.health import CacheHealth, engines_health
-from flexkv.cli.stat_service import ask_services, print_service
+from flexkv.figures.definitions import (
+    BLOCKS,
+    BYTES,
+    CAPACITY_BLOCKS,
+    CAPACITY_BYTES,
+    EXPIRED_BLOCKS,
+    PINNED_BLOCKS,
+    TIERS,
+    sample,
+)
+from flexkv.operators.ask_door import beside
+from flexkv.service.state import (
+    FOUND_BLOCKS,
+    GRANTED_BLOCKS,
+    PROMPT_BLOCKS,
+    STALLED_BLOCKS,
+    EngineState,
+    PoolState,
+    ServiceState,
+)
 from flexkv.session.state_reports import read_states
 from flexkv.tiers.circuit import word_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.tiers.shared_store import shared_stores
-from flexkv.types.deadline import HungError, call_beside
-from flexkv.types.errors import ArenaError, ConfigError, DiskError
-from flexkv.types.texts import blocks, size
+from flexkv.types.deadline import call_beside
+from flexkv.types.errors import DiskError
+from flexkv.types.texts import blocks, printable, size
+
+_IDENTITY = (
+    "engine: ",
+    "dtype: ",
+    "kv_cache_dtype: ",
+    "model_config.dtype: ",
+    "cache_config.cache_dtype: ",
+    "geometry: ",
+)
+"""The parts of a fingerprint by which people know a model, as either engine names them."""
 
 
 @dataclass(slots=True)
@@ -78,12 +108,12 @@ class StoreState:
     @classmethod
     def of(cls, reported: Mapping[str, object]) -> StoreState:
         """Make the state from an entry of `read_states`."""
-        text = {name: str(reported.get(name, "unknown")) for name in _TEXTS}
+        names = ("store", "tier", "fingerprint", "reads", "writes")
         owner = reported.get("pid")
-        return cls(**text, owner=owner if isinstance(owner, int) else 0)
-
-
-_TEXTS = ("store", "tier", "fingerprint", "reads", "writes")
+        return cls(
+            **{name: str(reported.get(name, "unknown")) for name in names},
+            owner=owner if isinstance(owner, int) else 0,
+        )
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     services, directories = _services(args.directories)
     answers, failed = ask_services(services)
     asks_folders = bool(directories) or not services
-    found, stores = _chosen(directories) if asks_folders else (Found([], []), [])
-    engines = [] if args.directories or services else _engines()
+    found, stores, engines = _chosen(directories) if asks_folders else (Found([], []), [], [])
     states, unreadable = [], 0
     for path in found.folders:
         try:
@@ -124,38 +153,12 @@ def _run(args: argparse.Namespace) -> int:
     for engine in engines:
         print(f"{engine.name}: {engine.text}")
     if asks_folders:
-        _print(found, stores, states, totals)
-    return code
-
-
-def _print(
-    found: Found, stores: Sequence[StoreState], states: Sequence[FolderState], totals: Totals
-) -> None:
-    for store in stores:
-        print(store.store)
-        _print_line("tier", store.tier)
-        _print_line("fingerprint", store.fingerprint)
-        _print_line("in use", f"by process {store.owner}")
-        _print_line("circuits", _circuits(store))
-        print()
-    if not found.folders:
-        if not stores and not found.silent:
+        _print_stores(stores)
+        if found.folders:
+            _print_folders(states, totals)
+        elif not stores and not found.silent:
             print("no engine with shared stores runs")
-        return
-    for state in states:
-        owner = "no" if state.owner is None else f"by process {state.owner}"
-        print(state.path)
-        if state.problem:
-            _print_line("problem", state.problem)
-        _print_line("fingerprint", state.fingerprint)
-        _print_line("in use", owner)
-        if state.owner is not None:
-            _print_line("circuits", _circuits(state))
-        _print_line("block size", size(state.block_bytes) if state.slots else "unknown")
-        _print_figures(state)
-        print()
-    print("1 folder in total" if len(states) == 1 else f"{len(states)} folders in total")
-    _print_figures(totals)
+    return code
 
 
 def _services(given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -166,40 +169,28 @@ def _services(given: Sequence[str]) -> tuple[list[str], list[str]]:
     return ([] if root is None else [root]), []
 
 
-def _engines() -> list[CacheHealth]:
-    """The health of running engines. `_chosen` has read the same directory, and its errors."""
-    root = read_settings().session_root
-    with contextlib.suppress(ArenaError, HungError):
-        return call_beside(root, functools.partial(engines_health, root))
-    return []
-
-
-def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState]]:
-    """The folders to print, and the stores that running engines report."""
+def _chosen(directories: Sequence[str]) -> tuple[Found, list[StoreState], list[CacheHealth]]:
+    """The folders to print, and without DIR the stores and the health that running engines
+    report."""
     if directories:
-        return find_folders(directories), []
+        return find_folders(directories), [], []
     config = read_settings()
     root = config.session_root
-    try:
-        found = call_beside(root, functools.partial(read_states, root))
-    except (ArenaError, HungError) as error:
-        raise ConfigError(str(error)) from None
-    stores = sorted((StoreState.of(each) for each in found), key=astuple)
+    stores, engines = beside(
+        root, lambda: (list(map(StoreState.of, read_states(root))), engines_health(root))
+    )
+    stores.sort(key=astuple)
     has_store = stores or any(shared_stores(config))
     if has_store and not config.ssd_cache_dir:
-        return Found([], []), stores
+        return Found([], []), stores, engines
     try:
-        return find_folders([]), stores
+        return find_folders([]), stores, engines
     except DiskError as error:
         # An engine may be waiting for this directory: its report says more.
         if not stores:
             raise
         print(error, file=sys.stderr)
-        return Found([], list(config.ssd_cache_dir)), stores
-
-
-def _circuits(of: StoreState | FolderState) -> str:
-    return f"reads {word_of(str(of.reads))}, writes {word_of(str(of.writes))}"
+        return Found([], list(config.ssd_cache_dir)), stores, engines
 
 
 def _total(states: list[FolderState]) -> Totals:
@@ -208,6 +199,36 @@ def _total(states: list[FolderState]) -> Totals:
         setattr(totals, name, sum(getattr(state, name) for state in states))
     totals.day_is_known = all(state.day_is_known for state in states)
     return totals
+
+
+def _print_stores(stores: Sequence[StoreState]) -> None:
+    for store in stores:
+        print(store.store)
+        _print_line("tier", store.tier)
+        _print_line("fingerprint", store.fingerprint)
+        _print_line("in use", f"by process {store.owner}")
+        _print_line("circuits", _circuits(store))
+        print()
+
+
+def _print_folders(states: Sequence[FolderState], totals: Totals) -> None:
+    for state in states:
+        print(state.path)
+        if state.problem:
+            _print_line("problem", state.problem)
+        _print_line("fingerprint", state.fingerprint)
+        _print_line("in use", "no" if state.owner is None else f"by process {state.owner}")
+        if state.owner is not None:
+            _print_line("circuits", _circuits(state))
+        _print_line("block size", size(state.block_bytes) if state.slots else "unknown")
+        _print_figures(state)
+        print()
+    print("1 folder in total" if len(states) == 1 else f"{len(states)} folders in total")
+    _print_figures(totals)
+
+
+def _circuits(of: StoreState | FolderState) -> str:
+    return f"reads {word_of(str(of.reads))}, writes {word_of(str(of.writes))}"
 
 
 def _print_figures(of: FolderState | Totals) -> None:
@@ -220,8 +241,65 @@ def _print_figures(of: FolderState | Totals) -> None:
     _print_line("written", written)
 
 
-def _print_line(name: str, value: str) -> None:
-    print(f"  {name:<13}{value}")
+def print_service(root: str, state: ServiceState) -> None:
+    """Print the state of a service, and an empty line."""
+    print(root)
+    _print_line("service", f"FlexKV {printable(state.version)}, process {state.process}", 4)
+    _print_line("up", str(timedelta(seconds=int(state.seconds))), 4)
+    for problem in state.problems:
+        _print_line("problem", problem, 4)
+    for pool in state.pools:
+        _print_pool(pool)
+    print("  no engine has attached yet" if not state.pools else "")
+
+
+def _print_pool(pool: PoolState) -> None:
+    print(f"  pool {printable(pool.fingerprint)}")
+    line = functools.partial(_print_line, indent=4)
+    line("model", printable(pool.model))
+    for part in pool.identity:
+        if part.startswith(_IDENTITY):
+            line("", printable(part))
+    figures = pool.figures
+    for tier in TIERS:
+        room = figures.get(sample(CAPACITY_BLOCKS.name, tier))
+        if not room:
+            continue
+        used, of = (figures[sample(each.name, tier)] for each in (BYTES, CAPACITY_BYTES))
+        count = figures[sample(BLOCKS.name, tier)]
+        expired = figures.get(sample(EXPIRED_BLOCKS.name, tier))
+        line(
+            tier,
+            f"{size(int(used))} of {size(int(of))}, {count:,.0f} of {room:,.0f} blocks"
+            + (f", {expired:,.0f} expired" if expired else ""),
+        )
+    line("block size", size(pool.slot_bytes))
+    line("policy", pool.policy)
+    line("pinned", blocks(int(figures.get(PINNED_BLOCKS.name, 0))))
+    granted, stalled = (int(figures[each.name]) for each in (GRANTED_BLOCKS, STALLED_BLOCKS))
+    line("granted", blocks(granted) + (f", {stalled:,} stalled" if stalled else ""))
+    prompts, found = (figures[each.name] for each in (PROMPT_BLOCKS, FOUND_BLOCKS))
+    if prompts:
+        line("prompts", f"{prompts:,.0f} blocks, {100 * found / prompts:.1f} % found")
+    for tenant in pool.tenants:
+        name = printable(tenant.name) if tenant.name else "all others"
+        line("tenant", f"{name}: {tenant.blocks:,} blocks, share {tenant.share:,.0f}")
+    for engine in pool.engines:
+        line("engine", _engine(engine))
+
+
+def _engine(engine: EngineState) -> str:
+    name = printable(engine.name)
+    state = "attached" if engine.attached else "not attached"
+    stalled = f", {engine.stalled_blocks:,} stalled" if engine.stalled_blocks else ""
+    return (
+        f"{name}: {state}, {blocks(engine.granted_blocks)} granted, {engine.held_blocks:,} held, "
+        f"{engine.fetches} fetches{stalled}"
+    )
+
+
+def _print_line(name: str, value: str, indent: int = 2) -> None:
+    print(f"{'':{indent}}{name:<{15 - indent}}{value}")
 
 
 COMMAND = Command(

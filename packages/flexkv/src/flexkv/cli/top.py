@@ -11,17 +11,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
+import tty
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from flexkv.cli.common import Command
-from flexkv.cli.top_keys import open_keys
+from flexkv.cli.common import Command, number
 from flexkv.cli.top_metrics import Reading
 from flexkv.cli.top_sources import (
     Kind,
@@ -43,6 +46,7 @@ _FIRST_SECONDS = 8.0
 _REFRESH_SECONDS = 1.0
 """Longest time between two drawings of the view, also while targets do not answer."""
 _HINT = Text("q: quit", style="dim")
+_QUIT = b"qQ"
 _MOST_TARGETS = 16
 _PIPE_COLUMNS = 120
 """Width of the output if it is no terminal: all columns of the tables have room."""
@@ -67,14 +71,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval",
         metavar="SECONDS",
-        default=str(_INTERVAL_SECONDS),
+        default=_INTERVAL_SECONDS,
+        type=number("--interval", _LEAST_SECONDS, _MOST_SECONDS),
         help=f"seconds between two looks at a target; default: {_INTERVAL_SECONDS:g}",
     )
 
 
 def _run(args: argparse.Namespace) -> int:
     """Ctrl-C ends the live view as q does, without a KeyboardInterrupt."""
-    interval = _interval(args.interval)
+    interval: float = args.interval
     targets: list[str] = args.targets
     if len(targets) > _MOST_TARGETS:
         raise ConfigError(
@@ -105,12 +110,47 @@ def _show(console: Console, shown: Sequence[_Shown], interval: float) -> None:
     """Show the live view until q or Ctrl-C, then print its last state."""
     with contextlib.suppress(KeyboardInterrupt):
         _wait(shown, _REFRESH_SECONDS)
-        with Live(console=console, screen=True, auto_refresh=False) as live, open_keys() as keys:
+        with Live(console=console, screen=True, auto_refresh=False) as live, _open_keys() as fd:
             ended = False
             while not ended:
                 live.update(Group(*(each.render() for each in shown), _HINT), refresh=True)
-                ended = keys.quit_within(min(interval, _REFRESH_SECONDS))
+                ended = _quit_within(fd, min(interval, _REFRESH_SECONDS))
     console.print(Group(*(each.render() for each in shown)))
+
+
+@contextlib.contextmanager
+def _open_keys() -> Iterator[int | None]:
+    """The descriptor of the terminal of standard input, whose keys come without Enter and without
+    an echo until the context ends; None if it is no terminal."""
+    fd = sys.stdin.fileno()
+    if not os.isatty(fd):
+        yield None
+        return
+    modes = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield fd
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, modes)
+
+
+def _quit_within(fd: int | None, seconds: float) -> bool:
+    """Whether the user presses the key q within `seconds`; waits for it."""
+    deadline = time.monotonic() + seconds
+    while fd is not None:
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([fd], [], [], left)[0]:
+            return False
+        keys = b""
+        with contextlib.suppress(OSError):
+            keys = os.read(fd, 64)
+        if not keys:  # the terminal is gone
+            break
+        if any(key in _QUIT for key in keys):
+            return True
+    time.sleep(max(0.0, deadline - time.monotonic()))
+    return False
 
 
 def _wait(shown: Sequence[_Shown], seconds: float) -> None:
@@ -121,30 +161,17 @@ def _wait(shown: Sequence[_Shown], seconds: float) -> None:
 
 
 def _shown(target: str, kind: Kind) -> _Shown:
-    if kind is not Kind.DIRECTORY:
-        history = EngineHistory()
-        ask = (
-            functools.partial(ask_service, target)
-            if kind is Kind.SERVICE
-            else functools.partial(scrape, address_of(target))
-        )
-        engine = Source(target, ask, history.take)
-        return _Shown(engine, lambda: show_engine(engine, history))
-    folders = Source(target, functools.partial(read_folders, target), lambda _: None)
-    return _Shown(folders, lambda: show_directory(folders))
-
-
-def _interval(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not _LEAST_SECONDS <= value <= _MOST_SECONDS:
-        raise ConfigError(
-            f"--interval is {text!r} on the command line; allowed: seconds from "
-            f"{_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
-        )
-    return value
+    if kind is Kind.DIRECTORY:
+        folders = Source(target, functools.partial(read_folders, target))
+        return _Shown(folders, lambda: show_directory(folders))
+    history = EngineHistory()
+    ask = (
+        functools.partial(ask_service, target)
+        if kind is Kind.SERVICE
+        else functools.partial(scrape, address_of(target))
+    )
+    engine = Source(target, lambda: history.take(ask()))
+    return _Shown(engine, lambda: show_engine(engine, history))
 
 
 COMMAND = Command(

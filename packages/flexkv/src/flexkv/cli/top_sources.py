@@ -75,18 +75,13 @@ class Look(Generic[Read]):
 
 class Source(Generic[Read]):
     """Asks a target again and again, in a thread of its own, which does not keep the process.
+    `name` is the target as the user named it. `read` asks once, in the thread, and returns the
+    figures, or raises SourceError or DiskError."""
 
-    Args:
-        name: the target, as the user named it.
-        read: asks once and returns the figures, or raises SourceError or DiskError.
-        take: is called with every reading, in the thread.
-    """
-
-    def __init__(self, name: str, read: Callable[[], Read], take: Callable[[Read], None]) -> None:
+    def __init__(self, name: str, read: Callable[[], Read]) -> None:
         self.name = name
         self.look: Look[Read] = Look()
         self._read = read
-        self._take = take
         self._asked = threading.Event()
         self._asked_at = 0.0
 
@@ -121,9 +116,7 @@ class Source(Generic[Read]):
         while True:
             self._asked_at = time.monotonic()
             try:
-                found = self._read()
-                self._take(found)
-                self.look = Look(found)
+                self.look = Look(self._read())
             except (SourceError, DiskError) as error:
                 before = self.look
                 since = time.monotonic() if before.error is None else before.since
@@ -135,38 +128,27 @@ class Source(Generic[Read]):
 
 def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:
     """The kind of each target of the command line, in their order. A path whose file system does
-    not answer within a second counts as a directory.
-
-    Raises:
-        ConfigError: a target is neither an engine's address nor a directory.
-    """
+    not answer within a second counts as a directory. Raises ConfigError if a target is neither an
+    engine's address nor a directory."""
     found = call_within({target: functools.partial(_kind, target) for target in targets}, 1.0)
-    kinds = {}
-    for target in targets:
-        kind = found.get(target, Kind.DIRECTORY)
-        if isinstance(kind, ConfigError):
-            raise kind
-        kinds[target] = kind
-    return kinds
+    return {target: found.get(target, Kind.DIRECTORY) for target in targets}
 
 
-def _kind(target: str) -> Kind | ConfigError:
+def _kind(target: str) -> Kind:
     if "://" in target:
         return Kind.ENGINE
     try:
         mode = os.stat(target).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        host, colon, port = target.rpartition(":")
+        if "/" not in target and host and colon and port.isdigit():
+            return Kind.ENGINE
+        raise _refusal(target, "does not exist") from None
     except OSError as error:
-        return _refusal(target, f"cannot be read ({error.strerror})")
-    else:
-        if stat.S_ISDIR(mode):
-            return Kind.SERVICE if is_service(target) else Kind.DIRECTORY
-        return _refusal(target, "is not a directory")
-    host, colon, port = target.rpartition(":")
-    if "/" not in target and host and colon and port.isdigit():
-        return Kind.ENGINE
-    return _refusal(target, "does not exist")
+        raise _refusal(target, f"cannot be read ({error.strerror})") from None
+    if not stat.S_ISDIR(mode):
+        raise _refusal(target, "is not a directory")
+    return Kind.SERVICE if is_service(target) else Kind.DIRECTORY
 
 
 def _refusal(target: str, problem: str) -> ConfigError:
@@ -175,11 +157,7 @@ def _refusal(target: str, problem: str) -> ConfigError:
 
 def address_of(target: str) -> str:
     """Make the URL of an engine's metrics from `HOST:PORT` or a URL. The default path is
-    `/metrics`.
-
-    Raises:
-        ConfigError: `target` is no address with http or https, or holds a password.
-    """
+    `/metrics`. Raises ConfigError if it is no address with http or https, or holds a password."""
     url = target if "://" in target else f"http://{target}"
     try:
         parts = urlsplit(url)
@@ -199,23 +177,17 @@ def address_of(target: str) -> str:
 
 
 def scrape(url: str) -> Reading:
-    """Read the figures that an engine serves now at a URL of `address_of`.
-
-    Raises:
-        SourceError: the engine does not answer, or serves no metrics of FlexKV.
-    """
+    """Read the figures that an engine serves now at a URL of `address_of`. Raises SourceError if it
+    does not answer, or serves no metrics of FlexKV."""
     at = time.monotonic()
     try:
         with _DIRECT.open(url, timeout=_CALL_SECONDS) as answer:
             data = answer.read(_MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise SourceError(f"answers {error.code} {error.reason}") from None
-    except urllib.error.URLError as error:
-        cause = error.reason
-        reason = reason_of(cause) if isinstance(cause, OSError) else str(cause)
-        raise SourceError(f"does not answer: {reason}") from None
     except (OSError, ValueError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        reason = reason_of(cause) if isinstance(cause, OSError) else str(cause)
         raise SourceError(f"does not answer: {reason}") from None
     except Exception as error:  # noqa: BLE001 - of http.client, whose errors have no common base
         raise SourceError(f"answers with something else than HTTP: {error!r}") from None
@@ -225,11 +197,8 @@ def scrape(url: str) -> Reading:
 
 
 def ask_service(root: str) -> Reading:
-    """Read the figures that the service in a directory has now.
-
-    Raises:
-        SourceError: it does not answer.
-    """
+    """Read the figures that the service in a directory has now. Raises SourceError if it does not
+    answer."""
     at = time.monotonic()
     try:
         return _reading_of(metrics_of(root), at)
@@ -249,8 +218,5 @@ def _reading_of(data: bytes, at: float) -> Reading:
 
 def read_folders(target: str) -> Sequence[FolderState]:
     """Read the figures of the folders of a cache directory. Waits as long as the directory does.
-
-    Raises:
-        DiskError: the directory or a folder cannot be read, or the directory holds no cache.
-    """
+    Raises DiskError if it or a folder cannot be read, or it holds no cache."""
     return [folder_state(path) for path in cache_folders(target)]

@@ -7,13 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from flexkv.cli.top_metrics import Change, Reading
-from flexkv.cli.top_rows import Rows
 from flexkv.cli.top_sources import Source
 from flexkv.eviction import POLICIES
 from flexkv.figures.definitions import HEALTH, METRICS, STATES, TIERS
@@ -40,6 +43,9 @@ _FAILURES = 6
 
 _LINKS = next(metric for metric in METRICS if metric.name == "copied_bytes").combinations
 _NONE = "-"
+_INDENT = 2
+_WIDE = 1 << 12
+"""Columns in which any table has room."""
 _SERVICE = "service"
 _STYLES = {HealthState.OK: "green", HealthState.DEGRADED: "yellow", HealthState.OFF: "red"}
 
@@ -52,8 +58,8 @@ class EngineHistory:
         self._readings: deque[Reading] = deque()
         self._failures: deque[tuple[str, str]] = deque(maxlen=_FAILURES)
 
-    def take(self, reading: Reading) -> None:
-        """Add a scrape, and the failures since the scrape before."""
+    def take(self, reading: Reading) -> Reading:
+        """Add a scrape, and the failures since the scrape before. Returns the scrape."""
         with self._lock:
             readings = self._readings
             change = Change(readings[-1] if readings else None, reading)
@@ -63,6 +69,7 @@ class EngineHistory:
             readings.append(reading)
             while len(readings) > 2 and readings[1].at < reading.at - _WINDOW_SECONDS:
                 readings.popleft()
+        return reading
 
     @property
     def change(self) -> Change | None:
@@ -79,6 +86,47 @@ class EngineHistory:
         the first scrape is `before`."""
         with self._lock:
             return list(self._failures)[::-1]
+
+
+class Rows:
+    """A table of rows with named cells. Where there is no room for a column each, each row is a
+    block of lines: its first cell, then each other cell behind its name. Nothing is cut off.
+    `justify` is for all columns but the first."""
+
+    def __init__(self, *names: str, justify: Literal["left", "right"] = "right") -> None:
+        self._names = names
+        self._justify = justify
+        self._rows: list[list[Text]] = []
+
+    def add(self, *cells: str | Text) -> None:
+        """Add a row, with a cell for each name."""
+        self._rows.append([Text(each) if isinstance(each, str) else each for each in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table()
+        wanted = Measurement.get(console, options.update(width=_WIDE), table).maximum
+        if wanted <= options.max_width:
+            yield table
+            return
+        for row in self._rows:
+            yield Text(row[0].plain, style="bold")
+            yield Padding(self._lines(row), (0, 0, 0, _INDENT))
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column(self._names[0], no_wrap=True)
+        for name in self._names[1:]:
+            table.add_column(name, justify=self._justify, no_wrap=True)
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+    def _lines(self, row: list[Text]) -> Text:
+        return Text("\n").join(
+            Text(f"{name} ").append_text(cell)
+            for name, cell in zip(self._names[1:], row[1:], strict=True)
+            if cell.plain != _NONE
+        )
 
 
 def show_engine(source: Source[Reading], history: EngineHistory) -> RenderableType:

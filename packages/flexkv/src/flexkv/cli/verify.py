@@ -98,8 +98,11 @@ def _print(reports: list[Report], unreadable: int, silent: list[str], seconds: f
         if report.replaced_blocks:
             line += f"; {blocks(report.replaced_blocks)} replaced meanwhile"
         print(line)
-        for reason, blocks_of_it in _by_reason(report.bad).items():
-            _print_bad(reason, blocks_of_it)
+        by_reason: dict[str, list[BadBlock]] = {}
+        for block in report.bad:
+            by_reason.setdefault(block.reason, []).append(block)
+        for reason, bad in by_reason.items():
+            _print_bad(reason, bad)
     total, count = sum(report.read_bytes for report in reports), sum(len(r.bad) for r in reports)
     verdict = f"{count} bad" if count or unreadable or silent else "all intact"
     if unreadable:
@@ -107,13 +110,6 @@ def _print(reports: list[Report], unreadable: int, silent: list[str], seconds: f
     if silent:
         verdict += f", no answer from {';'.join(silent)}"
     print(f"{verdict}; read {size(total)} in {seconds:.1f} s")
-
-
-def _by_reason(bad: list[BadBlock]) -> dict[str, list[BadBlock]]:
-    groups: dict[str, list[BadBlock]] = {}
-    for block in bad:
-        groups.setdefault(block.reason, []).append(block)
-    return groups
 
 
 def _print_bad(reason: str, bad: list[BadBlock]) -> None:

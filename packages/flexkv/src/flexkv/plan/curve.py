@@ -34,13 +34,8 @@ class Point:
 
 class LRUCurve:
     """The results of an LRU cache of any size on a trace, which is replayed once. Hits of the
-    engine's own prefix cache, which holds `engine_blocks`, do not count.
-
-    Attributes:
-        distances: every use of a block.
-        useful_blocks: blocks of the smallest cache with all possible hits.
-        engine_tokens: prompt tokens that the engine's own cache hits.
-    """
+    engine's own prefix cache, which holds `engine_blocks`, do not count; they are of
+    `engine_tokens`. The smallest cache with all possible hits has `useful_blocks`."""
 
     def __init__(self, trace: Trace, savings: Savings | None, engine_blocks: int = 0) -> None:
         found = lru_distances(trace)

@@ -28,19 +28,15 @@ UNSEEN = 0
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """Every use of a complete block, in the order of the trace.
-
-    Attributes:
-        distance: int64 (uses,): the number of blocks that an LRU cache must hold to hit this block;
-            `UNSEEN` if the block is new.
-        position: int64 (uses,): position of the block in its prompt, in blocks.
-        counts: bool (uses,): whether a hit saves computing. False for blocks of answers, and for a
-            block that ends its prompt, whose last token an engine always computes.
-    """
+    """Every use of a complete block, in the order of the trace. All have the shape (uses,)."""
 
     distance: npt.NDArray[np.int64]
+    """The number of blocks that an LRU cache must hold to hit this block; `UNSEEN` if it is new."""
     position: npt.NDArray[np.int64]
+    """Position of the block in its prompt, in blocks."""
     counts: npt.NDArray[np.bool_]
+    """Whether a hit saves computing. False for blocks of answers, and for a block that ends its
+    prompt, whose last token an engine always computes."""
 
 
 class _Sums:
@@ -71,7 +67,7 @@ def lru_distances(trace: Trace) -> Distances:
     last = [-1] * trace.distinct_blocks
     owned = _Sums(len(trace.requests))
     for number, request in enumerate(trace.requests):
-        chain = [*request.blocks, *request.answer]
+        chain = request.chain
         known = _known(chain, last)
         start = 0
         while start < known:

@@ -1,36 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces with lengths and a hash for each block of a prompt: Mooncake's, and those made like it.
+"""Traces with lengths and a hash for each block of a prompt, `hash_ids`: numbers or texts. Equal
+ids behind equal ids mean equal prefixes. The last id may stand for an incomplete block, which
+FlexKV does not cache.
 
-Each line is an object with `timestamp`, `input_length` and `output_length` in tokens, and
-`hash_ids`: numbers or texts. Equal ids behind equal ids mean equal prefixes. The last id may stand
-for an incomplete block, which FlexKV does not cache.
+Mooncake's, and those made like it: each line is an object with `timestamp`, and `input_length` and
+`output_length` in tokens.
 
 - Mooncake: milliseconds, usually 512 tokens a block. Benchmark clients, such as aiperf, write
   further turns of a `session_id` with a `delay` instead of a `timestamp`.
 - Qwen-Bailian: seconds, 16 tokens a block, and `chat_id` with `parent_chat_id`.
+
+Those of agents by session, as kv-cache-tester and InferenceX publish them: each object is a session
+with `block_size` in tokens and `requests`. A request has `t` in seconds since the session's start,
+and `in` and `out` in tokens. An entry of type `subagent` has further `requests`. Ids mean the same
+in several sessions only if `hash_id_scope` is `global`. The starts of sessions are not in the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from flexkv.plan.clock import MILLISECONDS, SECONDS, Clock, Starts
-from flexkv.plan.fields import LineError, natural, show
-from flexkv.plan.trace import Prefixes, Trace, TracedRequest
+from flexkv.plan.fields import MILLISECONDS, SECONDS, Clock, LineError, Starts, natural, show
+from flexkv.plan.trace import NO_BLOCK, Prefixes, Trace, TracedRequest
 
-MOONCAKE, BAILIAN = "mooncake", "bailian"
+MOONCAKE, BAILIAN, SESSIONS = "mooncake", "bailian", "sessions"
 _UNITS = {MOONCAKE: MILLISECONDS, BAILIAN: SECONDS}
 _USUAL_BLOCKS = (16, 32, 64, 128, 256, 512, 1024)
 """The tokens of a block that are tried if the user names none."""
 _TEXTS = {"text_input", "input_text", "messages", "payload"}
 """Fields of benchmark clients that have a prompt's text in place of its hashes."""
-NO_HASHES = "without hash_ids"
+_NO_HASHES = "without hash_ids"
 _MOONCAKES, _BAILIANS = 512, 16
 """Tokens of a block in the published traces."""
 
 
 def form_of(line: Mapping[str, object]) -> str | None:
     """The format of a trace with this line; None for another kind of trace."""
+    if "requests" in line and "block_size" in line:
+        return SESSIONS
     if "hash_ids" not in line:
         return None
     return BAILIAN if "parent_chat_id" in line else MOONCAKE
@@ -52,15 +59,11 @@ class HashedParser:
         self._rows: list[tuple[float, int, int, list[Hashable], str]] = []
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Read one line.
-
-        Raises:
-            LineError: the line violates the format.
-        """
+        """Read one line. Raises LineError if the line violates the format."""
         if "hash_ids" not in line and not _TEXTS.isdisjoint(line):
             self._skipped += 1
             return
-        ids = hashes(line)
+        ids = _hashes(line)
         prompt = natural(line, "input_length", least=1)
         fitting = [size for size in self._sizes if len(ids) in (prompt // size, -(-prompt // size))]
         if not fitting:
@@ -83,7 +86,7 @@ class HashedParser:
         for seconds, prompt, output, ids, session in sorted(self._rows, key=lambda row: row[0]):
             blocks = prefixes.follow(ids[: prompt // size])
             requests.append(TracedRequest(seconds, blocks, (), prompt, output, session))
-        skipped = {NO_HASHES: self._skipped} if self._skipped else {}
+        skipped = {_NO_HASHES: self._skipped} if self._skipped else {}
         return Trace(name, self._form, size, requests, len(prefixes), skipped=skipped)
 
     def _session(self, line: Mapping[str, object]) -> str:
@@ -108,12 +111,64 @@ class HashedParser:
         return seconds
 
 
-def hashes(line: Mapping[str, object]) -> list[Hashable]:
-    """Read the hashes of a prompt's blocks.
+class SessionParser:
+    """Reads the sessions of one trace."""
 
-    Raises:
-        LineError: they are missing, or neither numbers nor texts.
-    """
+    def __init__(self, unit: str, starts: Starts) -> None:
+        self._clock_unit = unit
+        self._starts = starts
+        self._size = 0
+        self._sessions = 0
+        self._skipped = 0
+        self._rows: list[tuple[float, int, int, list[Hashable], int, str]] = []
+
+    def add(self, line: Mapping[str, object]) -> None:
+        """Read one session. Raises LineError if the object violates the format."""
+        size = natural(line, "block_size", least=1)
+        if self._size not in (0, size):
+            raise LineError("block_size", str(size), f"{self._size}, as before")
+        self._size = size
+        self._sessions += 1
+        root = NO_BLOCK if line.get("hash_id_scope") == "global" else NO_BLOCK - self._sessions
+        name = str(line.get("id") or self._sessions)
+        self._requests(line.get("requests"), self._starts.next(), root, name)
+
+    def trace(self, name: str) -> Trace:
+        """Make a trace of all sessions so far."""
+        prefixes, requests = Prefixes(), []
+        size = self._size
+        for seconds, prompt, output, ids, root, session in sorted(
+            self._rows, key=lambda row: row[0]
+        ):
+            blocks = prefixes.follow(ids[: prompt // size], root)
+            requests.append(TracedRequest(seconds, blocks, (), prompt, output, session))
+        skipped = {_NO_HASHES: self._skipped} if self._skipped else {}
+        return Trace(name, SESSIONS, size, requests, len(prefixes), skipped=skipped)
+
+    def _requests(self, entries: object, start: float, root: int, session: str) -> None:
+        if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+            raise LineError("requests", show(entries), "a list of objects")
+        clock = Clock(self._clock_unit, SECONDS)
+        for number, entry in enumerate(entries):
+            if "requests" in entry:
+                # Times of a subagent begin at 0, or are those of its session.
+                inner = entry["requests"]
+                first = inner[0] if isinstance(inner, list) and inner else None
+                since = clock.seconds(entry, "t") if "t" in entry else 0.0
+                if isinstance(first, dict) and "t" in first and clock.seconds(first, "t") >= since:
+                    since = 0.0
+                self._requests(inner, start + since, root, f"{session}/{number}")
+            elif "hash_ids" in entry:
+                seconds = start + clock.seconds(entry, "t")
+                prompt, output = natural(entry, "in", least=1), natural(entry, "out")
+                self._rows.append((seconds, prompt, output, _hashes(entry), root, session))
+            else:
+                self._skipped += 1
+
+
+def _hashes(line: Mapping[str, object]) -> list[Hashable]:
+    """Read the hashes of a prompt's blocks. Raises LineError if they are missing, or neither
+    numbers nor texts."""
     ids = line.get("hash_ids")
     if not isinstance(ids, list) or any(type(each) not in (int, str) for each in ids):
         raise LineError("hash_ids", show(ids), "a list of whole numbers or texts")

@@ -62,11 +62,8 @@ class ModelCache:
 
 
 def read_model(path: str, kv_dtype: str = "auto") -> ModelCache:
-    """Read the KV cache of a model from its `config.json`, or from the directory with it.
-
-    Raises:
-        TraceError: the file cannot be read, lacks a field, or describes no attention.
-    """
+    """Read the KV cache of a model from its `config.json`, or from the directory with it. Raises
+    TraceError if the file cannot be read, lacks a field, or describes no attention."""
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     config = _read(file)
     nested = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), None)
@@ -106,11 +103,8 @@ class _Model:
         """Compute the bytes of a token in each kind of layers.
 
         With latent attention (`kv_lora_rank`), a layer keeps one latent and the rotated part of the
-        keys. Otherwise it keeps a key and a value for each KV head.
-
-        Raises:
-            TraceError: a field is missing or wrong, or no layer keeps keys and values.
-        """
+        keys. Otherwise it keeps a key and a value for each KV head. Raises TraceError if a field is
+        missing or wrong, or no layer keeps keys and values."""
         width = KV_DTYPES[kv_dtype] or self._quantized_width()
         shared = self._natural(("num_kv_shared_layers",), 0)
         layers = max(0, self._natural(_LAYERS) - shared)
@@ -225,11 +219,8 @@ class _Model:
         return KV_DTYPES["bfloat16"]
 
     def _natural(self, names: tuple[str, ...], default: int | None = None) -> int:
-        """The value of the first present field; if all are missing, `default`.
-
-        Raises:
-            TraceError: the value is not allowed, or all fields are missing without a default.
-        """
+        """The value of the first present field; if all are missing, `default`. Raises TraceError if
+        the value is not allowed, or all fields are missing without a default."""
         for name in names:
             value = self._config.get(name)
             if value is None:

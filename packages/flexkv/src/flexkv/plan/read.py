@@ -14,20 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, Protocol
 
-from flexkv.plan import clock, hashed, recording, sessions, tokens
-from flexkv.plan.clock import Starts
-from flexkv.plan.fields import LineError, json_objects
+from flexkv.plan import hashed, recording, tokens
+from flexkv.plan.fields import AUTO, LineError, Starts, json_objects
 from flexkv.plan.trace import Room, Trace
 from flexkv.types.errors import TraceError
 from flexkv.types.texts import exact
 
-AUTO = "auto"
 FORMS = (
     AUTO,
     recording.FORM,
     hashed.MOONCAKE,
     hashed.BAILIAN,
-    sessions.FORM,
+    hashed.SESSIONS,
     tokens.FORM,
 )
 STANDARD_INPUT = "-"
@@ -55,8 +53,8 @@ class ReadOptions:
     """One of `FORMS`."""
     block_tokens: int | None = None
     """None for the number in the file, or 16."""
-    unit: str = clock.AUTO
-    """`clock.AUTO`, or one of `clock.UNITS`."""
+    unit: str = AUTO
+    """`AUTO`, or one of `fields.UNITS`."""
     sessions_per_hour: float | None = None
     """Needed if the file does not have the starts of sessions."""
 
@@ -83,17 +81,10 @@ def read_trace(
     reading: ReadOptions | None = None,
     progress: Callable[[float | None], None] = lambda share: None,
 ) -> TraceFile:
-    """Read the file at `path`, which may be compressed by gzip.
-
-    Args:
-        path: path of a regular file, or `STANDARD_INPUT`.
-        reading: how to read it; None for the defaults.
-        progress: called from time to time with the share of the file that was read; None for
-            standard input, whose length is unknown.
-
-    Raises:
-        TraceError: the file cannot be read, is no trace of that format, or takes too much memory.
-    """
+    """Read a regular file, or `STANDARD_INPUT`, which may be compressed by gzip. `progress` is
+    called from time to time with the share of the file that was read; None for standard input,
+    whose length is unknown. Raises TraceError if the file cannot be read, is no trace of that
+    format, or takes too much memory."""
     reading = reading or ReadOptions()
     name = "standard input" if path == STANDARD_INPUT else path
     try:
@@ -187,11 +178,8 @@ def _lines(file: IO[str]) -> Iterator[tuple[int, str]]:
 def _checked(
     lines: Iterable[tuple[int, str]], file: _Counted, progress: Callable[[float | None], None]
 ) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty. Reports the progress.
-
-    Raises:
-        TraceError: what was read takes too much memory.
-    """
+    """The lines that are not empty. Reports the progress. Raises TraceError if what was read takes
+    too much memory."""
     status, room = os.fstat(file.fileno()), Room()
     whole = status.st_size if stat.S_ISREG(status.st_mode) else 0
     characters = 0
@@ -253,26 +241,24 @@ def _form_of(line: str) -> str | None:
         return None
     if recording.recognises(content):
         return recording.FORM
-    if sessions.recognises(content):
-        return sessions.FORM
     return hashed.form_of(content) or (tokens.FORM if tokens.recognises(content) else None)
 
 
 def _parser(form: str, reading: ReadOptions, starts: Starts) -> _Parser:
-    if form in (recording.FORM, sessions.FORM) and reading.block_tokens is not None:
+    if form in (recording.FORM, hashed.SESSIONS) and reading.block_tokens is not None:
         raise TraceError(
             f"{reading.block_tokens} from --block-tokens cannot be used with the format {form}, "
             "which names the size of its blocks; allowed: no --block-tokens"
         )
-    if form == recording.FORM and reading.unit != clock.AUTO:
+    if form == recording.FORM and reading.unit != AUTO:
         raise TraceError(
             f"{reading.unit!r} from --time-unit cannot be used with the format {form}, whose times "
             "have a known unit; allowed: no --time-unit"
         )
     if form == recording.FORM:
         return recording.RecordingParser()
-    if form == sessions.FORM:
-        return sessions.SessionParser(reading.unit, starts)
+    if form == hashed.SESSIONS:
+        return hashed.SessionParser(reading.unit, starts)
     if form == tokens.FORM:
         return tokens.TokenParser(reading.block_tokens, reading.unit)
     return hashed.HashedParser(form, reading.block_tokens, reading.unit, starts)

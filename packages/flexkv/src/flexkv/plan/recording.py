@@ -52,11 +52,7 @@ class RecordingParser:
         self._engine_tokens = self._hit_tokens = 0
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Read one line.
-
-        Raises:
-            LineError: the line violates the format.
-        """
+        """Read one line. Raises LineError if the line violates the format."""
         if HEAD in line:
             self._begin(line)
         elif not self._heads:

@@ -7,22 +7,30 @@ size keeps, not how fast it is. No bytes are copied or written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
-from flexkv.eviction import POLICIES, RequestContext
+from flexkv.eviction import POLICIES, LRUPolicy, RequestContext
 from flexkv.figures.meter import Meter
 from flexkv.index.block_index import block_index
-from flexkv.plan.model_tier import ModelTier, WriteBudget
+from flexkv.index.slot_index import slot_index
 from flexkv.plan.saving import Savings
 from flexkv.plan.trace import Trace, TracedRequest
-from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.base import AttachedTier, BlockResult, TierFigures, Traffic
+from flexkv.tiers.disk.table import CHECKSUM_BYTES
+from flexkv.tiers.job import Outcome as JobOutcome
 from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.stack import TierStack
 from flexkv.types.admission import ADMISSIONS
+from flexkv.types.changes import Medium
 
 _KEY_BYTES = 8
 _NO_BYTES = memoryview(b"")
+_NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +124,20 @@ class _Cache:
     def __init__(self, setup: Setup, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._index = block_index(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
-        self._budget: WriteBudget | None = None
-        if setup.write_blocks is not None:
-            self._budget = WriteBudget(setup.write_blocks, setup.write_seconds)
-        self._disk: ModelTier | None = None
-        if setup.disk_blocks:
-            self._disk = ModelTier(setup.disk_blocks, setup.policy, self._budget)
+        self._disk: _Disk | None = None
         self._below: TierStack | None = None
-        if self._disk is not None:
+        if setup.disk_blocks:
+            self._disk = _Disk(setup)
             tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
             self._below = TierStack(self._index, lambda slot: _NO_BYTES, [tier], Meter())
 
     @property
     def written_blocks(self) -> int:
-        return 0 if self._disk is None else self._disk.figures.written_blocks
+        return 0 if self._disk is None else self._disk.written
 
     @property
     def refused_blocks(self) -> int:
-        return 0 if self._budget is None else self._budget.refused
+        return 0 if self._disk is None else self._disk.refused
 
     def run(
         self, prefix: _Prefix, context: RequestContext, request: TracedRequest
@@ -142,8 +146,8 @@ class _Cache:
         the hit. Returns the number of blocks that were loaded, and how many of them came from disk.
         """
         index = self._index
-        if self._budget is not None:
-            self._budget.now = request.seconds
+        if self._disk is not None:
+            self._disk.now = request.seconds
         wanted = prefix.prompt[prefix.own : prefix.most]
         in_memory = index.lookup(wanted)
         hits = max(in_memory, self._fetch(wanted))
@@ -188,3 +192,137 @@ class _Cache:
             self._index.hit(keys, hit)
         else:
             self._index.touch(keys)
+
+
+class _Disk:
+    """An `IndexedTier` without bytes: it has the index of a real one, and each read and write ends
+    at once. Buffers are neither read nor written. The caller sets the time `now` in seconds. In any
+    `write_seconds` it takes at most `write_blocks`, and counts those beyond as `refused`."""
+
+    medium = Medium.DISK
+
+    def __init__(self, setup: Setup) -> None:
+        self._policy = POLICIES[setup.policy](setup.disk_blocks)
+        self._index = slot_index(setup.disk_blocks, self._policy)
+        self._tickets = itertools.count(1)
+        self._results: list[BlockResult] = []
+        self._most, self._seconds = setup.write_blocks, setup.write_seconds
+        self._recent: deque[tuple[float, int]] = deque()
+        self._recent_blocks = 0
+        self.now = 0.0
+        self.written = self.refused = 0
+
+    @property
+    def figures(self) -> TierFigures:
+        index = self._index
+        return TierFigures(
+            len(index), index.num_slots, self.written, index.evictions, 0, 0, {}, {}, 0, Traffic()
+        )
+
+    def contains(self, keys: Iterable[bytes]) -> list[bool]:
+        return self._index.present(keys)
+
+    def began(self, keys: Sequence[bytes], context: RequestContext, now: float) -> None:
+        if not isinstance(self._policy, LRUPolicy):
+            self._policy.began(keys, context, now)
+
+    def ended(self, request_id: str, output_tokens: int, now: float) -> None:
+        if not isinstance(self._policy, LRUPolicy):
+            self._policy.ended(request_id, output_tokens, now)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._index.touch(keys)
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        priority: Priority,
+        turn: int = 0,
+    ) -> int:
+        ticket = next(self._tickets)
+        for position, has in enumerate(self._index.present(keys)):
+            outcome = JobOutcome.DONE if has else JobOutcome.MISSING
+            self._results.append(BlockResult(ticket, position, outcome))
+        return ticket
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        after: Sequence[bytes | None] | None = None,
+    ) -> int:
+        ticket = next(self._tickets)
+        index = self._index
+        fresh = [key for key, has in zip(keys, index.has_all(keys), strict=True) if not has]
+        allowed = self._allow(len(fresh))
+        # As in a disk tier, a prefix counts as used from its end to its beginning.
+        after = after or [None] * len(keys)
+        before = dict(zip(keys, after, strict=True))
+        slots: list[int] = []
+        for key in fresh[:allowed]:
+            slot = index.reserve(key, before[key], slots[-1] if slots else None)
+            if slot is None:
+                break
+            slots.append(slot)
+        dropped = set(fresh[len(slots) :])
+        for position, key in enumerate(keys):
+            outcome = JobOutcome.DROPPED if key in dropped else JobOutcome.DONE
+            self._results.append(BlockResult(ticket, position, outcome))
+        for slot in slots:
+            index.publish(slot, _NO_CHECKSUM)
+        self.written += len(slots)
+        return ticket
+
+    def _allow(self, wanted: int) -> int:
+        """How many of so many blocks may be written now."""
+        if self._most is None:
+            return wanted
+        while self._recent and self._recent[0][0] < self.now - self._seconds:
+            self._recent_blocks -= self._recent.popleft()[1]
+        taken = max(0, min(wanted, self._most - self._recent_blocks))
+        if taken:
+            self._recent.append((self.now, taken))
+            self._recent_blocks += taken
+        self.refused += wanted - taken
+        return taken
+
+    def poll(self) -> list[BlockResult]:
+        results, self._results = self._results, []
+        return results
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Nothing waits, and no trace removes or describes a block."""
+
+    cancel = raise_priority = begin_close = describe = _ignore
+    clear = empty = remove = remove_old = watch = _ignore
+
+    def hung(self, ticket: int) -> Collection[int]:
+        return ()
+
+    def sync(self) -> list[Future[str]]:
+        return []
+
+    @property
+    def has_news(self) -> bool:
+        return False
+
+    @property
+    def has_changes(self) -> bool:
+        return False
+
+    def drain_changes(self, limit: int) -> dict[bytes, bool]:
+        return {}
+
+    def listed(self) -> Iterator[list[bytes]]:
+        yield [key for key in map(self._index.key_of, range(self._index.num_slots)) if key]
+
+    def take_descriptions(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        return {}
+
+    def drain(self) -> bool:
+        self._results.clear()
+        return True
+
+    def close(self, flush_seconds: float = 0.0) -> bool:
+        return True

@@ -35,13 +35,9 @@ class LoadCost:
 
 
 class Savings:
-    """The seconds that a hit of each block saves, by the position of the block in its prompt.
-
-    A block of which loading takes longer than computing saves nothing, because FlexKV computes it.
-
-    Attributes:
-        of_memory: float64 (most_blocks,): seconds that a block from host memory saves.
-    """
+    """The seconds that a hit of each block saves, by the position of the block in its prompt; those
+    of a block from host memory are `of_memory`, float64 (most_blocks,). A block of which loading
+    takes longer than computing saves nothing, because FlexKV computes it."""
 
     def __init__(
         self, cost: PrefillCost, load: LoadCost, block_tokens: int, most_blocks: int

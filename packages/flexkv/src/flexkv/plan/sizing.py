@@ -43,16 +43,6 @@ other replays. A replay without a disk takes about a microsecond a use, one with
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The room of the machine, None for no limit, and how many times a day the advised disk may be
-    written as a whole."""
-
-    memory_blocks: int | None = None
-    disk_blocks: int | None = None
-    drive_writes: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """The results of memory of one size: LRU's, and those of the other policies, in the order of
     their names given."""
@@ -128,7 +118,9 @@ def size_up(
     curve: LRUCurve,
     savings: Savings | None,
     *,
-    limits: Limits,
+    most_memory: int | None,
+    most_disk: int | None,
+    drive_writes: float,
     sizes: Sequence[int],
     engine_blocks: int,
     policies: Sequence[str],
@@ -137,16 +129,13 @@ def size_up(
     settable: Callable[[int, int | None], int],
     progress: Callable[[str, float], None],
 ) -> Sizing:
-    """Choose sizes from the curve, then replay policies and admissions at these sizes.
+    """Choose sizes from the curve of a trace, then replay policies and admissions at these sizes;
+    admissions only if a disk is advised. The trace has at least one complete block.
 
     Args:
-        trace: a trace with at least one complete block.
-        curve: the curve of the trace.
-        savings: what hits save; None if unknown.
-        limits: room of the machine.
+        most_memory, most_disk: the room of the machine in blocks; None for no limit.
+        drive_writes: how many times a day the advised disk may be written as a whole.
         sizes: further sizes for the table, in blocks.
-        engine_blocks: blocks of the engine's own cache.
-        policies, admissions: those to compare; admissions only if a disk is advised.
         most_uses: see `Replayer`.
         settable: the blocks of the next greater size that a setting can name, up to a limit.
         progress: called with the name of the next replay, and the finished share.
@@ -154,8 +143,8 @@ def size_up(
     knee = curve.at(settable(curve.knee, None)) if curve.knee else None
     most = curve.at(curve.useful_blocks)
     memory = curve.smallest_with(_MOST_SHARE) if knee is None else knee.blocks
-    memory = settable(memory, limits.memory_blocks)
-    disk = settable(curve.smallest_with(_MOST_SHARE), limits.disk_blocks)
+    memory = settable(memory, most_memory)
+    disk = settable(curve.smallest_with(_MOST_SHARE), most_disk)
     largest = max(1, most.blocks)
     wanted = {*round_sizes(max(1, largest // _SMALLEST_SHARE), largest, _SIZES), *sizes}
     wanted |= {memory, disk, 0 if knee is None else knee.blocks}
@@ -192,7 +181,7 @@ def size_up(
     best = compared[0].hit_rate if compared else curve.at(memory).hit_rate
     if not disk or not admissions or found.disk_most.hit_rate - best < _DISK_POINTS:
         return found
-    found = _with_writes(replace(found, tried_disk=disk), trace, limits)
+    found = _with_writes(replace(found, tried_disk=disk), trace, drive_writes)
     setup = Setup(memory, found.policy)
     without = known.get(setup.policy)
     if without is None or quick is not whole:
@@ -208,11 +197,11 @@ def size_up(
     return replace(found, admissions=by_writes, without_disk=without)
 
 
-def _with_writes(sizing: Sizing, trace: Trace, limits: Limits) -> Sizing:
+def _with_writes(sizing: Sizing, trace: Trace, drive_writes: float) -> Sizing:
     """Limit the writes by the drive's endurance. A trace of less than a day gets its share of the
     day's writes."""
     if trace.seconds < LEAST_SECONDS:
         return sizing
     seconds = min(DAY_SECONDS, trace.seconds)
-    a_day = limits.drive_writes * sizing.tried_disk
+    a_day = drive_writes * sizing.tried_disk
     return replace(sizing, write_blocks=int(a_day * seconds / DAY_SECONDS), write_seconds=seconds)

@@ -8,8 +8,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 
-from flexkv.plan.clock import SECONDS, Clock
-from flexkv.plan.fields import LineError, show
+from flexkv.plan.fields import SECONDS, Clock, LineError, show
 from flexkv.plan.trace import Prefixes, Trace, TracedRequest
 
 FORM = "tokens"
@@ -20,7 +19,7 @@ _USUAL_BLOCK = 16
 _NAME_BYTES = 8
 """Bytes of a block's name. Among a million blocks that follow the same block, the chance that two
 share a name is below 10^-7."""
-_MOST_TOKEN = (1 << 31) - 1
+_MOST_TOKEN = (1 << 32) - 1
 
 
 def recognises(line: Mapping[str, object]) -> bool:
@@ -39,11 +38,8 @@ class TokenParser:
         self._rows: list[tuple[float, int, int, list[bytes], str]] = []
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Read one line. One without `prompt_token_ids` is not about a request.
-
-        Raises:
-            LineError: the line violates the format.
-        """
+        """Read one line. One without `prompt_token_ids` is not about a request. Raises LineError if
+        the line violates the format."""
         if _PROMPT not in line:
             return
         prompt = _ids(line, _PROMPT)
@@ -73,7 +69,7 @@ class TokenParser:
     def _names(self, tokens: Sequence[int]) -> list[bytes]:
         """Digests of the complete blocks."""
         try:
-            ids = array("i", tokens)
+            ids = array("I", tokens)
         except OverflowError:
             allowed = f"a whole number from 0 to {_MOST_TOKEN}"
             raise LineError("a token id", "out of range", allowed) from None

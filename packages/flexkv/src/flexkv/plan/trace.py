@@ -35,6 +35,11 @@ class TracedRequest:
     session: str = ""
     """Name of its conversation; empty if unknown."""
 
+    @property
+    def chain(self) -> list[int]:
+        """Numbers of all its complete blocks."""
+        return [*self.blocks, *self.answer]
+
 
 @dataclass(slots=True)
 class Trace:
@@ -69,9 +74,14 @@ class Trace:
         return sum(len(request.blocks) for request in self.requests)
 
     @property
+    def lengths(self) -> list[int]:
+        """The number of complete blocks of each request, with its answer."""
+        return [len(request.blocks) + len(request.answer) for request in self.requests]
+
+    @property
     def uses(self) -> int:
         """The number of complete blocks of all prompts and answers."""
-        return sum(len(request.blocks) + len(request.answer) for request in self.requests)
+        return sum(self.lengths)
 
 
 class Room:
@@ -83,11 +93,7 @@ class Room:
         self._before = _resident()
 
     def check(self) -> None:
-        """Compare the memory that was taken since with the room.
-
-        Raises:
-            TraceError: it is more.
-        """
+        """Raise TraceError if more memory was taken since."""
         if _resident() - self._before > self._most:
             raise TraceError(
                 f"TRACE on the command line takes more than {size(self._most)} of memory, half of "
@@ -116,11 +122,7 @@ class Prefixes:
 
     def follow(self, names: Iterable[Hashable], after: int = NO_BLOCK) -> list[int]:
         """The numbers of consecutive blocks with these names, the first of them behind the block
-        `after`.
-
-        Raises:
-            TraceError: all blocks together take too much memory.
-        """
+        `after`. Raises TraceError if all blocks together take too much memory."""
         numbers = self._numbers
         found = []
         for name in names:
