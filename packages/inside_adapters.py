@@ -67,13 +67,13 @@ def polling_failures(side: Any) -> int:
 
 def tracked_requests(side: Any) -> Mapping[str, Any]:
     """What a scheduler's side knows of requests, by their ids."""
-    requests: Mapping[str, Any] = side._requests.by_id
+    requests: Mapping[str, Any] = side._requests
     return requests
 
 
 def ignored_parameters(side: Any) -> int:
     """Parameters of requests that FlexKV could not use."""
-    count: int = side._requests.options.ignored
+    count: int = side._engine.options.ignored
     return count
 
 
@@ -95,7 +95,7 @@ def loads_of(side: Any) -> Any:
 
 def fetches_of_loads(side: Any) -> Any:
     """What a scheduler's side fetches for its requests."""
-    return side._loads._fetches
+    return side._loads.fetches
 
 
 def side_stores(side: Any) -> Any:
@@ -132,7 +132,7 @@ def set_idle_clock(owner: Any, clock: Callable[[], float]) -> None:
 
 def assert_untracked(side: Any, empty_orders: Any) -> None:
     """A scheduler's side knows of no request, load or store, and has no orders."""
-    assert side._requests.by_id == {}
+    assert side._requests == {}
     assert side._loads.unfinished == side._loads._running == {}
     assert side._stores.under_way == {}
     assert side._orders == empty_orders
@@ -254,7 +254,7 @@ def serve_side(side: Any) -> None:
     """SGLang's hooks serve a rank, without a look at SGLang."""
     from flexkv_sglang import hooks
 
-    hooks._side = side
+    hooks._sides.append(side)
 
 
 def pending_offloads(side: Any) -> Collection[Any]:

@@ -36,11 +36,10 @@ CLASSES = {
     "Pages": 2,
     "Place": 2,
     "Report": 2,
-    "Requests": 2,
     "Reservation": 2,
     "Source": 2,
     "_Pin": 2,
-    "_Running": 4,
+    "_Running": 3,
 }
 """The names of several classes, and the number of these classes."""
 

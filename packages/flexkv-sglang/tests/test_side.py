@@ -362,7 +362,7 @@ def test_what_cannot_be_ended_keeps_nothing_else_from_its_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(side.requests.waiting, "end_fetches", fail)
-        patch.setattr(side.requests.sessions, "ended", fail)
+        patch.setattr(side.requests.sessions, "note", fail)
         patch.setattr(cache_of(side), "close", closed.append)
         side.close(2.5)
     assert closed == [2.5]

@@ -178,7 +178,7 @@ def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [("_build_orders", "_lose_track"), ("_end", "_forget"), ("reset",)],
+    [("_build_orders", "_lose_track"), ("_end", "_abandon"), ("reset",)],
     ids=lambda names: names[0],
 )
 def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_goes_on(

@@ -406,7 +406,7 @@ def test_blocks_that_come_in_the_step_of_a_first_part_are_ordered_in_the_next(
 
     def come_meanwhile(tracked: TrackedRequest, *args: Any) -> None:
         begin(tracked, *args)
-        parts.append(tracked.loading is not None)  # the rest is still read
+        parts.append(tracked in loads.unfinished)  # the rest is still read
         fetches = fetches_of_loads(world.side)
         hang.end()
         wait_until(lambda: not fetches.is_waiting(tracked), world.poll)

@@ -16,6 +16,7 @@ from traffic import Traffic, loaded, make_stems, preempted, refused
 
 from flexkv.types.presence import Presence
 from flexkv_vllm.compat.core import fails_by_request
+from packages.inside_adapters import fetches_of_loads, tracked_requests
 
 pytestmark = pytest.mark.skipif(
     not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"
@@ -136,6 +137,31 @@ def test_while_the_disk_reads_a_request_is_not_looked_up_again(
     hang.end()
     world.run()
     assert world.external_tokens[request_id] == PROMPT_BLOCKS * BLOCK_TOKENS
+
+
+def test_what_was_found_before_an_error_does_not_count_after_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks may have left meanwhile."""
+    world = make_world(windows=(40,), num_blocks=128, slots=30, disk_slots=200)
+    texts = prompts(11, 6)
+    fill(world, texts)
+    hang = Hang(world)
+    request_id = world.add(texts[0])
+    wait_until(lambda: hang.begun, world.step)
+    tracked = tracked_requests(world.side)[request_id]
+    assert tracked.plan is not None
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetches_of_loads(world.side), "offer", fail)
+        world.step()
+    assert tracked.plan is None
+    hang.end()
+    world.run()
+    world.check_outputs()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

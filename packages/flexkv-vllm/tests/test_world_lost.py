@@ -13,7 +13,7 @@ from engine_world import MakeWorld, World, random_prompt
 from injection import InjectedError
 from kv_pages import BLOCK_TOKENS
 
-from flexkv.engine.scheduler import loads, request, storing
+from flexkv.engine.scheduler import loads, storing
 from packages.inside_adapters import fetches_of_loads, side_stores, worker_copies
 
 BLOCKS = 5
@@ -40,7 +40,7 @@ def stored(world: World) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["async", "layerwise"])
-@pytest.mark.parametrize(("module", "name"), [(request, "CopyOrder"), (loads, "_Running")])
+@pytest.mark.parametrize(("module", "name"), [(loads, "CopyOrder"), (loads, "_Running")])
 def test_a_load_that_is_not_ordered_after_all_is_not_lost(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mode: str
 ) -> None:

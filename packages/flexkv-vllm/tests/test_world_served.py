@@ -17,7 +17,7 @@ from served_world import MakeService, ServedWorld, assert_nothing_is_lost
 from traffic import Traffic, loaded, loads_more_than, make_stems
 
 from flexkv.client import FetchId
-from flexkv.engine.scheduler.loads import HeldHits
+from flexkv.engine.scheduler.loads import Loads
 from packages.flexkv.tests.service.served import Service
 from packages.inside import announced, index_of, line_of, promised_slots, stores_of
 from packages.tier_blocks import ready_blocks
@@ -244,7 +244,7 @@ def test_a_hit_that_cannot_be_held_is_a_miss(
     one.generate(text)
     one.settle()
     one.forget()
-    monkeypatch.setattr(HeldHits, "hold", lambda *_: False)
+    monkeypatch.setattr(Loads, "hold", lambda *_: False)
     assert hits(one, text) == 0
     one.check_outputs()
     assert_nothing_is_lost(service)

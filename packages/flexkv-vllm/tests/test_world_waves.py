@@ -22,12 +22,15 @@ from traffic import Traffic, fetched, make_stems
 from vllm.v1.request import RequestStatus
 
 from flexkv.engine.scheduler.loads import Loads
+from flexkv_vllm.compat.core import fails_by_request
 from packages.inside import index_of
 from packages.inside_tiers import store_of
 from packages.tier_blocks import ready_blocks
 
 BLOCKS = 14
 LONG, OTHER = (random_prompt(random.Random(i), BLOCKS * BLOCK_TOKENS + 5) for i in (14, 15))
+WINDOWS = [(), (70,)] if fails_by_request() else [()]
+"""Of models without and with several KV cache groups."""
 
 
 class Loaded(list[bytes]):
@@ -80,6 +83,23 @@ def test_a_prompt_larger_than_host_memory_loads_whole(
     world.check_outputs()
 
 
+@pytest.mark.skipif(not fails_by_request(), reason="one KV cache group for connectors")
+@pytest.mark.parametrize("windows", [(40,), (16, 200)], ids=str)
+@pytest.mark.parametrize("slots", [1, 2, 5, 13])
+def test_blocks_of_several_groups_load_whole_in_parts(
+    make_world: MakeWorld, slots: int, windows: tuple[int, ...]
+) -> None:
+    on_disk(make_world, LONG, windows=windows)
+    world = small_world(make_world, slots, windows=windows)
+    for _ in range(2):
+        request_id = world.generate(LONG)
+        assert world.external_tokens[request_id] == BLOCKS * BLOCK_TOKENS
+        world.settle()
+        fill(world, prompts(17, 2))
+    world.check_outputs()
+    world.assert_at_rest()
+
+
 @pytest.mark.parametrize("own", [0, 1, 3, 7])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_a_load_in_parts_begins_inside_a_block(
@@ -112,6 +132,7 @@ def test_a_prompt_larger_than_host_memory_gets_to_disk_whole(
     world.check_outputs()
 
 
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
@@ -121,6 +142,7 @@ def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
     *,
     asynchronous: bool,
     seed: int,
+    windows: tuple[int, ...],
 ) -> None:
     """Prompts have up to twice as many blocks as there are slots. Bytes on disk change."""
     rng = random.Random(seed)
@@ -140,6 +162,7 @@ def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
         budget=96,
         lag=rng if asynchronous else None,
         settings={"always_load": True},
+        windows=windows,
     )
     world.slow_down(rng, failure_rate=0.02)
     stems = make_stems(rng, 4, longest=400)

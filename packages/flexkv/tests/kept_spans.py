@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexkv.engine.scheduler.engine import EngineRequest
+from flexkv.engine.scheduler.spans import OtelSpans
 
 
-class KeptSpans:
-    """See `RequestSpans`: keeps all that it is told, by the ids of the requests."""
+class KeptSpans(OtelSpans):
+    """Keeps all that it is told, by the ids of the requests."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, dict[str, Any]]] = []

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from flexkv import CacheConfig, KVLayout, TensorView
+from flexkv import CacheConfig, KVCache, KVLayout, TensorView
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.orders import StepOrders
@@ -23,7 +23,7 @@ from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv.engine.scheduler.storing import StoreTime
-from flexkv.engine.start import attach_session, make_chooser, make_own_cache
+from flexkv.engine.start import attach_session, make_cache, make_chooser
 from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.engine.worker.start_worker import start_worker
 from flexkv.layout import Sharding
@@ -218,12 +218,15 @@ class ToyEngine:
         with ThreadPoolExecutor(shape.ranks) as threads:
             self.workers = list(threads.map(start, range(shape.ranks)))
         session = attach_session(config, "toy")
-        self.cache = make_own_cache(config, session, keeps_blocks=True, follows_requests=True)
+        cache = make_cache(
+            config, session, keeps_blocks=True, follows_requests=True, step_blocks=pages
+        )
+        self.cache = cast("KVCache", cache)
         chooser = make_chooser(config, mode, session.arena.spec, self.cache)
         groups = shape.groups
         keys = BlockKeys(groups, lambda _: b"")
-        engine = EngineCache(session, self.cache, groups, keys, boundary, access=access)
-        self.side = RequestSide(engine, chooser, time, StepOrders, load_ahead=True)
+        engine = EngineCache(session, self.cache, groups, keys, chooser, boundary, access=access)
+        self.side = RequestSide(engine, time, StepOrders, load_ahead=True)
         self.side.bind_pool(self.pool)
         self.requests: dict[str, ToyRequest] = {}
         self.waiting, self.running = list[ToyRequest](), list[ToyRequest]()

@@ -47,9 +47,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
     def open_(prefill: Any = lambda: None, **settings: object) -> Recorder | None:
         config = load_config({"trace": str(path)} | settings, environ={})
-        found = open_recorder(
-            config, engine="test", block_tokens=16, block_bytes=4096, prefill=prefill
-        )
+        found = open_recorder(config, "test", 16, 4096, prefill)
         made.extend(() if found is None else [found])
         return found
 

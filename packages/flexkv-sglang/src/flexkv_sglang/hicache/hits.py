@@ -4,21 +4,36 @@ last pages before certain lengths of the prefix."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class PoolPages(NamedTuple):
-    """For each page of the prompt whether a pool other than the KV pool has it; and how many pages
-    before its end a prefix needs, None for all."""
+class Need(enum.Enum):
+    """The pages of a pool that a prefix needs. The values are SGLang's."""
 
+    ALL = "all_pages"
+    TRAILING = "trailing_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPages:
+    """The stored pages of a pool other than the KV pool.
+
+    Attributes:
+        need: which pages a prefix needs.
+        present: for each page of the prompt whether it is stored.
+        trailing: how many pages before its end a prefix needs, for `Need.TRAILING`.
+    """
+
+    need: Need
     present: Sequence[bool]
-    trailing: int | None = None
+    trailing: int = 1
 
 
-class Hit(NamedTuple):
-    """The prefixes that can be restored, as SGLang's `PoolTransferResult` has them. Lengths count
-    pages.
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The prefixes that can be restored. Lengths count pages.
 
     Attributes:
         pages: length of the longest prefix that all pools have.
@@ -38,7 +53,7 @@ def leading(present: Sequence[bool]) -> int:
 
 
 def find_hit(name: str, kv: Sequence[bool], others: Mapping[str, PoolPages]) -> Hit:
-    """Find the prefixes that can be restored. `name` is that of the KV pool."""
+    """Find the prefixes that can be restored."""
     pages = leading(kv)
     by_pool = {name: pages} if pages else {}
     restorable = set(range(1, pages + 1))
@@ -56,6 +71,7 @@ def _lengths(pool: PoolPages, longest: int) -> set[int]:
     run = 0
     for length, present in enumerate(pool.present[:longest], 1):
         run = run + 1 if present else 0
-        if run >= min(length, pool.trailing or length):
+        needed = length if pool.need is Need.ALL else min(pool.trailing, length)
+        if run >= needed:
             lengths.add(length)
     return lengths

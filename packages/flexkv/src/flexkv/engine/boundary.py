@@ -86,12 +86,8 @@ class MakeGuard(Protocol):
 
 class Guard:
     """Swallows, counts and logs what its block raises. `KeyboardInterrupt` and the like pass. It
-    has no state of its own, so that a block may be entered again within itself.
-
-    Args:
-        consequence: what follows an error, for the log.
-        loses: whether an error may lose a lease or a copy; then `after_error` is called.
-    """
+    has no state of its own, so that a block may be entered again within itself. If an error `loses`
+    a lease or a copy perhaps, `after_error` is called."""
 
     __slots__ = ("_boundary", "_consequence", "_in_a_row", "_loses", "_place")
 
@@ -127,15 +123,11 @@ _R = TypeVar("_R")
 
 
 def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Method], _Method]:
-    """Decorate a method that an engine calls, so that it always answers.
+    """Decorate a method that an engine calls, so that it always answers. After an error `answer`
+    does, called with the same arguments; it must not call what may raise.
 
     The method guards its parts, and what follows an error in one of them is done behind that guard.
     Errors reach this guard if that fails too, or if a part has no guard.
-
-    Args:
-        answer: called with the arguments of the method after an error; returns the answer. It must
-            not call what may raise.
-        consequence: what happens then, for the log.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -155,18 +147,12 @@ def answers(answer: Callable[..., object], consequence: str) -> Callable[[_Metho
     return decorate
 
 
-class HasBoundary(Protocol):
-    """What an engine calls, without `answers`."""
-
-    boundary: ErrorBoundary
-
-
-_Side = TypeVar("_Side", bound=type[HasBoundary])
+_Side = TypeVar("_Side", bound=type)
 
 
 def in_turns(side: _Side) -> _Side:
-    """Decorate a class: each of its public methods holds `ErrorBoundary.turn`. Its properties only
-    read."""
+    """Decorate a class with an attribute `boundary`: each of its public methods holds
+    `ErrorBoundary.turn`. Its properties only read."""
     for name, method in list(vars(side).items()):
         if isinstance(method, FunctionType) and not name.startswith("_"):
             setattr(side, name, _in_turn(method))
@@ -175,7 +161,7 @@ def in_turns(side: _Side) -> _Side:
 
 def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: HasBoundary, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.boundary.turn:
             return method(self, *args, **kwargs)
 

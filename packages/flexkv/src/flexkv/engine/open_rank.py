@@ -39,14 +39,10 @@ def open_rank(
     """Meet the other ranks, of which rank 0 creates the arena, and start the movers between this
     rank's pages and the arena. The caller closes the movers, then the session.
 
-    Args:
-        engine_id: names the session; None if the engine is this process alone.
-        start: makes the movers for an arena and a number of threads. May raise ValueError.
-        pool_blocks, engines, pages: see `plan_arena`.
-
-    Raises:
-        ArenaError: a rank did not join or disagrees, or memory is missing.
-        LayoutError: `start` refuses the pages.
+    `engine_id` names the session; None if the engine is this process alone. `start` makes the
+    movers for an arena and a number of threads. `pool_blocks`, `engines` and `pages` are those of
+    `plan_arena`. Raises ArenaError if a rank did not join or disagrees, or memory is missing, and
+    LayoutError if `start` refuses the pages by a ValueError.
     """
     root, service = config.session_root, config.service
     cpus = os.sched_getaffinity(0) if engine_id is None else copy_cpus()

@@ -90,24 +90,17 @@ Names = Callable[[], Iterable[bytes]]
 
 
 @dataclass(slots=True)
-class _Running:
-    """A request that was scheduled and has not ended; see `Recorder.scheduled`."""
+class _Recorded:
+    """A request; see `Recorder.scheduled`, and `Recorder.ended` for the last three."""
 
     began: float
     prompt_tokens: int
     own_tokens: int
     hit_tokens: int
     session: str
-
-
-@dataclass(slots=True)
-class _Ended:
-    """A request to write."""
-
-    running: _Running
-    output_tokens: int
-    blocks: int
-    names: Names
+    output_tokens: int = 0
+    blocks: int = 0
+    names: Names = tuple
 
 
 class Recorder:
@@ -137,8 +130,8 @@ class Recorder:
         self._prefill = prefill
         self._salt = secrets.token_bytes(_SALT_BYTES)
         self._start = time.monotonic()
-        self._running: dict[str, _Running] = {}
-        self._queue: queue.SimpleQueue[_Ended | tuple[float, float] | None] = queue.SimpleQueue()
+        self._running: dict[str, _Recorded] = {}
+        self._queue: queue.SimpleQueue[_Recorded | tuple[float, float] | None] = queue.SimpleQueue()
         self._given = self._taken = self._requests = self._left_out = 0
         self._off = True  # until the file is open
         self._buffer = bytearray(_line(head))
@@ -181,7 +174,7 @@ class Recorder:
         if len(self._running) >= _MOST_RUNNING:
             del self._running[next(iter(self._running))]
         began = time.monotonic() - self._start
-        self._running[request_id] = _Running(began, prompt_tokens, own_tokens, hit_tokens, session)
+        self._running[request_id] = _Recorded(began, prompt_tokens, own_tokens, hit_tokens, session)
 
     def ended(self, request_id: str, output_tokens: int, blocks: int, names: Names) -> None:
         """Record that a request has ended. Does nothing if the request was not scheduled.
@@ -191,14 +184,15 @@ class Recorder:
             names: returns the names of these blocks. A name need only differ from those of other
                 blocks behind the same prefix.
         """
-        running = self._running.pop(request_id, None)
-        if self._off or running is None:
+        recorded = self._running.pop(request_id, None)
+        if self._off or recorded is None:
             return
         if self._given - self._taken + blocks > _MOST_WAITING:
             self._left_out += 1
             return
         self._given += blocks
-        self._queue.put(_Ended(running, output_tokens, blocks, names))
+        recorded.output_tokens, recorded.blocks, recorded.names = output_tokens, blocks, names
+        self._queue.put(recorded)
         self._requests += 1
         if self._requests % _PREFILL_REQUESTS == 1:
             measured = self._prefill()
@@ -302,24 +296,23 @@ class Recorder:
                 self._path,
             )
 
-    def _line_of(self, item: _Ended | tuple[float, float]) -> bytes:
+    def _line_of(self, item: _Recorded | tuple[float, float]) -> bytes:
         if isinstance(item, tuple):
             return _line({PREFILL: list(item)})
-        running = item.running
         line: dict[str, object] = {
-            TIME: round(running.began, 6),
-            PROMPT: running.prompt_tokens,
+            TIME: round(item.began, 6),
+            PROMPT: item.prompt_tokens,
             OUTPUT: item.output_tokens,
-            ENGINE_HIT: running.own_tokens,
-            HIT: running.hit_tokens,
+            ENGINE_HIT: item.own_tokens,
+            HIT: item.hit_tokens,
             BLOCKS: self._digests(item),
         }
-        if running.session:
-            line[SESSION] = self._digest(running.session.encode())
+        if item.session:
+            line[SESSION] = self._digest(item.session.encode())
         self._taken += item.blocks
         return _line(line)
 
-    def _digests(self, item: _Ended) -> str:
+    def _digests(self, item: _Recorded) -> str:
         digests = []
         for name in item.names():
             digests.append(self._digest(name))
@@ -359,21 +352,17 @@ class Recorder:
 
 def open_recorder(
     config: CacheConfig,
-    *,
     engine: str,
     block_tokens: int,
     block_bytes: int,
-    prefill: Callable[[], tuple[float, float] | None] = lambda: None,
+    prefill: Callable[[], tuple[float, float] | None],
 ) -> Recorder | None:
-    """Open a recorder to the file that the setting `trace` names.
+    """Open a recorder to the file that the setting `trace` names, which the caller closes. None if
+    it is not set, or if the file cannot be used until somebody changes it, which is logged.
 
     Args:
-        prefill: returns the seconds to compute a token and a pair of tokens; None until they are
-            measured.
-
-    Returns:
-        The recorder, which the caller closes. None if `trace` is not set, or if the file cannot be
-        used until somebody changes it, which is logged.
+        block_bytes: bytes of a block over all ranks.
+        prefill: see `Recorder`.
     """
     if config.trace is None:
         return None

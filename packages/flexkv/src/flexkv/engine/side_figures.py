@@ -43,15 +43,8 @@ def _put_errors(meter: Meter, boundary: ErrorBoundary) -> None:
 
 
 class CopyFigures:
-    """Copies of one rank between its pages and host memory.
-
-    Args:
-        copy_seconds: seconds of a ticket that is done, as `Mover.copy_seconds`.
-        bytes_by_way: bytes so far, as `Mover.bytes_by_way`.
-
-    Attributes:
-        active: whether `take` may have something beside errors at the boundary.
-    """
+    """Copies of one rank between its pages and host memory. The functions are those of its `Mover`.
+    If not `active`, `take` has nothing but errors at the boundary."""
 
     def __init__(
         self,
@@ -138,8 +131,8 @@ _OFF_SECONDS = 60.0
 """A side that is off reports that again after so many seconds, for the log's lines."""
 
 _BUSY_SECONDS = 0.1
-"""A busy engine is asked in every step, and a look takes 0.07 ms: it looks so often. Not tuned:
-nobody reads the figures more often."""
+"""A busy engine is asked in every step, and a look takes 0.07 ms: it looks so often,
+and nobody reads the figures more often."""
 
 
 def log_totals(cache: CacheClient, boundary: ErrorBoundary) -> None:
@@ -190,17 +183,15 @@ class CacheFigures:
         self.health: tuple[Problem, ...] = ()
         self.active = True
 
-    def report_health(self, root: str, engine: str, fingerprint: str) -> None:
-        """Report `health` for `flexkv health`, until `close`."""
+    def report_health(
+        self, root: str, engine: str, fingerprint: str, door: EngineDoor | None = None
+    ) -> None:
+        """Report `health` for `flexkv health`, and the door for operators, which is owned, until
+        `close`."""
+        self._door = door
         about = {"engine": engine, "fingerprint": fingerprint}
         self._report = StateReport(root, about, Subject.HEALTH)
         self._report.begin(self._state)
-
-    def answer(self, door: EngineDoor) -> None:
-        """Have the report name the door for operators, which is open until `close`; owned."""
-        self._door = door
-        if self._report is not None:
-            self._report.update()
 
     def _state(self) -> dict[str, object]:
         door = "" if self._door is None else self._door.name
@@ -225,24 +216,16 @@ class CacheFigures:
         self.active = True
 
     def is_due(self, busy: bool) -> bool:
-        """Whether to `take` now.
-
-        Args:
-            busy: whether the engine has requests. Then this is asked again soon, and samples are
-                taken less often.
-        """
+        """Whether to `take` now: less often while the engine is `busy` with requests, because then
+        it soon asks again."""
         seconds = time.monotonic() - self._looked
         if self._is_off and seconds >= _OFF_SECONDS:
             return True
         return self.active and not (busy and seconds < _BUSY_SECONDS)
 
     def asked(self, tokens: int, hit_tokens: int, fetched: Mapping[Medium, int]) -> None:
-        """Count a request to which the engine gave blocks.
-
-        Args:
-            tokens: tokens of the request that the engine did not have itself.
-            fetched: the number of loaded tokens that came from each lower tier.
-        """
+        """Count a request to which the engine gave blocks. It did not have `tokens` of its tokens
+        itself; of those that are loaded, so many came from each lower tier."""
         self.active = True
         hits = {**fetched, Medium.HOST: hit_tokens - sum(fetched.values())}
         values = self._meter.values

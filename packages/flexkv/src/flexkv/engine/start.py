@@ -21,45 +21,42 @@ logger = logging.getLogger(__name__)
 
 
 def attach_session(config: CacheConfig, engine_id: str) -> Session:
-    """Attach to the session of an engine's ranks, as its scheduler.
-
-    Args:
-        config: FlexKV's settings.
-        engine_id: the engine's id, which names the session.
-
-    Returns:
-        The session, which the caller closes.
-
-    Raises:
-        ArenaError: the ranks have opened no session.
-    """
+    """Attach to the session of an engine's ranks, as its scheduler, which closes it. Raises
+    ArenaError if the ranks have opened none."""
     return attach(config.session_root, engine_id)
 
 
-def make_own_cache(
+def make_cache(
     config: CacheConfig,
     session: Session,
     *,
     keeps_blocks: bool,
     follows_requests: bool,
+    step_blocks: int,
     engines: int = 1,
-) -> KVCache:
-    """Make the cache over the arena of `session`, with the lower tiers that the settings name.
+) -> CacheClient:
+    """Make the cache over the arena of `session`, with the lower tiers that the settings name; or
+    attach to the node's service, if it has given the arena. The caller closes the cache, then the
+    session.
 
     Args:
-        session: the session; borrowed, and closed by the caller after the cache.
         keeps_blocks: whether blocks below the arena are valid for other processes. If not, the
             cache has no lower tiers.
         follows_requests: whether the caller reports to the cache each request with all blocks of
             its prompt, and its end. It decides what `eviction_policy=auto` selects.
+        step_blocks: how many blocks the engine can fill before its first stores are published.
         engines: see `open_tiers`.
 
     Raises:
+        ArenaError: the service does not answer, or refuses the engine.
         DiskError: a cache directory cannot be used.
         ConfigError: what a shared store needs is not installed.
         StoreSettingError: a shared store cannot be used as the settings name it.
     """
-    assert session.info.service is None, "the service owns the index of the arena"
+    ticket, tenant = session.info.service, tenant_number(config.tenant or "")
+    if ticket is not None:
+        logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
+        return attach_cache(session.info, step_blocks, session.arena, tenant)
     slots = session.arena.spec.num_slots
     name, policy = host_policy(config, slots, follows_requests=follows_requests)
     logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)
@@ -72,54 +69,14 @@ def make_own_cache(
         else [],
         policy_name=name,
         pin_seconds=config.pin_seconds,
-        tenant=tenant_number(config.tenant or ""),
+        tenant=tenant,
         ages=ages,
     )
 
 
-def make_cache(
-    config: CacheConfig,
-    session: Session,
-    *,
-    keeps_blocks: bool,
-    follows_requests: bool,
-    step_blocks: int,
-    engines: int = 1,
-) -> CacheClient:
-    """As `make_own_cache`; or attach to the node's service, if it has given the arena.
-
-    Args:
-        config, session, keeps_blocks, follows_requests, engines: see `make_own_cache`.
-        step_blocks: how many blocks the engine can fill before its first stores are published.
-
-    Raises:
-        ArenaError: the service does not answer, or refuses the engine.
-        DiskError, ConfigError, StoreSettingError: see `make_own_cache`.
-    """
-    ticket = session.info.service
-    if ticket is None:
-        return make_own_cache(
-            config,
-            session,
-            keeps_blocks=keeps_blocks,
-            follows_requests=follows_requests,
-            engines=engines,
-        )
-    logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
-    tenant = tenant_number(config.tenant or "")
-    return attach_cache(session.info, step_blocks, session.arena, tenant)
-
-
 def operator_access(config: CacheConfig, keys: PromptKeys) -> OperatorAccess:
-    """How operators reach an engine's cache, by `control_port` also if it is set.
-
-    Args:
-        config: FlexKV's settings.
-        keys: makes the keys of prompts that are no requests.
-
-    Raises:
-        ConfigError: the settings of `control_port` are wrong.
-    """
+    """How operators reach an engine's cache, by `control_port` also if it is set. Raises
+    ConfigError if its settings are wrong."""
     return OperatorAccess(keys, local_http(config))
 
 
@@ -132,11 +89,8 @@ def make_chooser(
     on_cores: bool = False,
     steps_behind: int = 1,
 ) -> LoadChooser:
-    """Make the object that decides which hits of an engine are loaded, and how.
-
-    Args:
-        cache: the cache of the engine, borrowed; None on a rank that decides nothing.
-    """
+    """Make the object that decides which hits of an engine are loaded, and how. `cache` is the
+    engine's, borrowed; None on a rank that decides nothing."""
     return LoadChooser(
         mode,
         config.min_load_tokens,
@@ -153,19 +107,5 @@ def make_chooser(
 def make_recorder(
     config: CacheConfig, engine: str, block_tokens: int, block_bytes: int, chooser: LoadChooser
 ) -> Recorder | None:
-    """Open a recorder of an engine's requests; see `open_recorder`.
-
-    Args:
-        config: FlexKV's settings.
-        engine: name of the engine.
-        block_tokens: tokens of a block.
-        block_bytes: bytes of a block over all ranks.
-        chooser: measures the cost of computing; borrowed by the recorder.
-    """
-    return open_recorder(
-        config,
-        engine=engine,
-        block_tokens=block_tokens,
-        block_bytes=block_bytes,
-        prefill=lambda: chooser.prefill_cost,
-    )
+    """See `open_recorder`; `chooser` measures the cost of computing, and is borrowed."""
+    return open_recorder(config, engine, block_tokens, block_bytes, lambda: chooser.prefill_cost)

@@ -47,7 +47,7 @@ _END_BYTES = 1024
 _SAMPLE_BYTES = 4096
 _SAMPLE_STEP = 16 << 20
 """Bytes of a sample, and from one sample to the next. Each tensor of a safetensors file has a
-sample of its own beside these. Not tuned: a file of 5 GB has about 300 samples and 30 tensors."""
+sample of its own beside these: a file of 5 GB has about 300 samples and 30 tensors."""
 _EMBEDDINGS = re.compile(r"embed|wte", re.IGNORECASE)
 """In the name of a tensor: training may change a few of its rows alone, those of new tokens."""
 _MOST_HEADER_BYTES = 100_000_000
@@ -60,26 +60,16 @@ _NAMES_OF_PLACES = frozenset({"_name_or_path", "_commit_hash"})
 
 
 def weight_files(model: str, revision: str | None) -> list[Path]:
-    """Files with the weights of a model; empty if there are none on this machine.
-
-    Args:
-        model: a path, or a name in the Hugging Face cache.
-    """
+    """Files with the weights of a model, which is a path or a name in the Hugging Face cache; empty
+    if there are none on this machine."""
     path = _folder_of(model, revision)
     return [] if path is None else weights_in(path)
 
 
 def weight_traits(model: str, revision: str | None, load_format: str) -> list[str]:
     """Name the weights of a model and the way in which an engine reads them, each `NAME: VALUE`.
-    Formats that read the same safetensors files of a folder are one.
-
-    Args:
-        model, revision: see `weight_files`.
-        load_format: the engine's name of the format.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    `load_format` is the engine's name of the format; formats that read the same safetensors files
+    of a folder are one. Raises OSError if a file cannot be read."""
     if load_format == "dummy":
         return ["load format: dummy"]
     files = weight_files(model, revision)
@@ -108,23 +98,18 @@ def _is_mistrals(file: Path) -> bool:
 
 def processor_files(model: str, revision: str | None) -> list[Path]:
     """Files by which a model's images, video and sound are prepared; empty if there are none on
-    this machine.
-
-    Args:
-        model, revision: see `weight_files`.
-    """
-    path = _folder_of(model, revision)
-    return [] if path is None else sorted(path.glob(_PROCESSORS))
+    this machine."""
+    return _glob(model, revision, _PROCESSORS)
 
 
 def tokenizer_files(model: str, revision: str | None) -> list[Path]:
-    """The file of a tokenizer in the folder of a model, in a list; empty if it is not there.
+    """The file of a tokenizer in the folder of a model, in a list; empty if it is not there."""
+    return _glob(model, revision, _TOKENIZER)
 
-    Args:
-        model, revision: see `weight_files`.
-    """
+
+def _glob(model: str, revision: str | None, pattern: str) -> list[Path]:
     path = _folder_of(model, revision)
-    return [] if path is None else sorted(path.glob(_TOKENIZER))
+    return [] if path is None else sorted(path.glob(pattern))
 
 
 def _folder_of(model: str, revision: str | None) -> Path | None:
@@ -154,10 +139,7 @@ def file_stamps(files: Iterable[Path]) -> list[str]:
     Hub's cache or was downloaded into a folder, and was not changed since. Other files are marked
     by a digest of samples: the first and the last KiB, 4 KiB from each 16 MiB, and of a safetensors
     file its header, its embeddings and 4 KiB from the middle of each other tensor. A file that was
-    changed in place between its samples keeps its mark.
-
-    Raises:
-        OSError: a file cannot be read.
+    changed in place between its samples keeps its mark. Raises OSError if a file cannot be read.
     """
     named = list(files)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -170,24 +152,14 @@ def file_stamps(files: Iterable[Path]) -> list[str]:
 
 def adapter_stamps(path: Path) -> list[str]:
     """Describe the weights of a LoRA adapter, and the settings by which an engine applies them.
-    Empty if its weights are not on this machine.
-
-    Args:
-        path: of the adapter's folder, or of the file with its weights.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    `path` is that of its folder, or of the file with its weights. Empty if its weights are not on
+    this machine. Raises OSError if a file cannot be read."""
     weights = file_stamps(weights_in(path)) if path.exists() else []
     return weights and [*weights, *file_digests(sorted(path.rglob(_ADAPTERS)))]
 
 
 def file_digests(files: Iterable[Path]) -> list[str]:
-    """Describe each small file by its name and a digest of its bytes, which are read.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Describe each small file by its name and a digest of its bytes, or raise OSError."""
     return [f"{file.name} {hashlib.blake2b(file.read_bytes()).hexdigest()}" for file in files]
 
 

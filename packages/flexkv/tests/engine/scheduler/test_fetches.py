@@ -70,7 +70,8 @@ class Node:
         self.cache.poll()
         assert_no_fetch(self.cache)
         assert_no_lease(self.cache)
-        assert not self.fetches.has_begun(self.tracked)
+        assert self.tracked.fetch is None
+        assert not self.tracked.awaited
 
 
 @pytest.fixture
@@ -258,3 +259,26 @@ def test_the_slowest_tiers_keep_their_tokens_first() -> None:
     fetched = {Medium.DISK: 10, Medium.OBJECTS: 5}
     assert slowest(fetched) is Medium.OBJECTS
     assert limited(fetched, 7) == {Medium.OBJECTS: 5, Medium.DISK: 2}
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["ended", "followed"])
+def test_an_error_as_a_fetch_ends_loses_no_fetch(
+    node: Node, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    node.fetches.begin(node.tracked, KEYS[:2], 0)
+    end, errors = node.cache.end_fetch, [MemoryError()]
+
+    def fail(fetch: FetchId) -> FetchState:
+        if errors:
+            raise errors.pop()
+        return end(fetch)
+
+    monkeypatch.setattr(node.cache, "end_fetch", fail)
+    if follows:
+        with pytest.raises(MemoryError):
+            node.fetches.begin(node.tracked, KEYS, 0)
+    else:
+        with pytest.raises(MemoryError):
+            node.fetches.end(node.tracked)
+    assert node.tracked.fetch is not None
+    node.assert_at_rest()

@@ -15,20 +15,16 @@ def names(text: str) -> list[bytes]:
 
 def test_a_conversation_has_the_blocks_of_its_latest_request() -> None:
     sessions = Sessions()
-    sessions.began("1", "a", names("xyz"))
-    assert sessions.follows("1")
-    sessions.ended("1", names("xyzab"))
-    assert not sessions.follows("1")
+    sessions.note("a", names("xyz"))
+    sessions.note("a", names("xyzab"))
     assert sessions.keys_of("a") == names("xyzab")
-    sessions.began("2", "", names("q"))
-    sessions.ended("2", names("q"))
     assert list(sessions.known()) == ["a"]
 
 
 def test_blocks_that_another_conversation_has_are_not_its_own() -> None:
     sessions = Sessions()
-    sessions.began("1", "a", names("xyab"))
-    sessions.began("2", "b", names("xycd"))
+    sessions.note("a", names("xyab"))
+    sessions.note("b", names("xycd"))
     assert own_keys("a", sessions.known()) == names("ab")
     sessions.forget("b")
     assert own_keys("a", sessions.known()) == names("xyab")
@@ -37,13 +33,11 @@ def test_blocks_that_another_conversation_has_are_not_its_own() -> None:
 
 def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_KEYS", 10)
-    monkeypatch.setattr(module, "_MOST_RUNNING", 3)
     sessions = Sessions()
     for number in range(6):
-        sessions.began(f"{number}", f"s{number % 5}", names("abc"))
+        sessions.note(f"s{number % 5}", names("abc"))
     assert list(sessions.known()) == ["s3", "s4", "s0"]
-    assert [sessions.follows(f"{number}") for number in range(6)] == [False] * 3 + [True] * 3
-    sessions.began("long", "s9", names("abcdefghijkl"))
+    sessions.note("s9", names("abcdefghijkl"))
     assert sessions.known() == {}
-    sessions.began("short", "s9", names("abc"))
+    sessions.note("s9", names("abc"))
     assert list(sessions.known()) == ["s9"]

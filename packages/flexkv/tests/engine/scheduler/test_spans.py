@@ -28,6 +28,4 @@ def test_nothing_is_kept_where_nobody_asks_for_it() -> None:
     work.began(1, REQUEST, 1)
     told = work.spans = KeptSpans()
     work.ended(Ended(1, Direction.LOAD, done=True))
-    work.began(2, None, 2)
-    work.ended(Ended(2, Direction.LOAD, done=True))
     assert told.spans == []

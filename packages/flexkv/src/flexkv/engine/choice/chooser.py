@@ -37,14 +37,9 @@ step of an engine, the resolution of both measurements."""
 
 @dataclass(slots=True)
 class _Wait:
-    """A fetch that a request may wait for.
-
-    Attributes:
-        since: when the first question about this fetch was asked; time.monotonic().
-        ahead: number of blocks that other requests waited for at the first question about this
-            fetch, by tier.
-        slowest: the tier whose expected time decided the latest answer; None if no tier's did.
-    """
+    """A fetch that a request may wait for. At `since`, by time.monotonic(), was the first question
+    about it; `ahead` blocks were awaited by other requests then. `slowest` is the tier whose
+    expected time decided the latest answer, if one did."""
 
     since: float
     announced: bool
@@ -101,14 +96,8 @@ class WaitChooser:
         whole: bool = False,
         state: FetchState | None = None,
     ) -> bool:
-        """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
-
-        Until computing is measured, the answer is to wait. A tier whose pace is unknown or in doubt
-        gets a short wait, which measures it.
-
-        Args:
-            whole: whether the span ends with the blocks for which host memory has no room yet.
-        """
+        """See `LoadChooser.is_worth_waiting`. Until computing is measured, the answer is to wait. A
+        tier whose pace is unknown or in doubt gets a short wait, which measures it."""
         wait = self._waits.get(fetch)
         if wait is None:
             ahead: Counter[Medium] = Counter()
@@ -226,10 +215,7 @@ class LoadChooser:
         mode: the setting in force; LAYERWISE and AUTO only where the engine can do it.
         on_cores: whether the cores that copy also compute.
         steps_behind: steps of the engine that pass between the order of an asynchronous load and
-            the step that computes the request.
-
-    Attributes:
-        steps_behind: as given, 0 unless loads are asynchronous; the owner sets it where it varies.
+            the step that computes the request. The owner sets the attribute where it varies.
     """
 
     def __init__(
@@ -262,7 +248,7 @@ class LoadChooser:
 
     @property
     def prefill_cost(self) -> tuple[float, float] | None:
-        """See `PrefillPace.cost`."""
+        """Seconds of a token, and of a pair of tokens; None before the first measurement."""
         return self._prefill.cost
 
     def step_begins(self, spans: Sequence[Span]) -> int:
@@ -286,12 +272,8 @@ class LoadChooser:
     def choose_load(
         self, span: Span, blocks: int, *, whole: bool = False, others: int = 0
     ) -> LoadChoice:
-        """Choose how many blocks of a hit in host memory to load, from the first on.
-
-        Args:
-            whole: whether a part is of no use, so that all or none are loaded.
-            others: other requests that the engine has, queued or running.
-        """
+        """Choose how many blocks of a hit in host memory to load, from the first on; with `whole`,
+        all or none, since a part is of no use. The engine has `others` further requests."""
         if span.stop - span.start < self._min_tokens:
             return LoadChoice(0, Left.SHORT)
         loading = self._loading(blocks + self._loading_now())
@@ -315,7 +297,7 @@ class LoadChooser:
         whole: bool = False,
         state: FetchState | None = None,
     ) -> bool:
-        """Whether to wait for the rest of a fetch rather than to compute it.
+        """Whether to wait for the rest of a fetch that has not ended, rather than to compute it.
 
         Args:
             announced: whether another engine is said to write blocks of it to a shared store.
@@ -338,15 +320,12 @@ class LoadChooser:
         return self._always or self._waits.is_worth_waiting(fetch, span, announced, whole, state)
 
     def is_layerwise(self, blocks: int, running: int, wanted: LoadMode | None = None) -> bool:
-        """Whether to load blocks beside the forward pass of the same step.
+        """Whether to load blocks beside the forward pass of the same step. `wanted` is the mode
+        that the request names, if it does; it counts if the engine supports both modes.
 
         A layerwise load saves a step, which is long if other requests compute. These requests wait
         for the load, too. On a GPU they wait for no other load; if the computing cores copy, any
         load slows them down.
-
-        Args:
-            wanted: the mode that the request names; None if it names none. It counts if the engine
-                supports both modes.
         """
         mode = self._mode if wanted is None or self._mode is LoadMode.ASYNC else wanted
         if mode is not LoadMode.AUTO:

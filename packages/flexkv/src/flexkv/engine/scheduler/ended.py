@@ -12,11 +12,8 @@ from flexkv.types.mover import Direction
 
 
 class EndedTransfers:
-    """The transfers of a cache that have ended, until the scheduler side has handled each.
-
-    Attributes:
-        waiting: those that `take` will yield, besides those that the cache finds.
-    """
+    """The transfers of a cache that have ended, until the scheduler side has handled each. `take`
+    yields those that are `waiting`, besides those that the cache finds."""
 
     def __init__(self, cache: CacheClient) -> None:
         self._cache = cache
@@ -38,12 +35,8 @@ class EndedTransfers:
 
     def end_lost(self, ordered: AbstractSet[int], running: AbstractSet[int]) -> None:
         """After an error: cancel the transfers that no worker will copy, and let `take` yield those
-        as failed whose end was not seen.
-
-        Args:
-            ordered: ids of the transfers that workers know or will know.
-            running: ids of the transfers whose end the caller expects.
-        """
+        as failed whose end was not seen. Workers know, or will know, the transfers `ordered`. The
+        caller expects the ends of those that are `running`."""
         for transfer_id in self._cache.status.under_way.keys() - ordered:
             self._cache.end_transfer(transfer_id, TransferEnd.CANCEL)
         known = {*self._cache.status.under_way, *(each.id for each in self.waiting)}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from flexkv.engine.scheduler.groups import Group
@@ -12,12 +12,10 @@ from flexkv.engine.scheduler.groups import Group
 class EngineRequest(Protocol):
     """The engine's own object for a request. FlexKV reads it and never changes it.
 
-    Attributes:
-        request_id: unique among the requests that have not ended.
-        num_tokens: tokens of the prompt and of the answer so far.
-        num_computed_tokens: tokens whose KV the engine has, or computes in the steps under way.
-        block_hashes: hashes of its complete blocks, in order; each also covers all tokens before.
-        cache_salt: salt of the tenant; None if there is none.
+    Its id is unique among the requests that have not ended. `num_tokens` counts the prompt and the
+    answer so far, `num_computed_tokens` those whose KV the engine has, or computes in the steps
+    under way. `block_hashes` are those of its complete blocks, in order; each also covers all
+    tokens before. `cache_salt` is that of the tenant; None if there is none.
     """
 
     @property
@@ -55,24 +53,6 @@ class EnginePool(Protocol):
     @property
     def may_find_old_blocks(self) -> bool:
         """Whether the engine has not reset its prefix cache since its weights changed."""
-        ...
-
-
-class RequestSpans(Protocol):
-    """Takes what FlexKV did for requests, in an engine that traces them. A call waits for nothing
-    and raises nothing."""
-
-    def add(
-        self, request: EngineRequest, name: str, begun: float, attributes: Mapping[str, int | bool]
-    ) -> None:
-        """Something has ended now.
-
-        Args:
-            request: what it was done for.
-            name: `fetch`, `load` or `store`.
-            begun: when it began; time.monotonic(), in seconds.
-            attributes: numbers of blocks, and whether it is done.
-        """
         ...
 
 

@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexkv.client import CacheClient
 from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.ended import EndedTransfers
-from flexkv.engine.scheduler.engine import Describe, RequestSpans
+from flexkv.engine.scheduler.engine import Describe, EnginePool
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
-from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.scheduler.options import OptionsReader
-from flexkv.engine.scheduler.reports import Sessions
-from flexkv.operators.engine_door import EngineDoor, OperatorAccess
+from flexkv.engine.scheduler.spans import OtelSpans
+from flexkv.operators.engine_door import OperatorAccess
 from flexkv.session import Session
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineCache:
     """The objects that all parts of a scheduler side share.
 
@@ -29,47 +28,25 @@ class EngineCache:
         cache: the cache over the arena; owned.
         recorder: records requests for `flexkv plan`; None if nothing is recorded. Owned.
         access: how operators reach the cache; None if they cannot.
+        pool: the engine's own prefix cache; None until the engine gives it. Borrowed.
     """
 
     session: Session
     cache: CacheClient
     groups: Groups
     keys: BlockKeys
+    chooser: LoadChooser
     boundary: ErrorBoundary
     describe: Describe | None = None
     recorder: Recorder | None = None
     options: OptionsReader = field(default_factory=OptionsReader)
     access: OperatorAccess | None = None
-    spans: RequestSpans | None = None
+    spans: OtelSpans | None = None
+    pool: EnginePool | None = None
     ended: EndedTransfers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ended", EndedTransfers(self.cache))
-
-    def open_door(
-        self,
-        root: str,
-        engine: str,
-        *,
-        may_begin: Callable[[], bool],
-        poll: Callable[[], None],
-        sessions: Sessions,
-        empty: Callable[[], bool],
-    ) -> EngineDoor | None:
-        """Answer operators, if they can reach the cache; see `OperatorCalls`. The caller closes the
-        door."""
-        if self.access is None:
-            return None
-        calls = OperatorCalls(
-            self.cache,
-            self.boundary,
-            self.access,
-            may_begin=may_begin,
-            poll=poll,
-            sessions=sessions,
-            empty=empty,
-        )
-        return calls.open(root, engine, self.session.info.fingerprint)
+        self.ended = EndedTransfers(self.cache)
 
     def close(self, flush_seconds: float) -> None:
         """Close recorder, cache and session. If a lower tier hangs, the arena stays mapped."""

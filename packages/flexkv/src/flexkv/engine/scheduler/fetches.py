@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 from flexkv.client import CacheClient, FetchId, FetchState
-from flexkv.engine.scheduler.engine import Describe, RequestSpans
+from flexkv.engine.scheduler.engine import Describe
 from flexkv.engine.scheduler.options import tenant_number_of
 from flexkv.engine.scheduler.request import TrackedRequest, Wanted, WantedFetch
-from flexkv.engine.scheduler.spans import add_fetch
+from flexkv.engine.scheduler.spans import OtelSpans
 from flexkv.types.changes import Medium
 
 LOOKAHEAD_SECONDS = 0.05
@@ -30,6 +30,8 @@ class Fetches:
         ahead: whether to offer blocks before they arrive: so the device copies the first while the
             last are read, and a prompt may be larger than host memory. Only for engines that
             recompute a failed load: such a block may fail to arrive.
+        plain: whether blocks are of one group, so that a fetch of more also serves a request that
+            lacks only the last of them.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Fetches:
         cache: CacheClient,
         ahead: bool,
         ended: Callable[[FetchId, FetchState], None],
-        spans: RequestSpans | None = None,
+        spans: OtelSpans | None = None,
+        *,
         describe: Describe | None = None,
+        plain: bool = True,
     ) -> None:
         self._cache = cache
         self._may_fetch = cache.info.may_fetch
@@ -49,6 +53,7 @@ class Fetches:
         self._ended = ended
         self._spans = spans
         self._describe = describe
+        self._plain = plain
 
     def begin(
         self,
@@ -60,24 +65,15 @@ class Fetches:
         announced: int = 0,
     ) -> WantedFetch | None:
         """Fetch the blocks `keys` of a request instead of what was fetched for it before. None if
-        no tier has one to add.
-
-        Args:
-            start: see `Plan`.
-            announced: how many of the blocks, from the first on, another engine writes to a shared
-                store.
-        """
+        no tier has one to add. `start` and `announced` are those of a `Plan`."""
         begun = self._fetch(tracked, keys, queued=queued, announced=announced)
-        if begun is None:
-            self._replace(tracked, None)
-            return None
-        state = self._cache.fetch_state(begun)
-        fetch = WantedFetch(begun, keys, start, queued)
+        fetch = None if begun is None else WantedFetch(begun, keys, start, queued)
         # Only now, so that what is under way goes on for the new one.
         self._replace(tracked, fetch)
-        if queued:
-            tracked.awaited = {}
-        note_media(tracked.awaited, keys, state)
+        if fetch is not None:
+            if queued:
+                tracked.awaited = {}
+            note_media(tracked.awaited, keys, self._cache.fetch_state(fetch.id))
         return fetch
 
     def extend(self, tracked: TrackedRequest, keys: Sequence[bytes]) -> bool:
@@ -113,7 +109,8 @@ class Fetches:
         fetch = tracked.fetch
         if fetch and fetch.queued and not self._raise(tracked, fetch, keys, start, announced):
             fetch = None
-        if fetch is None or fetch.start > start:  # or the engine has evicted blocks since it began
+        # Or the engine has evicted blocks since it began, or a hit of other groups ends elsewhere.
+        if fetch is None or fetch.start > start or not (self._plain or fetch.keys is keys):
             fetch = self.begin(tracked, keys, start, announced=announced)
             if fetch is None:
                 return self._cache.lookup(keys)
@@ -138,12 +135,9 @@ class Fetches:
     def fetch_next(
         self, tracked: TrackedRequest, keys: Sequence[bytes], start: int
     ) -> FetchId | None:
-        """Fetch the blocks `keys` of a load, from block `start` of the request on. Host memory had
-        no room for them before the load of the others was ordered, and may have none yet.
-
-        Returns:
-            The fetch, for calls that follow; None if the blocks cannot come.
-        """
+        """Fetch the blocks `keys` of a load, from `start` on. Host memory had no room for them
+        before the load of the others was ordered, and may have none yet. Returns the fetch; None
+        if the blocks cannot come."""
         last = tracked.fetch
         if not self._in_parts or last is None:
             return None
@@ -173,7 +167,7 @@ class Fetches:
             note_media(tracked.awaited, fetch.keys, self._cache.fetch_state(fetch.id))
         return tracked.awaited
 
-    def describe(self, tracked: TrackedRequest, wanted: Sequence[Wanted]) -> None:
+    def describe(self, tracked: TrackedRequest, wanted: Iterable[Wanted]) -> None:
         """Describe fetched blocks for events, which report them in full once they have arrived."""
         awaited = tracked.awaited
         if self._describe is None or not awaited:
@@ -186,11 +180,6 @@ class Fetches:
                 if key in awaited and i not in absent
             )
             self._describe(tracked.request, each.group, found)
-
-    @staticmethod
-    def has_begun(tracked: TrackedRequest) -> bool:
-        """Whether blocks are being fetched for the request, or were since the last `end`."""
-        return bool(tracked.fetch or tracked.awaited)
 
     def is_waiting(self, tracked: TrackedRequest) -> bool:
         """Whether blocks of the request may still arrive."""
@@ -206,11 +195,10 @@ class Fetches:
         return not state.done or self._is_short(state)
 
     def end(self, tracked: TrackedRequest) -> None:
-        """The request has its blocks, or needs no more. Idempotent."""
-        if self._may_fetch:
-            ended, tracked.fetch, tracked.awaited = tracked.fetch, None, {}
-            if ended is not None:
-                self._end(tracked, ended)
+        """The request has its blocks, or needs no more. Idempotent, also after an error."""
+        if tracked.fetch is not None:
+            self._end(tracked, tracked.fetch, None)
+        tracked.awaited = {}
 
     def _raise(
         self,
@@ -262,15 +250,26 @@ class Fetches:
 
     def _replace(self, tracked: TrackedRequest, fetch: WantedFetch | None) -> None:
         """The request waits for `fetch` instead of its previous fetch."""
-        ended, tracked.fetch = tracked.fetch, fetch
-        if ended is not None:
-            note_media(tracked.awaited, ended.keys, self._end(tracked, ended))
+        last = tracked.fetch
+        if last is None:
+            tracked.fetch = fetch
+            return
+        try:
+            state = self._end(tracked, last, fetch)
+        except BaseException:
+            if fetch is not None and tracked.fetch is last:
+                self._cache.end_fetch(fetch.id)
+            raise
+        note_media(tracked.awaited, last.keys, state)
 
-    def _end(self, tracked: TrackedRequest, fetch: WantedFetch) -> FetchState:
+    def _end(
+        self, tracked: TrackedRequest, fetch: WantedFetch, follower: WantedFetch | None
+    ) -> FetchState:
         state = self._cache.end_fetch(fetch.id)
+        tracked.fetch = follower  # not before: an error would lose the fetch
         self._ended(fetch.id, fetch.since_turn(state))
         if self._spans is not None:
-            add_fetch(self._spans, tracked.request, state)
+            self._spans.add_fetch(tracked.request, state)
         return state
 
 

@@ -24,11 +24,8 @@ class Reach(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV cache group.
-
-    Attributes:
-        span: tokens of the window or chunk; 0 for the other kinds.
-        block_tokens: tokens of a FlexKV block; computed once, because it is read often.
+    """One KV cache group. `span` is the number of tokens of its window or chunk, 0 for the other
+    kinds. `block_tokens`, those of a FlexKV block, are computed once, because they are read often.
     """
 
     index: int

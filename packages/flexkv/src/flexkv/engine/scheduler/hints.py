@@ -56,11 +56,7 @@ class HintResult(enum.Enum):
 
 
 class Hint(NamedTuple):
-    """One hint.
-
-    Attributes:
-        option: the option of a request that it stands for; empty if it has no effect.
-    """
+    """One hint. It stands for an `option` of a request; empty if it has no effect."""
 
     action: str
     result: HintResult
@@ -98,11 +94,8 @@ def name_of(text: str) -> str:
 def read_hints(
     params: Mapping[Any, Any], engine: EngineHints, own_tokens: bool = True
 ) -> Iterator[Hint]:
-    """The hints of a request; if several are about the same option, the first counts.
-
-    Args:
-        own_tokens: whether FlexKV is to follow limits of tokens; if not, the engine does.
-    """
+    """The hints of a request; if several are about the same option, the first counts. FlexKV
+    follows limits of tokens if `own_tokens` says so; if not, the engine does."""
     fields = [each for each in (params, engine.extra) if isinstance(each, Mapping)]
     asked: list[Any] = [each.get("agentic_context") for each in fields]
     contexts: list[Mapping[Any, Any]] = [each for each in asked if isinstance(each, Mapping)]

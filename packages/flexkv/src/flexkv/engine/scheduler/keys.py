@@ -4,42 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flexkv.engine.key_epoch import KeyEpoch
-from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
-
-
-@dataclass(slots=True)
-class MadeKeys:
-    """Keys of a request's first blocks in a group, as far as they were made.
-
-    Attributes:
-        last: the hash behind the last key, which covers all tokens before it.
-    """
-
-    ending: bytes
-    keys: list[bytes] = field(default_factory=list)
-    last: bytes = b""
-
-    def fit(self, hashes: Sequence[bytes], step: int, ending: bytes) -> bool:
-        """Whether the keys were made of every `step`th of these hashes, and of `ending`. The engine
-        discards some hashes if a session continues differently."""
-        if ending != self.ending:
-            return False
-        count = len(self.keys) * step
-        return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
-
-
-class HasKeys(Protocol):
-    """A request with its keys."""
-
-    @property
-    def request(self) -> EngineRequest: ...
-    @property
-    def keys(self) -> dict[int, MadeKeys]: ...
+from flexkv.engine.scheduler.request import MadeKeys, TrackedRequest
 
 
 class BlockKeys:
@@ -60,8 +29,8 @@ class BlockKeys:
         self._stamp = stamp
         self.epoch = KeyEpoch()
         self.are_hashes = groups.plain
-        full = [group for group in groups.members if group.reach is Reach.ALL]
-        self._unnumbered = full[0].index if full else None
+        first = groups.furthest
+        self._unnumbered = first.index if first.reach is Reach.ALL else None
         # Computed once, because keys are made in every step.
         self._numbers = {
             group.index: b"" if group.index == self._unnumbered else bytes([group.index])
@@ -70,7 +39,7 @@ class BlockKeys:
         self.hash_tokens = groups.hash_tokens
 
     def of(
-        self, tracked: HasKeys, group: Group, start: int = 0, stop: int | None = None
+        self, tracked: TrackedRequest, group: Group, start: int = 0, stop: int | None = None
     ) -> Sequence[bytes]:
         """Keys of FlexKV blocks `start` to `stop` of a request in a group, as far as the engine has
         hashed its tokens."""
@@ -85,11 +54,8 @@ class BlockKeys:
         return [each + ending for each in wanted] if ending else wanted
 
     def of_hashes(self, hashes: Sequence[bytes], group: Group) -> list[bytes]:
-        """Keys of a prompt that is no request, and that uses no adapter.
-
-        Args:
-            hashes: all of the engine's hashes of it, or some in a row that begin with a block.
-        """
+        """Keys of a prompt that is no request, and that uses no adapter. `hashes` are all of the
+        engine's hashes of it, or some in a row that begin with a block."""
         step = group.block_tokens // self.hash_tokens
         ending = self._numbers[group.index] + self.epoch.end
         return [each + ending for each in hashes[step - 1 :: step]]
@@ -108,7 +74,7 @@ class BlockKeys:
             return self._unnumbered or 0, key
         return key[-1], key[:-1]
 
-    def _made(self, tracked: HasKeys, group: Group, step: int, ending: bytes) -> MadeKeys:
+    def _made(self, tracked: TrackedRequest, group: Group, step: int, ending: bytes) -> MadeKeys:
         """All keys of a request in a group of full attention, which are needed repeatedly. Of other
         groups only the last keys are needed."""
         hashes = tracked.request.block_hashes

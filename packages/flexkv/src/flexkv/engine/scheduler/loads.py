@@ -1,74 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads as the scheduler side orders them: in one part, or as their blocks come."""
+"""Orders loads of requests' blocks, which workers copy: in one part, or as their blocks come."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from flexkv.client import CacheClient, Ended, TransferEnd
-from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.orders import StepOrders
-from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
+from flexkv.engine.orders import CopyOrder, StepOrders
+from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches
 from flexkv.engine.scheduler.groups import Group
-from flexkv.engine.scheduler.request import (
-    NEVER,
-    Loading,
-    Match,
-    TrackedRequest,
-    Wanted,
-)
+from flexkv.engine.scheduler.request import NEVER, Match, TrackedRequest, Wanted
 from flexkv.engine.scheduler.scheduled_step import Tables
 
+_PARTS = 8
+"""About the number of parts of a load that waits for a lower tier. Each part costs a place on the
+board and a few microseconds. The device copies the last part after the disk has ended."""
 
-class HeldHits:
-    """The hits of a step whose load is not ordered. An engine matches a request, and orders the
-    load once it has given the request its blocks, a moment later or never. A cache of this engine
-    alone evicts nothing meanwhile, and needs no hold."""
 
-    def __init__(self, cache: CacheClient) -> None:
-        self._cache = cache
-        self.needed = cache.info.is_shared
-        self._held: dict[str, int] = {}
+@dataclass(slots=True)
+class Loading:
+    """A load that the engine was promised, and its progress.
 
-    def __len__(self) -> int:
-        """The number of held hits."""
-        return len(self._held)
+    Attributes:
+        parts: the groups of its blocks, each with the numbers of their blocks.
+        first: as `Plan.start`.
+        engine_blocks: the engine's blocks to fill, in order; the first may begin inside a FlexKV
+            block.
+        skip: engine blocks of the first FlexKV block that the engine has itself.
+        step: engine blocks of a FlexKV block.
+        start, stop: tokens of the request before and up to the end of the load.
+        engine_block_tokens: tokens of one engine block; 0 if only the whole load is of use.
+    """
 
-    def hold(self, request_id: str, keys: Sequence[bytes]) -> bool:
-        """Hold the blocks of a request's hit. Returns False if one of them has left meanwhile."""
-        if not self.needed:
-            return True
-        self.release(request_id)
-        transfer = self._cache.load(keys)
+    keys: Sequence[bytes]
+    parts: Sequence[tuple[Group, range]]
+    first: int
+    engine_blocks: list[int]
+    skip: int
+    step: int
+    start: int
+    stop: int
+    engine_block_tokens: int
+    ordered: int = 0
+
+    @property
+    def wanted(self) -> Iterator[Wanted]:
+        """Its blocks by group."""
+        at = 0
+        for group, blocks in self.parts:
+            yield Wanted(group, blocks.start, self.keys[at : at + len(blocks)])
+            at += len(blocks)
+
+    @property
+    def rest(self) -> list[int]:
+        """The engine's blocks without an ordered copy."""
+        return self.engine_blocks[self._place(self.ordered) :]
+
+    @property
+    def tokens_ordered(self) -> int:
+        """Tokens of the request up to the end of the ordered blocks; the load's start if only the
+        whole load is of use."""
+        return self.start + self._place(self.ordered) * self.engine_block_tokens
+
+    def next_part(self, cache: CacheClient, more_may_come: bool) -> CopyOrder | None:
+        """Order blocks that are in host memory and not ordered yet; None if there are none or few.
+        Once the order is given, the caller calls `advance`."""
+        stop, transfer = len(self.keys), None
+        if not more_may_come:
+            transfer = cache.load(self.keys[self.ordered :])  # mostly all are there
         if transfer is None:
-            return False
-        self._held[request_id] = transfer.id
-        return True
+            there = cache.lookup(self.keys[self.ordered :])
+            if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):
+                return None
+            stop = self.ordered + there
+            transfer = cache.load(self.keys[self.ordered : stop])
+        if transfer is None:
+            return None
+        return CopyOrder(
+            transfer.id,
+            transfer.cell,
+            self.engine_blocks[self._place(self.ordered) : self._place(stop)],
+            transfer.slots,
+            0 if self.ordered else self.skip,
+            last=stop == len(self.keys),
+        )
 
-    def release(self, request_id: str) -> None:
-        """The load is ordered, or will not be."""
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            self._cache.end_transfer(held, TransferEnd.CANCEL)
+    def advance(self, order: CopyOrder) -> None:
+        """Note that the order of `next_part` was given."""
+        self.ordered += len(order.slots)
 
-    def release_all(self) -> None:
-        """The step is scheduled: what was not ordered is matched again."""
-        while self._held:
-            self._cache.end_transfer(self._held.popitem()[1], TransferEnd.CANCEL)
+    def _place(self, block: int) -> int:
+        """The place in `engine_blocks` at which a FlexKV block begins."""
+        return max(0, block * self.step - self.skip)
 
 
 @dataclass(slots=True)
 class _Load:
-    """A load that the engine was promised.
-
-    Attributes:
-        waits: whether the engine computes the request only after the end of the load.
-    """
+    """A load that the engine was promised. If it `waits`, it computes the request only after the
+    end of the load."""
 
     start: int
     waits: bool
@@ -143,11 +178,8 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A transfer under way.
-
-    Attributes:
-        computed_on: the engine's blocks that the forward pass beside it reads or fills.
-    """
+    """A transfer under way. The forward pass beside it reads or fills the engine's blocks
+    `computed_on`."""
 
     tracked: TrackedRequest
     start: int
@@ -163,41 +195,44 @@ class Loads:
     retry them in every step.
 
     Attributes:
-        hits: the hits of the step whose load is not ordered.
+        held: transfers that hold the blocks of this step's hits whose load is not ordered, by
+            request.
         running_requests: how many requests compute in the last step; the caller sets it.
-        unfinished: requests of which `continue_all` may order further loads.
+        unfinished: loads of which `continue_all` may order further parts.
         half_loaded: the engine's hashes of the blocks that the step being scheduled computes on
             while they are loaded. The caller clears it once the step is scheduled.
     """
 
-    def __init__(
-        self,
-        engine: EngineCache,
-        fetches: Fetches,
-        chooser: LoadChooser,
-    ) -> None:
+    def __init__(self, engine: EngineCache, fetches: Fetches) -> None:
+        self._engine = engine
         self._cache = engine.cache
         self._groups = engine.groups
         self._keys = engine.keys
         self._boundary = engine.boundary
-        self._fetches = fetches
-        self._chooser = chooser
+        self.fetches = fetches
+        self._chooser = engine.chooser
         self._spans = engine.spans
-        self.unfinished: dict[TrackedRequest, None] = {}
+        self.unfinished: dict[TrackedRequest, Loading] = {}
         self._running: dict[int, _Running] = {}
         self.half_loaded: set[bytes] = set()
-        self._pool: EnginePool | None = None
-        self.hits = HeldHits(self._cache)
+        self.held: dict[str, int] = {}
         self.promises = Promises(self._groups.members[0])
         self.running_requests = 0
 
-    def bind_pool(self, pool: EnginePool) -> None:
-        """Set the engine's pool, from which failed loads remove their blocks."""
-        self._pool = pool
+    def hold(self, request_id: str, keys: Sequence[bytes]) -> bool:
+        """Hold the blocks of a hit until `begin` or the end of the step. Without it, other engines
+        of a shared cache may evict them. Returns False if one of them has left."""
+        self._unhold(request_id)
+        transfer = self._cache.load(keys)
+        if transfer is None:
+            return False
+        self.held[request_id] = transfer.id
+        return True
 
-    def hold(self, request_id: str, match: Match) -> bool:
-        """Hold the blocks of a hit. Returns False if one of them has left."""
-        return self.hits.hold(request_id, match.keys[: match.blocks])
+    def unhold_all(self) -> None:
+        """The step is scheduled: what was not ordered is matched again."""
+        while self.held:
+            self._cache.end_transfer(self.held.popitem()[1], TransferEnd.CANCEL)
 
     def begin(self, tracked: TrackedRequest, tokens: int, orders: StepOrders) -> None:
         """Order the load of `tokens` tokens, as `Matcher.match` has returned them, as far as they
@@ -205,23 +240,27 @@ class Loads:
         if tokens:
             self._begin(tracked, tracked.match or Match(0), tokens, orders)
         else:
-            self._fetches.end(tracked)
-        self.hits.release(tracked.id)
+            self.fetches.end(tracked)
+        self._unhold(tracked.id)
+
+    def _unhold(self, request_id: str) -> None:
+        held = self.held.pop(request_id, None)
+        if held is not None:
+            self._cache.end_transfer(held, TransferEnd.CANCEL)
 
     def _begin(
         self, tracked: TrackedRequest, match: Match, tokens: int, orders: StepOrders
     ) -> None:
         local_tokens, layerwise = match.local_tokens, match.layerwise
         if tracked.match is None:
-            self._fetches.end(tracked)
+            self.fetches.end(tracked)
         loading = self._loading(tracked, match, tokens)
         if self._groups.plain and local_tokens == 0 and not tracked.options.pin:
             # Host memory has the blocks. If the load fails, all are offered to it again.
             loaded = tokens // self._groups.alignment * self._groups.alignment
             tracked.skip_fills(loaded)
         if not layerwise:
-            tracked.loading = loading
-            self.unfinished[tracked] = None
+            self.unfinished[tracked] = loading
             self._order_part(tracked, loading, orders)
             return
         complete = self._cache.lookup(loading.keys) == len(loading.keys)
@@ -253,9 +292,8 @@ class Loads:
 
     def continue_all(self, orders: StepOrders) -> None:
         """Order the fetched blocks of loads that were not ordered as a whole."""
-        for tracked in list(self.unfinished):
-            loading = tracked.loading
-            if loading is None or tracked.id in orders.loads:
+        for tracked, loading in list(self.unfinished.items()):
+            if tracked.id in orders.loads:
                 continue  # one part in a step
             with self._boundary.guard(
                 "loading the rest of a prefix", "the load is reported as failed"
@@ -314,27 +352,22 @@ class Loads:
 
     def abandon(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """The request has ended. Its ordered loads end before the engine reuses its blocks."""
-        if tracked.loading is not None:
+        if tracked in self.unfinished:
             orders.failed_loads[tracked.id] = []
         self.end(tracked)
 
     def fail_rest(self, tracked: TrackedRequest, orders: StepOrders) -> None:
         """Report the rest of a request's load as failed, if it was not ordered as a whole."""
-        loading = tracked.loading
+        loading = self.unfinished.get(tracked)
         if loading is not None:
             orders.failed_loads[tracked.id] = loading.rest
             tracked.fail_from(loading.tokens_ordered)
             self.end(tracked)
 
-    def end_fetch(self, tracked: TrackedRequest) -> None:
-        """End the fetch of a request, because the engine has seen its load end."""
-        self._fetches.end(tracked)
-
     def end(self, tracked: TrackedRequest) -> None:
         """Order no more loads for the request."""
-        tracked.loading = None
         self.unfinished.pop(tracked, None)
-        self._fetches.end(tracked)
+        self.fetches.end(tracked)
 
     def _blocks_from(self, tracked: TrackedRequest, local_tokens: int) -> list[int]:
         """The engine's blocks of a request behind its own hit."""
@@ -348,40 +381,41 @@ class Loads:
         An engine that recomputes keeps them there for the request to fill. A request that is
         aborted meanwhile never fills them.
         """
-        if self._pool is not None and engine_blocks:
-            self._pool.forget(set(engine_blocks))
+        if self._engine.pool is not None and engine_blocks:
+            self._engine.pool.forget(set(engine_blocks))
 
     def _loading(self, tracked: TrackedRequest, match: Match, tokens: int) -> Loading:
         """The blocks to copy. The engine's first may be inside a FlexKV block, in a model of plain
         attention."""
         local_tokens, end, count = match.local_tokens, match.local_tokens + tokens, 0
-        parts: list[tuple[Group, int, int]] = []
+        parts: list[tuple[Group, range]] = []
         engine_blocks: list[int] = []
         skip = 0
         for group, table in zip(self._groups.members, tracked.engine_blocks, strict=True):
             size, step = group.engine_block_tokens, group.engine_blocks
             start = max(local_tokens // size, group.first_needed(end) * step)
             stop = -(-end // size)
-            first, last = start // step, -(-stop // step)
-            skip = start - first * step
-            count += max(0, last - first)
-            parts.append((group, first, last))
+            blocks = range(start // step, -(-stop // step))
+            skip = start - blocks.start * step
+            count += len(blocks)
+            parts.append((group, blocks))
             engine_blocks += table[start:stop]
         keys = match.keys[:count]
         if len(keys) < count or not (self._groups.plain or len(match.keys) == count):
-            keys = [key for part in parts for key in self._keys.of(tracked, *part)]
+            made = (self._keys.of(tracked, group, its.start, its.stop) for group, its in parts)
+            keys = list(chain.from_iterable(made))
         if self._groups.plain:
-            (group, first, _), size = parts[0], group.engine_block_tokens
-            return Loading(keys, engine_blocks, skip, step, local_tokens // size * size, size)
+            start = local_tokens // size * size
+            return Loading(keys, parts, blocks.start, engine_blocks, skip, step, start, end, size)
         if 0 in engine_blocks or len(keys) != len(engine_blocks):
             raise ValueError(
                 f"the engine has no place for blocks of {tracked.request.request_id}, which should "
                 f"be loaded from token {local_tokens} to {end}: {tracked.engine_blocks}"
             )
-        return Loading(keys, engine_blocks, 0, 1, local_tokens, 0)
+        return Loading(keys, parts, local_tokens, engine_blocks, 0, 1, local_tokens, end, 0)
 
     def _order_part(self, tracked: TrackedRequest, loading: Loading, orders: StepOrders) -> None:
-        more_may_come = self._fetches.is_waiting(tracked)
+        more_may_come = self.fetches.is_waiting(tracked)
         start = loading.tokens_ordered
         order = loading.next_part(self._cache, more_may_come)
         if order is not None:
@@ -396,30 +430,25 @@ class Loads:
 
     def _goes_on(self, tracked: TrackedRequest, loading: Loading) -> bool:
         """Whether further blocks of a load come, now that all that had come are ordered."""
-        if tracked.failed_at < loading.tokens_ordered:
+        if tracked.failed_at <= loading.tokens_ordered:
             return False  # a part has failed, and the engine computes what follows it
-        first = loading.start // self._groups.members[0].block_tokens + loading.ordered
-        span = Span(loading.tokens_ordered, loading.stop)
-        slots = self.next_slots(tracked, loading.keys[loading.ordered :], first, span)
+        slots = self.next_slots(tracked, loading)
         if slots == 0:
             # The ends of copies free slots. Requests that wait for a step may keep all others.
-            comes = any(self._fetches.is_waiting(each) for each in self.unfinished)
+            comes = any(self.fetches.is_waiting(each) for each in self.unfinished)
             return comes or bool(self._cache.status.under_way)
         return slots is not None
 
-    def next_slots(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], first: int, span: Span
-    ) -> int | None:
+    def next_slots(self, tracked: TrackedRequest, loading: Loading) -> int | None:
         """Fetch the blocks of a load that are not ordered: host memory had no room for them before.
-
-        Returns:
-            How many of the blocks have got a slot, from the first on. None if they cannot come, or
-            if waiting for them is not worthwhile.
-        """
-        fetch, others = self._fetches.fetch_next(tracked, keys, first), self.running_requests
+        Returns how many of them have got a slot, from the first on; None if they cannot come, or if
+        waiting for them is not worthwhile."""
+        keys, first = loading.keys[loading.ordered :], loading.first + loading.ordered
+        fetch, others = self.fetches.fetch_next(tracked, keys, first), self.running_requests
+        span = Span(loading.tokens_ordered, loading.stop)
         if fetch is None or not self._chooser.is_worth_waiting(fetch, span, others, whole=True):
             return None
         slots = self._cache.fetch_state(fetch).stop
         if slots:
-            self._fetches.describe(tracked, [Wanted(self._groups.members[0], first, keys)])
+            self.fetches.describe(tracked, loading.wanted)
         return slots

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from flexkv.client import CacheClient, FetchId, FetchState
-from flexkv.engine.choice.chooser import Left, LoadChooser
+from flexkv.engine.choice.chooser import Left
 from flexkv.engine.choice.cost import Span
-from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
+from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.fetches import Fetches, fetched_blocks, slowest
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
@@ -92,15 +92,12 @@ _OBTAINABLE = (Presence.HOST, Presence.BELOW)
 
 
 class Availability:
-    """`Present` for one request. If calls begin at the same first block of a group, each block is
-    looked up once. The last missing block must be asked for with the same end or an earlier one
-    each time, as `longest_hit` does.
+    """`Present` for one request; with `below`, blocks of lower tiers are available, too. `in_host`
+    says whether all blocks found so far are in host memory.
 
-    Args:
-        below: whether blocks of lower tiers count as available, too.
-
-    Attributes:
-        in_host: whether all blocks found so far are in host memory.
+    If calls begin at the same first block of a group, each block is looked up once. The last
+    missing block must be asked for with the same end or an earlier one each time, as `longest_hit`
+    does.
     """
 
     def __init__(
@@ -162,33 +159,25 @@ class Matcher:
 
     A model of plain attention is a group that reaches everywhere: its fetch finds the end of the
     hit. With other groups the end has to be known first, because each needs other blocks for it.
-
-    Args:
-        load_ahead: see `Fetches`.
-
-    Attributes:
-        loads: the loads of what is found.
+    `loads` are those of what is found.
     """
 
-    def __init__(self, engine: EngineCache, chooser: LoadChooser, load_ahead: bool) -> None:
+    def __init__(self, engine: EngineCache, load_ahead: bool) -> None:
+        self._engine = engine
         self._cache = engine.cache
+        self._is_shared = engine.cache.info.is_shared
         self._groups = engine.groups
         self._keys = engine.keys
-        self._chooser = chooser
+        self._chooser = engine.chooser
         self._fetches = Fetches(
             engine.cache,
-            load_ahead and engine.groups.plain,
-            chooser.fetched,
+            load_ahead,
+            engine.chooser.fetched,
             spans=engine.spans,
             describe=engine.describe,
+            plain=engine.groups.plain,
         )
-        self.loads = Loads(engine, self._fetches, chooser)
-        self._pool: EnginePool | None = None
-
-    def bind_pool(self, pool: EnginePool) -> None:
-        """Set the engine's own prefix cache, whose blocks need no prefetch; borrowed."""
-        self._pool = pool
-        self.loads.bind_pool(pool)
+        self.loads = Loads(engine, self._fetches)
 
     def prefetch(self, tracked: TrackedRequest) -> None:
         """Begin to fetch the blocks that a queued request will need."""
@@ -222,7 +211,7 @@ class Matcher:
         if tokens and (tracked.fetch is None or not self._fetches.awaits_more(tracked)):
             blocks = -(-tokens // self._groups.members[0].block_tokens)
             running, mode = loads.running_requests, tracked.options.load_mode
-            if loads.hits.needed and not loads.hold(tracked.id, match):
+            if self._is_shared and not loads.hold(tracked.id, match.keys[: match.blocks]):
                 tokens, match = 0, Match(local_tokens)
             elif self._chooser.is_layerwise(blocks, running, mode):
                 # The engine must compute at least one token in the step. The block of this token
@@ -278,14 +267,14 @@ class Matcher:
             if local_tokens % groups.alignment:
                 return 0, Match(local_tokens)
             limit = min(limit, num_tokens - 1)  # a window needs one more token for the last one
-        plan = self._plan(tracked, local_tokens, limit)
+        plan, tracked.plan = self._plan(tracked, local_tokens, limit), None
         if plan is None:
             return None
         found, not_awaited = self._offered(tracked, plan, others)
         if found is None:
             tracked.plan = plan
             return None
-        tracked.plan, keys, hit = None, plan.keys, plan.hit
+        keys, hit = plan.keys, plan.hit
         size = groups.furthest.block_tokens
         if groups.plain:
             hit = (plan.start + found) * size
@@ -323,12 +312,12 @@ class Matcher:
         """See `Fetches.offer`. And the end of the tokens for which the request does not wait; 0 if
         there are none."""
         fetches, keys, is_plain, not_awaited = self._fetches, plan.keys, self._groups.plain, 0
-        if plan.in_host and not fetches.has_begun(tracked):
+        if plan.in_host and not (tracked.fetch or tracked.awaited):
             return len(keys), 0
 
         def is_worth_waiting(fetch: FetchId, state: FetchState, end: int, whole: bool) -> bool:
             nonlocal not_awaited
-            if not is_plain and state.stop < state.length:
+            if not is_plain and (state.reach if whole else state.stop) < state.length:
                 return False  # a part of the blocks that a window needs is of no use
             stop = end * self._groups.furthest.block_tokens if is_plain else plan.hit
             worth = self._chooser.is_worth_waiting(
@@ -420,11 +409,11 @@ class Matcher:
         The engine evicts the ends of prefixes first. If it did not, the prefetch is a guess, and
         the rest is fetched when the request's turn comes.
         """
-        pool = self._pool
+        pool = self._engine.pool
         if pool is None:
             return 0
-        member = next((g for g in self._groups.members if g.reach is Reach.ALL), None)
-        if member is None:
+        member = self._groups.furthest
+        if member.reach is not Reach.ALL:
             return 0
         step = member.block_tokens // self._keys.hash_tokens
         # No slice: it would touch all hashes, which are seldom in the processor's caches.

@@ -60,10 +60,9 @@ _REMOVE_SECONDS = 10.0
 _DEMOTE_SECONDS = 30.0
 """The longest that a demotion waits for the tiers that the blocks are written to."""
 _PART = 64
-"""Blocks of a conversation that a turn removes. Not tuned."""
+"""Blocks of a conversation that a turn removes."""
 _WARM_SHARE = 4
-"""At most a quarter of host memory is warmed at once: the rest is that of running requests. Not
-tuned."""
+"""At most a quarter of host memory is warmed at once: the rest is that of running requests."""
 
 _HOST_BLOCKS = sample("blocks", Medium.HOST.value)
 
@@ -77,15 +76,13 @@ class OperatorCalls:
 
     Args:
         cache: the engine's cache; borrowed.
-        boundary: of the engine's calls, which hold `turn`.
-        access: how operators reach the cache.
+        boundary: of the engine's calls, which hold `turn`. The functions are called with it held.
         may_begin: whether the scheduler is not between its lookup of a request and the load that
-            follows. A block that it has found then must stay. Called with `turn` held.
-        poll: handles what has ended, as a step does. Called with `turn` held.
-        sessions: the conversations of the engine's requests.
-        empty: calls `Reset.EMPTY` as the engine's side must, and returns whether that
-            succeeded. Called with `turn` held.
-        others: returns, for keys of a conversation, those of all further blocks of these tokens.
+            follows. A block that it has found then must stay.
+        poll: handles what has ended, as a step does.
+        empty: calls `Reset.EMPTY` as the engine's side must, and returns whether that succeeded.
+        others: returns, for keys of a conversation, those of further blocks of these tokens, which
+            `Sessions` does not have.
     """
 
     def __init__(

@@ -202,18 +202,18 @@ def tenant_number_of(request: EngineRequest) -> int:
     return tenant_number(_salt_of(request))
 
 
-def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int) -> RequestContext:
-    """Make the context of a request for an eviction policy.
+def session_of(request: EngineRequest, options: RequestOptions) -> str:
+    """The name of a request's conversation among those of all tenants; empty if it has none."""
+    return tenant_session(_salt_of(request), options.session)
 
-    Args:
-        options: its options. The names of sessions are separate for each cache salt.
-    """
-    session = tenant_session(_salt_of(request), options.session)
+
+def context_of(request: EngineRequest, options: RequestOptions, hit_tokens: int) -> RequestContext:
+    """Make the context of a request for an eviction policy."""
     return RequestContext(
         request.num_prompt_tokens,
         hit_tokens,
         request.request_id,
-        session,
+        session_of(request, options),
         options.returns,
         tenant_number_of(request),
         options.store and options.max_store_tokens is None,
@@ -237,10 +237,7 @@ class OptionsReader:
         allowed: the parameters that requests may set (setting `request_options`); None for all.
         names: the parameters that the engine's adapter follows; None for all.
         field: the engine's name of the dictionary that has them, for errors.
-        own_tokens: see `read_hints`.
-
-    Attributes:
-        hints: number of hints so far, by action and result; see `read_hints`.
+        own_tokens: see `read_hints`, whose results are counted in `hints`.
     """
 
     def __init__(

@@ -10,15 +10,20 @@ from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.choice.cost import Span
 from flexkv.engine.recorder import Recorder
 from flexkv.engine.scheduler.engine import EngineRequest
-from flexkv.engine.scheduler.options import NONE, RequestOptions, context_of, tenant_of
+from flexkv.engine.scheduler.options import (
+    NONE,
+    RequestOptions,
+    context_of,
+    pin_owner,
+    session_of,
+    tenant_of,
+)
 from flexkv.engine.scheduler.request import HitTokens, Match, TrackedRequest
 from flexkv.engine.side_figures import CacheFigures
 
 _MOST_KEYS = 1 << 17
 """The most keys that are kept, about 14 MB; the conversations not heard of for longest are
 forgotten first."""
-_MOST_RUNNING = 1 << 12
-"""The most requests whose end is awaited."""
 
 
 class Sessions:
@@ -27,30 +32,14 @@ class Sessions:
     def __init__(self) -> None:
         self._keys: dict[str, Sequence[bytes]] = {}  # the one heard of last is last
         self._count = 0
-        self._running: dict[str, str] = {}
 
-    def began(self, request_id: str, session: str, keys: Sequence[bytes]) -> None:
-        """A request of a conversation has begun.
-
-        Args:
-            session: name of the conversation among those of all tenants; empty if it has none.
-        """
-        if not session:
-            return
-        self._note(session, keys)
-        self._running[request_id] = session
-        if len(self._running) > _MOST_RUNNING:
-            del self._running[next(iter(self._running))]
-
-    def follows(self, request_id: str) -> bool:
-        """Whether `ended` needs the keys of this request."""
-        return request_id in self._running
-
-    def ended(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """A request has ended with these blocks, those of its answer included."""
-        session = self._running.pop(request_id, None)
-        if session is not None:
-            self._note(session, keys)
+    def note(self, session: str, keys: Sequence[bytes]) -> None:
+        """A conversation has these blocks now. `session`: its name among those of all tenants."""
+        self.forget(session)
+        self._keys[session] = keys[:]  # packed keys share their memory
+        self._count += len(keys)
+        while self._count > _MOST_KEYS:
+            self.forget(next(iter(self._keys)))
 
     def keys_of(self, session: str) -> Sequence[bytes]:
         """The keys of a conversation, first block first; empty if it is unknown."""
@@ -69,13 +58,6 @@ class Sessions:
         self._keys.clear()
         self._count = 0
 
-    def _note(self, session: str, keys: Sequence[bytes]) -> None:
-        self.forget(session)
-        self._keys[session] = keys[:]  # packed keys share their memory
-        self._count += len(keys)
-        while self._count > _MOST_KEYS:
-            self.forget(next(iter(self._keys)))
-
 
 def own_keys(session: str, known: dict[str, Sequence[bytes]]) -> list[bytes]:
     """The keys of a conversation that no other one has."""
@@ -84,7 +66,8 @@ def own_keys(session: str, known: dict[str, Sequence[bytes]]) -> list[bytes]:
 
 
 class HitReports:
-    """Reports each request when the engine gives it blocks, and when it ends."""
+    """Reports each request when the engine gives it blocks, and when it ends. With `keeps_others`,
+    the keys of a conversation include those in other groups."""
 
     def __init__(
         self,
@@ -93,13 +76,21 @@ class HitReports:
         figures: CacheFigures,
         recorder: Recorder | None,
         block_tokens: int,
+        *,
+        keeps_others: bool = True,
     ) -> None:
         self._cache = cache
         self._chooser = chooser
         self.figures = figures
         self._recorder = recorder
         self._block_tokens = block_tokens
+        self._keeps_others = keeps_others
         self.sessions = Sessions()
+
+    def queued(self, request: EngineRequest, options: RequestOptions) -> None:
+        """A request is known from now on."""
+        if options.unpin:
+            self._cache.unhold(Hold.PIN, pin_owner(request, options))
 
     def allocated(
         self,
@@ -128,7 +119,8 @@ class HitReports:
         used, prompt = keys
         self._cache.record(used, context, prompt)
         if context.session:
-            self.sessions.began(request.request_id, context.session, _with(prompt, others()))
+            known = _with(prompt, others()) if self._keeps_others else prompt
+            self.sessions.note(context.session, known)
         if self._recorder is not None:
             own, length = match.local_tokens, request.num_prompt_tokens
             self._recorder.scheduled(request.request_id, length, own, tokens, context.session)
@@ -151,24 +143,27 @@ class HitReports:
         """A request has ended.
 
         Args:
-            keys: returns the keys of its complete blocks in the group that reaches furthest back;
-                only a recording and a conversation need them.
-            others: returns those in other groups; only a conversation needs them.
+            keys: returns the keys of its complete blocks in the group that reaches furthest back.
+                It and `others` are called only if a recording, a conversation or an option needs
+                them.
+            others: returns those in other groups.
         """
-        if options.release or options.demote:
-            own = _with(keys(), others())
-            if options.release:
-                self._cache.unhold(Hold.RETAIN, tenant_of(request), own)
-            if options.demote:
-                self._cache.demote(own)
         output = request.num_tokens - request.num_prompt_tokens
         self._cache.ended(request.request_id, output)
-        follows = self.sessions.follows(request.request_id)
-        names = keys() if follows or self._recorder is not None else ()
-        if follows:
-            self.sessions.ended(request.request_id, _with(names, others()))
+        session = session_of(request, options) if options.session else ""
+        leaves = options.release or options.demote
+        if self._recorder is None and not session and not leaves:
+            return
+        names = keys()
         if self._recorder is not None:
             self._recorder.ended(request.request_id, output, len(names), lambda: names)
+        own = _with(names, others()) if leaves or (session and self._keeps_others) else names
+        if session:
+            self.sessions.note(session, own if self._keeps_others else names)
+        if options.release:
+            self._cache.unhold(Hold.RETAIN, tenant_of(request), own)
+        if options.demote:
+            self._cache.demote(own)
 
     def close(self) -> None:
         """Close the recorder."""

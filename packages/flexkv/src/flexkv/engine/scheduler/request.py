@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from flexkv.client import CacheClient, FetchId, FetchState, Hold
+from flexkv.client import FetchId, FetchState
 from flexkv.engine.choice.chooser import Left
-from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.engine import EngineRequest
 from flexkv.engine.scheduler.groups import Group
-from flexkv.engine.scheduler.keys import MadeKeys
-from flexkv.engine.scheduler.options import OptionsReader, RequestOptions, pin_owner
+from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.types.changes import Medium
 
 NEVER = sys.maxsize
@@ -65,78 +63,6 @@ def flat(wanted: Sequence[Wanted]) -> Sequence[bytes]:
     return list(chain.from_iterable(each.keys for each in wanted))
 
 
-_PARTS = 8
-"""About the number of parts of a load that waits for a lower tier. Each part costs a place on the
-board and a few microseconds. The device copies the last part after the disk has ended."""
-
-
-@dataclass(slots=True)
-class Loading:
-    """A load that the engine was promised, and its progress.
-
-    Attributes:
-        engine_blocks: the engine's blocks to fill, in order; the first may begin inside a FlexKV
-            block.
-        skip: engine blocks of the first FlexKV block that the engine has itself.
-        engine_block_tokens: tokens of one engine block; 0 if only the whole load is of use.
-    """
-
-    keys: Sequence[bytes]
-    engine_blocks: list[int]
-    skip: int
-    step: int
-    start: int
-    engine_block_tokens: int
-    ordered: int = 0
-
-    @property
-    def rest(self) -> list[int]:
-        """The engine's blocks without an ordered copy."""
-        return self.engine_blocks[self._place(self.ordered) :]
-
-    @property
-    def tokens_ordered(self) -> int:
-        """Tokens of the request up to the end of the ordered blocks; the load's start if only the
-        whole load is of use."""
-        return self.start + self._place(self.ordered) * self.engine_block_tokens
-
-    @property
-    def stop(self) -> int:
-        """Tokens of the request up to the end of the load."""
-        return self.start + len(self.engine_blocks) * self.engine_block_tokens
-
-    def next_part(self, cache: CacheClient, more_may_come: bool) -> CopyOrder | None:
-        """Order blocks that are in host memory and not ordered yet; None if there are none or few.
-        Once the order is given, the caller calls `advance`."""
-        stop, transfer = len(self.keys), None
-        if not more_may_come:
-            transfer = cache.load(self.keys[self.ordered :])  # mostly all are there
-        if transfer is None:
-            there = cache.lookup(self.keys[self.ordered :])
-            if there == 0 or (more_may_come and there < len(self.keys) // _PARTS):
-                return None
-            stop = self.ordered + there
-            transfer = cache.load(self.keys[self.ordered : stop])
-        if transfer is None:
-            return None
-        return CopyOrder(
-            transfer.id,
-            transfer.cell,
-            self.engine_blocks[self._place(self.ordered) : self._place(stop)],
-            transfer.slots,
-            0 if self.ordered else self.skip,
-            last=stop == len(self.keys),
-        )
-
-    def advance(self, order: CopyOrder) -> None:
-        """Note that the order of `next_part` was given."""
-        self.ordered += len(order.slots)
-
-    def _place(self, block: int) -> int:
-        """The place in `engine_blocks` at which a FlexKV block begins."""
-        return max(0, block * self.step - self.skip)
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
     """The answer to the engine's lookup for a request, in tokens.
@@ -182,14 +108,34 @@ class WantedFetch:
         return state if self.turn is None else state.since(*self.turn)
 
 
+@dataclass(slots=True)
+class MadeKeys:
+    """Keys of a request's first blocks in a group, as far as `BlockKeys` has made them. They end
+    with `ending`; `last` is the hash behind the last key, which covers all tokens before it."""
+
+    ending: bytes
+    keys: list[bytes] = field(default_factory=list)
+    last: bytes = b""
+
+    def fit(self, hashes: Sequence[bytes], step: int, ending: bytes) -> bool:
+        """Whether the keys were made of every `step`th of these hashes, and of `ending`. The engine
+        discards some hashes if a session continues differently."""
+        if ending != self.ending:
+            return False
+        count = len(self.keys) * step
+        return count == 0 or (count <= len(hashes) and hashes[count - 1] == self.last)
+
+
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """The state of one request; it ends with the request.
 
     Attributes:
+        match: the engine's last lookup; None before it, and after an error in it.
         awaited: the media of blocks that had to come from a lower tier, by key; see
             `Fetches.media_of`.
         failed_at: tokens before the first failed load; later tokens are not offered again.
+        fetched: tokens of its load that lower tiers gave.
         built_on: id of the load that ran beside its forward pass, until the load is known to have
             succeeded; 0 if there is none.
         engine_blocks: ids of the engine's blocks with its tokens, in order, for each cached group.
@@ -199,7 +145,7 @@ class TrackedRequest:
         next_fill: number of tokens that fills the first block not yet considered for storing;
             `NEVER` if no more of its blocks are stored.
         due_step: step in which its fills are checked, by the count of `FullBlocks`.
-        keys: keys of its blocks by group; `BlockKeys` makes each once.
+        keys: keys of its blocks by group.
     """
 
     request: EngineRequest
@@ -209,9 +155,7 @@ class TrackedRequest:
     fetch: WantedFetch | None = None
     awaited: dict[bytes, Medium] = field(default_factory=dict)
     failed_at: int = NEVER
-    loading: Loading | None = None
     fetched: HitTokens = field(default_factory=dict)
-    divergence: int = 0
     built_on: int = 0
     engine_blocks: list[list[int]] = field(default_factory=list)
     ran: bool = False
@@ -263,56 +207,17 @@ class TrackedRequest:
         self.ran = False
         self.store_nothing()
 
-    def begin_load(self, match: Match, tokens: int) -> None:
-        """So many tokens of `match` are loaded for it."""
-        self.fetched = limited(match.fetched, tokens)
-        self.divergence = match.divergence
+    def hit_tokens(self, tokens: int) -> HitTokens:
+        """Divide `tokens` tokens that are loaded for it among the tiers that had them."""
+        fetched = limited(self.fetched, tokens)
+        return {**fetched, Medium.HOST: tokens - sum(fetched.values())}
 
     def fail_from(self, tokens: int) -> None:
         """Offer it no tokens from `tokens` on: a load failed there."""
         self.failed_at = min(self.failed_at, tokens)
 
 
-class Requests:
-    """The requests of one engine that have not ended."""
-
-    def __init__(
-        self,
-        cache: CacheClient,
-        ended: Callable[[TrackedRequest], None],
-        options: OptionsReader,
-    ) -> None:
-        self.by_id: dict[str, TrackedRequest] = {}
-        self.options = options
-        self._cache = cache
-        self._ended = ended
-
-    def hit_tokens(self, request_id: str, tokens: int) -> HitTokens:
-        """Divide `tokens` tokens that are loaded for a request among the tiers that had them."""
-        tracked = self.by_id.get(request_id)
-        fetched = {} if tracked is None else limited(tracked.fetched, tokens)
-        return {**fetched, Medium.HOST: tokens - sum(fetched.values())}
-
-    def track(self, request: EngineRequest) -> TrackedRequest:
-        """The state of `request`, which has not ended. It begins with the first call."""
-        tracked = self.by_id.get(request.request_id)
-        if tracked is not None and tracked.request is request:
-            return tracked
-        if tracked is not None:
-            self.end(tracked)  # an earlier one of the same id
-        tracked = TrackedRequest(request, self.options.of(request))
-        self.by_id[tracked.id] = tracked
-        if tracked.options.unpin:
-            self._cache.unhold(Hold.PIN, pin_owner(request, tracked.options))
-        return tracked
-
-    def end(self, tracked: TrackedRequest) -> None:
-        """Forget a request that has ended, except for running copies."""
-        self._ended(tracked)
-        self.by_id.pop(tracked.id, None)
-
-
-def limited(fetched: Mapping[Medium, int], tokens: int) -> dict[Medium, int]:
+def limited(fetched: HitTokens, tokens: int) -> dict[Medium, int]:
     """Limit the tokens that came from lower tiers to `tokens` in all. The slowest tiers keep theirs
     first."""
     kept: dict[Medium, int] = {}

@@ -17,12 +17,8 @@ States = Mapping[str, Iterable[tuple[int, int, int]]]
 
 
 class Placed(NamedTuple):
-    """A request that a step computes with exactly these blocks.
-
-    Attributes:
-        tables: all its blocks.
-        tokens: its tokens whose KV is in them. The step, or one after it, writes to the rest.
-    """
+    """A request that a step computes with exactly these blocks. The KV of so many of its tokens is
+    in them. The step, or one after it, writes to the rest."""
 
     request_id: str
     tables: Tables

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Generic, TypeVar
 
 from flexkv.client import Reset
-from flexkv.engine.choice.chooser import LoadChooser
 from flexkv.engine.orders import StepOrders, StepReport
 from flexkv.engine.scheduler.engine import EnginePool, EngineRequest
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.match import Matcher
+from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.scheduler.reports import HitReports, spans_of
-from flexkv.engine.scheduler.request import NEVER, HitTokens, Match, Requests, TrackedRequest
+from flexkv.engine.scheduler.request import NEVER, HitTokens, Match, TrackedRequest, limited
 from flexkv.engine.scheduler.scheduled_step import IdleSteps, ScheduledStep, Tables
 from flexkv.engine.scheduler.storing import Stores, StoreTime
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
@@ -57,7 +56,6 @@ class RequestSide(Generic[Orders]):
     def __init__(
         self,
         engine: EngineCache,
-        chooser: LoadChooser,
         store_time: StoreTime,
         make_orders: Callable[[], Orders],
         *,
@@ -68,7 +66,7 @@ class RequestSide(Generic[Orders]):
         self._engine = engine
         self._cache = engine.cache
         self._boundary = engine.boundary
-        self._chooser = chooser
+        self._chooser = chooser = engine.chooser
         self._groups = engine.groups
         self._keys = engine.keys
         self._make_orders = make_orders
@@ -78,23 +76,22 @@ class RequestSide(Generic[Orders]):
         self._ordered: set[int] = set()  # ids of the transfers under way that workers know
         self._lost_some = False
         engine.boundary.after_error = self._after_error
-        options = engine.options
+        self._options = options = engine.options
         options.set_media(self._cache.info.media)
-        self._requests = Requests(self._cache, self._abandon, options)
+        self._requests: dict[str, TrackedRequest] = {}  # those that have not ended
         self.figures = CacheFigures(
             self._cache, engine.boundary, options.put_counts, lambda: chooser.prefill_cost
         )
-        self._matcher = Matcher(engine, chooser, load_ahead)
+        self._matcher = Matcher(engine, load_ahead)
         self._loads = self._matcher.loads
         size = self._groups.members[0].block_tokens
         self._reports = HitReports(self._cache, chooser, self.figures, engine.recorder, size)
         self._stores = Stores(engine, store_time)
-        self._tables = BlockTables(self._groups, self._stores, self._requests.by_id)
+        self._tables = BlockTables(self._groups, self._stores, self._requests)
         self._accesses = StepAccesses() if lists_blocks and self._groups.plain else None
         self._promises = self._loads.promises
         self._idle_steps = IdleSteps()
         self.cached_groups = tuple(group.index for group in self._groups.members)
-        self._pool: EnginePool | None = None
         self._has_wrong_blocks = False
         self._is_matching = self._is_closed = False
 
@@ -102,17 +99,19 @@ class RequestSide(Generic[Orders]):
         """Report the health of the cache, and answer operators, until `close`. The engine's calls
         hold `ErrorBoundary.turn`, in turns with what operators change."""
         fingerprint = self._engine.session.info.fingerprint
-        door = self._engine.open_door(
-            root,
-            engine,
-            may_begin=self._may_begin,
-            poll=self._poll,
-            sessions=self._reports.sessions,
-            empty=self.empty,
-        )
-        if door is not None:
-            self.figures.answer(door)
-        self.figures.report_health(root, engine, fingerprint)
+        door, access = None, self._engine.access
+        if access is not None:
+            calls = OperatorCalls(
+                self._cache,
+                self._boundary,
+                access,
+                may_begin=self._may_begin,
+                poll=self._poll,
+                sessions=self._reports.sessions,
+                empty=self.empty,
+            )
+            door = calls.open(root, engine, fingerprint)
+        self.figures.report_health(root, engine, fingerprint, door)
 
     def bind_pool(self, pool: EnginePool, hash_tokens: int = 0) -> None:
         """Set the engine's own prefix cache; borrowed.
@@ -121,8 +120,7 @@ class RequestSide(Generic[Orders]):
             hash_tokens: tokens of one of its block hashes; 0 if they are those of the groups.
         """
         self._keys.hash_tokens = hash_tokens or self._keys.hash_tokens
-        self._pool = pool
-        self._matcher.bind_pool(pool)
+        self._engine.pool = pool
 
     # The life of a request.
 
@@ -131,7 +129,7 @@ class RequestSide(Generic[Orders]):
         if self.is_off:
             return
         with self._boundary.guard("prefetching", "it is fetched when it is scheduled"):
-            tracked = self._requests.track(request)
+            tracked = self._track(request)
             if self._cache.info.may_fetch and tracked.may_load:
                 self._matcher.prefetch(tracked)
 
@@ -149,10 +147,10 @@ class RequestSide(Generic[Orders]):
             return answer
         self._is_matching = True
         with self._boundary.guard("lookup", "it is a miss"):
-            tracked = self._requests.track(request)
+            tracked = self._track(request)
             if self._ended.waiting or self._cache.busy:
                 self._poll()
-            answer = self._matcher.match(tracked, local_tokens, len(self._requests.by_id) - 1)
+            answer = self._matcher.match(tracked, local_tokens, len(self._requests) - 1)
         if answer[0] or self._promises.loads:
             self._promises.matched(request.request_id, local_tokens, answer)
         return answer
@@ -173,17 +171,19 @@ class RequestSide(Generic[Orders]):
         self._refuse(request, tables, tokens)
 
     def hit_tokens(self, request: EngineRequest, tokens: int) -> HitTokens:
-        """See `Requests.hit_tokens`; empty after an error."""
+        """Divide `tokens` tokens that are loaded for a request among the tiers that had them. Empty
+        after an error."""
         if self.is_off:
             return {}
         with self._boundary.guard("telling where a hit came from", "its source is unknown"):
-            return self._requests.hit_tokens(request.request_id, tokens)
+            tracked = self._requests.get(request.request_id)
+            return {} if tracked is None else tracked.hit_tokens(tokens)
         return {}
 
     def announced_tokens(self, request: EngineRequest) -> int:
         """How many tokens of a prompt that has been computed another engine will find in a shared
         store, from the first on; 0 if none. Call it before `finished`."""
-        tracked = self._requests.by_id.get(request.request_id)
+        tracked = self._requests.get(request.request_id)
         if self.is_off or not self._cache.info.has_store or tracked is None or not tracked.ran:
             return 0
         if not tracked.options.store:
@@ -202,7 +202,10 @@ class RequestSide(Generic[Orders]):
         with self._boundary.guard("ending a request", "its last blocks are not cached"):
             holds = self._end(request, tables)
         if holds is None:
-            holds = self._forget(request.request_id)
+            tracked = self._requests.get(request.request_id)
+            if tracked is not None:
+                self._abandon(tracked)
+            holds = self._stores.must_hold(request.request_id, self._orders)
         self._promises.ended(request.request_id, holds)
         return holds
 
@@ -263,7 +266,7 @@ class RequestSide(Generic[Orders]):
             self.figures.turned_off()
         elif not self.figures.active:
             return False
-        return self.figures.is_due(bool(self._requests.by_id))
+        return self.figures.is_due(bool(self._requests))
 
     # Resets and pauses.
 
@@ -274,12 +277,12 @@ class RequestSide(Generic[Orders]):
         Running requests continue with their blocks, but blocks that they compute on top of these
         are not stored.
         """
-        return self._reset_by(partial(self._clear, cause))
+        return self._reset(Reset.CLEAR, cause)
 
     def empty(self) -> bool:
         """Discard every block, as `reset` does, but leave shared stores theirs. The weights have
         not changed: blocks that are stored later have the keys of before."""
-        return self._reset_by(self._empty)
+        return self._reset(Reset.EMPTY)
 
     def weights_changed(self, *, sure: bool) -> bool:
         """The engine has other weights: discard every block, as `reset` does.
@@ -291,7 +294,7 @@ class RequestSide(Generic[Orders]):
             sure: whether all blocks so far are of the weights of the model's files. Below host
                 memory they then stay for other engines, and for engines that start later.
         """
-        return self._reset_by(partial(self._clear_for_weights, sure))
+        return self._reset(Reset.RENEW if sure else Reset.CLEAR, "weights")
 
     def pause(self) -> bool:
         """The engine pauses and keeps its weights; it has preempted or ended all requests. See
@@ -332,11 +335,11 @@ class RequestSide(Generic[Orders]):
     # Behind the guards, and after an error in them.
 
     def _begin(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
-        tracked = self._requests.track(request)
+        tracked = self._track(request)
         if request.num_computed_tokens:
             # Its load has ended. Its blocks beyond the known ones are filled next.
             tracked.set_blocks(self._tables.of_cached(tables))
-            self._loads.end_fetch(tracked)
+            self._loads.fetches.end(tracked)
             return
         match = tracked.match
         self._tables.fence(tables, 0 if match is None else match.local_tokens, self._orders)
@@ -351,7 +354,7 @@ class RequestSide(Generic[Orders]):
 
     def _report(self, tracked: TrackedRequest, match: Match, tokens: int) -> None:
         """The engine gave a request blocks, and loads `tokens` tokens."""
-        tracked.begin_load(match, tokens)
+        tracked.fetched = limited(match.fetched, tokens)
         self._reports.allocated(
             tracked.request,
             tracked.options,
@@ -362,21 +365,10 @@ class RequestSide(Generic[Orders]):
             others=lambda: self._matcher.others_of(tracked, tracked.request.num_tokens),
         )
 
-    def _report_end(self, tracked: TrackedRequest, tokens: int) -> None:
-        """A request has ended whose prefix of `tokens` tokens was used."""
-        matcher = self._matcher
-        self._cache.touch(matcher.blocks_of(tracked, tokens))
-        self._reports.ended(
-            tracked.request,
-            lambda: matcher.keys_of(tracked, tokens),
-            lambda: matcher.others_of(tracked, tokens),
-            tracked.options,
-        )
-
     def _refuse(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
         """After `_begin` has failed: report the promised load as failed, if there was one, and
         treat the request's blocks as unknown."""
-        tracked = self._requests.track(request)
+        tracked = self._track(request)
         cached = self._tables.of_cached(tables)
         self._stores.fence_all(self._orders)
         self._tables.begun.add(tracked.id)
@@ -386,30 +378,25 @@ class RequestSide(Generic[Orders]):
         tracked.lose_blocks()
 
     def _end(self, request: EngineRequest, tables: Tables) -> bool:
-        tracked = self._requests.by_id.get(request.request_id)
+        tracked = self._requests.get(request.request_id)
         if tracked is None:
             return False
-        self._requests.end(tracked)
+        self._abandon(tracked)
         if tracked.ran:
             self._stores.finished(tracked, self._tables.of_cached(tables), self._orders)
-            self._report_end(tracked, request.num_computed_tokens)
+            matcher, tokens = self._matcher, request.num_computed_tokens
+            self._cache.touch(matcher.blocks_of(tracked, tokens))
+            self._reports.ended(
+                request,
+                lambda: matcher.keys_of(tracked, tokens),
+                lambda: matcher.others_of(tracked, tokens),
+                tracked.options,
+            )
             self.figures.note_activity()
-        return self._must_hold(tracked.id)
-
-    def _forget(self, request_id: str) -> bool:
-        """After `_end` has failed: store no more blocks of the request."""
-        tracked = self._requests.by_id.get(request_id)
-        if tracked is not None:
-            self._requests.end(tracked)
-        return self._must_hold(request_id)
-
-    def _must_hold(self, request_id: str) -> bool:
-        """Whether the engine must hold the blocks of an ended request, because stores read them and
-        no fence prevents other requests from writing to them."""
-        return self._stores.must_hold(request_id, self._orders)
+        return self._stores.must_hold(tracked.id, self._orders)
 
     def _build_orders(self, step: ScheduledStep) -> Orders:
-        requests = self._requests.by_id
+        requests = self._requests
         if not requests:
             self._idle_steps.note(False)
         if self._ended.waiting or self._cache.busy:
@@ -430,7 +417,7 @@ class RequestSide(Generic[Orders]):
     def _lose_track(self) -> None:
         """After `_build_orders` has failed: the blocks of all requests are unknown until the engine
         gives them new ones, and loads that were not ordered as a whole fail."""
-        for tracked in self._requests.by_id.values():
+        for tracked in self._requests.values():
             self._loads.fail_rest(tracked, self._orders)
             tracked.lose_blocks()
         self._stores.fence_all(self._orders)
@@ -442,8 +429,8 @@ class RequestSide(Generic[Orders]):
         second call for a step, after an error, returns the same."""
         if self._taken is None:
             self._loads.half_loaded.clear()  # the next step begins after the end of this one
-            if self._loads.hits.needed:
-                self._loads.hits.release_all()
+            if self._loads.held:
+                self._loads.unhold_all()
             self._tables.begun.clear()
             self._orders.proves = self._stores.step_is_complete()
             self._orders.has_forward = step.total_tokens > 0
@@ -453,57 +440,41 @@ class RequestSide(Generic[Orders]):
         return self._taken
 
     def _discard_wrong(self, invalid: AbstractSet[int]) -> None:
+        """Discard what is stored of the engine's blocks `invalid`, or was computed on them."""
         with self._boundary.guard("discarding wrong blocks", "all blocks are discarded"):
-            self._distrust(invalid)
+            wrong = self._stores.distrust(invalid, self._requests.values())
+            # The engine keeps them in its prefix cache until a request has computed them again.
+            # Others would find them before, or for ever if that request is aborted.
+            if self._engine.pool is None:
+                self._has_wrong_blocks = True
+            else:
+                self._engine.pool.forget(wrong)
             return
         self.weights_changed(sure=False)
 
-    def _distrust(self, invalid: AbstractSet[int]) -> None:
-        """Discard what is stored of the engine's blocks `invalid`, or was computed on them."""
-        wrong = self._stores.distrust(invalid, self._requests.by_id.values())
-        # The engine keeps them in its prefix cache until a request has computed them again. Others
-        # would find them before, or for ever if that request is aborted.
-        if self._pool is None:
-            self._has_wrong_blocks = True
-        else:
-            self._pool.forget(wrong)
-
-    def _reset_by(self, reset: Callable[[], None]) -> bool:
+    def _reset(self, kind: Reset, cause: str = "request") -> bool:
         if self.is_off:
             return True
         self._cache.reset(Reset.SUSPEND)
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
-            reset()
+            if cause == "weights" and self._engine.pool is not None:
+                self._engine.pool.weights_changed(in_use=bool(self._requests))
+            for tracked in self._requests.values():
+                tracked.store_nothing()
+                tracked.plan = None  # of keys of before, whose blocks lower tiers may have
+            if kind is Reset.EMPTY:
+                self._cache.reset(Reset.EMPTY)
+            elif kind is Reset.RENEW or self._keys.epoch.end:
+                # No other engine finds the blocks of later epochs. The keys first: an error after
+                # this leaves no block to be found by those of before.
+                self._keys.epoch.renew()
+                self._cache.reset(Reset.RENEW, cause)
+            else:
+                self._cache.reset(Reset.CLEAR, cause)
+                self._keys.epoch.renew()
+            self.figures.note_activity()
             return True
         return False
-
-    def _clear(self, cause: str, sure: bool = False) -> None:
-        self._give_up_blocks()
-        # No other engine finds the blocks of later epochs.
-        if sure or self._keys.epoch.end:
-            # The keys first: an error after this leaves no block to be found by those of before.
-            self._keys.epoch.renew()
-            self._cache.reset(Reset.RENEW, cause)
-        else:
-            self._cache.reset(Reset.CLEAR, cause)
-            self._keys.epoch.renew()
-        self.figures.note_activity()
-
-    def _empty(self) -> None:
-        self._give_up_blocks()
-        self._cache.reset(Reset.EMPTY)
-        self.figures.note_activity()
-
-    def _give_up_blocks(self) -> None:
-        """Store no more blocks of the running requests, and make new plans for the waiting ones."""
-        for tracked in self._requests.by_id.values():
-            tracked.store_nothing()
-            tracked.plan = None  # it has the keys of before, and lower tiers may have their blocks
-
-    def _clear_for_weights(self, sure: bool) -> None:
-        if self._pool is not None:
-            self._pool.weights_changed(in_use=bool(self._requests.by_id))
-        self._clear("weights", sure)
 
     def _poll(self) -> None:
         """Handle what has ended. Callers first look whether anything may have, because mostly
@@ -533,9 +504,22 @@ class RequestSide(Generic[Orders]):
         self._lost_some = True
 
     def _finds_old_blocks(self) -> bool:
-        if self._pool is None:
-            return self._has_wrong_blocks
-        return self._pool.may_find_old_blocks
+        pool = self._engine.pool
+        return self._has_wrong_blocks if pool is None else pool.may_find_old_blocks
+
+    def _track(self, request: EngineRequest) -> TrackedRequest:
+        """The state of `request`, which has not ended. It begins with the first call."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            return tracked
+        if tracked is not None:
+            self._abandon(tracked)  # an earlier one of the same id
+        tracked = TrackedRequest(request, self._options.of(request))
+        self._requests[tracked.id] = tracked
+        self._reports.queued(request, tracked.options)
+        return tracked
 
     def _abandon(self, tracked: TrackedRequest) -> None:
+        """Forget a request that has ended, except for running copies."""
         self._loads.abandon(tracked, self._orders)
+        self._requests.pop(tracked.id, None)

@@ -42,8 +42,8 @@ class StoreTime(enum.Enum):
 
 
 class _Run(NamedTuple):
-    """FlexKV blocks of a request that can be stored, one behind the other: their group, the
-    position of the first, the number of blocks, and the engine's blocks of all."""
+    """FlexKV blocks of a request that can be stored, one behind the other, from a position on, and
+    the engine's blocks of all."""
 
     request: EngineRequest
     group: Group
@@ -78,25 +78,15 @@ class _Chains:
         prefix_starts: places in `keys` of blocks that build on none.
         runs: the blocks to store, each run with the place of its first key in `keys`, ascending.
             Its keys are in `keys` already: an error while a request is added leaves none without.
-        tenants: for each request the end of its keys in `keys`, and its tenant; empty if nobody
-            wants to know.
+        tenants: for each of the keys its tenant; empty if the cache does not want to know. An
+            error may leave keys without runs, whose tenants are missing or those that follow.
     """
 
     keys: list[bytes] = field(default_factory=list)
     prefix_starts: set[int] = field(default_factory=set)
     runs: list[tuple[_Run, int]] = field(default_factory=list)
     pins: list[_Pin] = field(default_factory=list)
-    tenants: list[tuple[int, int]] = field(default_factory=list)
-
-    def tenants_of_keys(self) -> list[int] | None:
-        """The tenant of each key."""
-        if not self.tenants:
-            return None
-        found: list[int] = []
-        for end, tenant in self.tenants:
-            found += [tenant] * (end - len(found))
-        # An error may have left keys of a request that no run is of.
-        return found + [NO_TENANT] * (len(self.keys) - len(found))
+    tenants: list[int] = field(default_factory=list)
 
 
 StoreBatch = dict[int, _Chains]
@@ -252,16 +242,9 @@ class Stores:
             self._begun.popleft()
 
     def distrust(self, invalid: AbstractSet[int], requests: Iterable[TrackedRequest]) -> set[int]:
-        """Discard all that was stored of wrong blocks, and store nothing more of them.
-
-        Args:
-            invalid: the engine's blocks that loads of a step, anyone's, should have filled but did
-                not. The step ended last.
-            requests: all tracked requests.
-
-        Returns:
-            The wrong blocks: these, and those that were computed behind them.
-        """
+        """Discard all that was stored of wrong blocks, and store nothing more of them. Loads of the
+        step that ended last, anyone's, should have filled the engine's blocks `invalid` but did
+        not. Returns these, and those that were computed behind them."""
         wrong = self._discard_wrong(invalid)
         first = self._groups.members[0]
         for tracked in requests:
@@ -418,7 +401,8 @@ class Stores:
         """The blocks that a later request can use, of a group that looks back less far."""
         prompt = tracked.options.limit_stored(tracked.request.num_prompt_tokens)
         align, size = self._align, group.block_tokens
-        ends = {each // align * align for each in (prompt, prompt - 1, tracked.divergence)}
+        divergence = 0 if tracked.match is None else tracked.match.divergence
+        ends = {each // align * align for each in (prompt, prompt - 1, divergence)}
         wanted = {
             position
             for end in ends
@@ -462,16 +446,17 @@ class Stores:
         if stored:
             chains.pins.append(_Pin(stored, request, options))
         if self._cache.info.takes_tenants:
-            chains.tenants.append((len(keys), tenant_number_of(request)))
+            chains.tenants += [tenant_number_of(request)] * (len(keys) - len(chains.tenants))
 
     def _begin(self, chains: _Chains, built_on: int, orders: StepOrders) -> None:
         places = list(chain.from_iterable(range(at, at + run.blocks) for run, at in chains.runs))
+        rest = [NO_TENANT] * (len(chains.keys) - len(chains.tenants))
         transfer = self._cache.store(
             chains.keys,
             places,
             chains.prefix_starts,
             held=True,
-            tenants=chains.tenants_of_keys(),
+            tenants=chains.tenants + rest if chains.tenants else None,
         )
         if transfer is not None:
             try:
@@ -491,14 +476,14 @@ class Stores:
             except BaseException:
                 self._cache.end_transfer(transfer.id, TransferEnd.CANCEL)
                 raise
-            self._tell(running)
+            self._describe_stored(running)
         for keys, request, options in chains.pins:
             if options.pin:
                 self._cache.hold(Hold.PIN, keys, pin_owner(request, options), options.pin_seconds)
             if options.retain_seconds is not None:
                 self._cache.hold(Hold.RETAIN, keys, tenant_of(request), options.retain_seconds)
 
-    def _tell(self, running: _Running) -> None:
+    def _describe_stored(self, running: _Running) -> None:
         if self._describe is not None:
             keys = running.transfer.keys
             for run, positions in running.positions_by_run():

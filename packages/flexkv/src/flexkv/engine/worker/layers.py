@@ -17,12 +17,8 @@ from flexkv.types.mover import LAYER_PARTS, Direction, Status
 
 
 class LayerParts(NamedTuple):
-    """Consecutive planes of a mover, in the order in which layers need them.
-
-    Attributes:
-        planes: the planes of each part.
-        last: the number of the last part that each layer needs.
-    """
+    """Consecutive planes of a mover, part by part, in the order in which layers need them; and the
+    number of the last part that each layer needs."""
 
     planes: tuple[range, ...]
     last: Mapping[str, int]
@@ -93,15 +89,9 @@ def _continues(plane: PlacedPlane, other: PlacedPlane) -> bool:
 
 @dataclass(slots=True)
 class LayerwiseLoad:
-    """A load that the running forward pass waits for, part by part.
-
-    Attributes:
-        tickets: tickets of its parts, in the order in which layers need them; fewer than parts if
-            one could not begin.
-        ended: tickets that are known to have ended.
-        followed: how many parts the forward pass already waits for.
-        failed: whether a part has failed, or the forward pass could not be made to wait.
-    """
+    """A load that the running forward pass waits for, part by part: of each part a ticket, if it
+    could begin, and whether it has ended. The forward pass already waits for the first `followed`
+    parts. The load has failed if a part has, or if the forward pass could not be made to wait."""
 
     order: CopyOrder
     blocks: array[int]
@@ -113,13 +103,8 @@ class LayerwiseLoad:
 
 
 class LayerwiseLoads:
-    """The layer-wise loads of one rank in a step.
-
-    Attributes:
-        failed: transfer ids of failed loads.
-        running: the loads that have not ended.
-        bad_blocks: what `take_bad_blocks` will return.
-    """
+    """The layer-wise loads of one rank in a step: those that have not ended, and the transfer ids
+    of those that have failed. `take_bad_blocks` will return the `bad_blocks`."""
 
     def __init__(self, copies: RankCopies, parts: LayerParts) -> None:
         self.failed: set[int] = set()

@@ -50,12 +50,9 @@ class Device(Protocol):
 class PlacedPages(NamedTuple):
     """The pages of a layout, and their places in slots.
 
-    Attributes:
-        stored: places in `planes` of those that this rank stores. Of ranks with the same bytes,
-            each stores a share.
-        first: number of the first page among the blocks of all layouts.
-        numbers: numbers of the planes among those of all layouts.
-        begin, share: see `ApartPages`.
+    This rank stores those of the planes at the places `stored`: of ranks with the same bytes, each
+    stores a share. `first` is the number of the first page among the blocks of all layouts;
+    `numbers` are those of the planes. `begin` and `share` are those of `ApartPages`.
     """
 
     layout: KVLayout

@@ -24,16 +24,12 @@ from flexkv.types.mover import MARKS, Direction, Mover, Status
 logger = logging.getLogger(__name__)
 
 _KEPT = 1 << 12
-"""Copies that have ended and are kept, for `PoolMover.copy_seconds`. Not tuned."""
+"""Copies that have ended and are kept, for `PoolMover.copy_seconds`."""
 
 
 class NumberedPages(NamedTuple):
-    """Pages that one mover copies.
-
-    Attributes:
-        first: number of the first of them among the blocks of all pools.
-        planes: the numbers of its planes among those of all pools.
-    """
+    """Pages that one mover copies: the number of their first among the blocks of all pools, and of
+    their planes among those of all pools."""
 
     mover: Mover
     first: int
@@ -42,16 +38,9 @@ class NumberedPages(NamedTuple):
 
 @dataclass(slots=True)
 class _Copy:
-    """A transfer, as the movers' transfers that it consists of.
-
-    Attributes:
-        tickets: each with its mover.
-        flag: address of the word that gets the final status; 0 if none does, or if the only mover
-            writes it.
-        failed: whether a mover has refused its share.
-        seconds: how long the longest took; None if unknown.
-        status: the final status; PENDING until it is known.
-    """
+    """A transfer, as the movers' transfers that it consists of. `flag` is the address of the word
+    that gets the final status; 0 if none does, or if the only mover writes it. It has `failed` if a
+    mover has refused its share. `seconds` are those of the longest share; None if unknown."""
 
     tickets: list[tuple[Mover, int]] = field(default_factory=list)
     flag: int = 0

@@ -27,8 +27,7 @@ _CALIBRATION_BYTES = 8 << 20
 """Bytes copied to measure the link: 0.2 ms at 40 GB/s, much more than the start of a copy takes."""
 
 _CALIBRATIONS = 3
-"""Copies that measure the link. The first one touches memory that nothing has touched before. Not
-tuned."""
+"""Copies that measure the link. The first one touches memory that nothing has touched before."""
 
 
 class RankSlots:
@@ -120,9 +119,8 @@ class RankCopies:
 
     Args:
         mover: of this rank's pages; owned by the caller.
-        block_step: bytes from one engine block to the next in a slot.
-        work_so_far: returns the work that a copy submitted now must follow, as `after` of
-            `Mover.submit`.
+        block_step: see `RankSlots`.
+        work_so_far: see `Device`.
         boundary: catches errors of single transfers.
 
     Attributes:

@@ -32,7 +32,7 @@ def start_worker(
     engines: int = 1,
 ) -> WorkerSide:
     """Meet the other ranks, start the mover, and measure the time of a load. The engine keeps the
-    pages until the worker side is closed.
+    pages until the worker side is closed. Raises as `open_rank` does.
 
     Args:
         identity: all that the bytes of a block depend on, except its key; `model` of
@@ -40,10 +40,6 @@ def start_worker(
         model: the name by which the engine serves its model.
         fails_by_request, alone: see `WorkerSide`.
         engines: see `plan_arena`.
-
-    Raises:
-        ArenaError: a rank did not join or disagrees, or memory is missing.
-        LayoutError: the mover refuses the pages.
     """
     placed = pages.place()
 
@@ -71,8 +67,9 @@ def start_worker(
         boundary=boundary,
     )
     copies.calibrate(pages.layout.num_blocks)
-    parts = layers_of(placed)
-    return WorkerSide(session, copies, parts, fails_by_request=fails_by_request, alone=alone)
+    return WorkerSide(
+        session, copies, layers_of(placed), fails_by_request=fails_by_request, alone=alone
+    )
 
 
 def _make_mover(device: Device, placed: Sequence[PlacedPages], arena: Arena, threads: int) -> Mover:

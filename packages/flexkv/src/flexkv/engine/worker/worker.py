@@ -22,13 +22,8 @@ of a few such steps on 2 cores. It bounds the wait of a request that arrives mea
 
 @dataclass(slots=True)
 class RunningLoad:
-    """A request's load under way, in one part or several.
-
-    Attributes:
-        parts: the engine's blocks that each ticket of the mover fills.
-        bad_blocks: blocks of the engine that will not be filled.
-        complete: whether no further part follows.
-    """
+    """A request's load under way: the engine's blocks that each ticket of the mover fills, and
+    those that will not be filled. If it is `complete`, no further part follows."""
 
     parts: dict[int, list[int]] = field(default_factory=dict)
     bad_blocks: list[int] = field(default_factory=list)
