@@ -254,7 +254,7 @@ def serve_side(side: Any) -> None:
     """SGLang's hooks serve a rank, without a look at SGLang."""
     from flexkv_sglang import hooks
 
-    hooks._sides.append(side)
+    hooks._side = side
 
 
 def pending_offloads(side: Any) -> Collection[Any]:

@@ -31,10 +31,11 @@ def test_every_replaced_method_has_a_reason() -> None:
     table = PAGE.read_text().partition("## What FlexKV replaces in SGLang")[2]
     named = re.findall(r"^\| `([\w.]+)` \| \w", table, re.MULTILINE)
     hooks = (ROOT / "packages/flexkv-sglang/src/flexkv_sglang/hooks.py").read_text()
-    paths = dict(re.findall(r'^(_[A-Z_]+) = f?"(\S+)"$', hooks, re.MULTILINE))
+    classes = dict(re.findall(r'^(_[A-Z]+) = "(\S+)"$', hooks, re.MULTILINE))
+    table = hooks.partition("\nHOOKS: ")[2].partition("\n}\n")[0]
     replaced = [
-        ".".join(re.sub(r"\{(\w+)\}", lambda each: paths[each[1]], paths[name]).split(".")[-2:])
-        for name in re.findall(r"HookRegistry\.register\((\w+),", hooks)
+        ".".join(re.sub(r"\{(\w+)\}", lambda each: classes[each[1]], name).split(".")[-2:])
+        for name in re.findall(r'^    f?"(\S+)": \w+,$', table, re.MULTILINE)
     ]
     assert sorted(named) == sorted(replaced)
     assert len(named) == 14

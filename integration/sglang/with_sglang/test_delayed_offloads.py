@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang_world import same  # type: ignore[import-not-found]
 
 from flexkv_sglang import hooks
-from flexkv_sglang.tree import PageHashes
+from flexkv_sglang.hashes import PageHashes
 from integration.sglang.with_sglang.linked import PAGE, LinkedRank
 
 _PROMPT = 4 * PAGE

@@ -17,7 +17,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from flexkv_sglang.identity import model_identity
-from flexkv_sglang.pools import draft_of, pages_of
+from flexkv_sglang.pages import draft_of, pages_of
 
 PAGE, HEADS, DIM = 4, 2, 8
 MODEL = {

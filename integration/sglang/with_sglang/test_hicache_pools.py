@@ -8,10 +8,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -41,10 +43,11 @@ POOLS = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layou
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only an engine knows of its model."""
-    monkeypatch.setattr(storage, "model_traits", lambda: ["a model"])
-    monkeypatch.setattr(storage, "keeps_on_disk", lambda: True)
-    monkeypatch.setattr(storage, "engine_copies", lambda: 1)
-    monkeypatch.setattr(storage, "served_as", lambda: "a model")
+    engine = SimpleNamespace(served_model_name="a model", dp_size=1)
+    monkeypatch.setattr(storage, "get_server_args", lambda: engine)
+    monkeypatch.setattr(ModelConfig, "from_server_args", lambda _: None)
+    monkeypatch.setattr(storage, "model_identity", lambda *_: ["a model"])
+    monkeypatch.setattr(storage, "outlives_process", lambda _: True)
 
 
 def make_pool(kind: str, layout: str) -> Any:

@@ -89,7 +89,7 @@ def test_a_burst_with_one_prefix_loads_it_once(linked: LinkedRank) -> None:
     linked.settle()
     linked.forget()
     queue = [linked.request(f"r {n}", [*tokens, 100 + n]) for n in range(_REQUESTS)]
-    scheduler = Scheduler(linked, queue)
+    scheduler = Scheduler(linked, [*queue])
     while scheduler.waiting_queue:
         scheduler.step()
     rids = [f"r {n}" for n in range(_REQUESTS)]
@@ -106,7 +106,7 @@ def test_prefixes_of_their_own_are_loaded_at_once(linked: LinkedRank) -> None:
     linked.settle()
     linked.forget()
     queue = [linked.request(f"r {n}", [*tokens, 7]) for n, tokens in enumerate(prompts)]
-    scheduler = Scheduler(linked, queue)
+    scheduler = Scheduler(linked, [*queue])
     scheduler.step()
     assert scheduler.loaded == {f"r {n}": PAGE for n in range(4)}
     assert scheduler.waiting_queue == []
@@ -114,7 +114,7 @@ def test_prefixes_of_their_own_are_loaded_at_once(linked: LinkedRank) -> None:
 
 def test_a_prefix_that_nothing_has_is_computed_at_once(linked: LinkedRank) -> None:
     queue = [linked.request(f"r {n}", [*range(_PREFIX), 100 + n]) for n in range(4)]
-    scheduler = Scheduler(linked, queue)
+    scheduler = Scheduler(linked, [*queue])
     scheduler.step()
     assert scheduler.waiting_queue == []
     assert scheduler.loaded == {}

@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_world import PATIENCE_SECONDS  # type: ignore[import-not-found]
 
-from flexkv_sglang.side import _FAILED_POLLS
+from flexkv.engine.boundary import LASTING
 from integration.sglang.with_sglang.linked import PAGE, LinkedRank
 
 _PROMPT = 2 * PAGE
@@ -73,7 +73,7 @@ def test_pages_come_back_if_every_poll_fails(
     monkeypatch.setattr(side._cache, "poll", fail)
     for number in (100, 200):
         linked.compute(range(number, number + _PROMPT), seed=number)
-    for _ in range(_FAILED_POLLS - 1):
+    for _ in range(LASTING - 1):
         linked.tree.check_hicache_events()
     assert evicted(linked) == 0
     linked.tree.check_hicache_events()

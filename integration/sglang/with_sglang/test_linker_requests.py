@@ -28,7 +28,7 @@ from flexkv import KVCache
 from flexkv.eviction import RequestContext
 from flexkv.types.tenants import tenant_number
 from flexkv_sglang import hooks
-from flexkv_sglang.tree import PageHashes, missing_pages
+from flexkv_sglang.hashes import PageHashes, missing_pages
 
 PAGE = 4
 PROMPT = list(range(21))
@@ -67,7 +67,7 @@ class World:
             record(cache, keys, context, prompt)
 
         patch.setattr(KVCache, "record", note)
-        patch.setattr(hooks, "_sides", [self.rank.side])
+        patch.setattr(hooks, "_side", self.rank.side)
 
     def insert(self, tokens: Sequence[int], **whose: str) -> None:
         """A request has computed these tokens."""

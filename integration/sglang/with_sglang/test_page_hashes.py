@@ -14,8 +14,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from flexkv.operators.verbs import PromptQuestion
 from flexkv_sglang import keys as page_keys_module
+from flexkv_sglang.hashes import PageHashes
 from flexkv_sglang.keys import PageKeys
-from flexkv_sglang.tree import PageHashes
 
 TEXT = list(range(48))
 # SGLang puts numbers of 62 bits of an image's digest in the place of its tokens.

@@ -10,11 +10,11 @@ from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.choice.cost import Span
 from flexkv_sglang.copies import Origin
 from flexkv_sglang.delayed_offloads import DelayedOffloads
+from flexkv_sglang.hashes import PageHashes
 from flexkv_sglang.keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.stages import StagedLoads
 from flexkv_sglang.trailing import NONE_TRAILING
-from flexkv_sglang.tree import PageHashes
 
 
 class Side:
@@ -52,10 +52,6 @@ class Side:
 
     @property
     def waiting(self) -> Side:
-        return self
-
-    @property
-    def reports(self) -> Side:
         return self
 
     def matched(self, request: Any, own_tokens: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from flexkv_sglang.tree import PageHashes
+from flexkv_sglang.hashes import PageHashes
 
 
 class OwnPages(PageHashes):

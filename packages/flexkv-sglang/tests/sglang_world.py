@@ -15,12 +15,12 @@ import torch
 from sglang_requests import Request
 
 from flexkv import CacheConfig
+from flexkv_sglang.hashes import PromptPages
 from flexkv_sglang.pages import NO_DRAFTS, DraftPools, Pages, describe_pages
 from flexkv_sglang.ranks import Ranks
 from flexkv_sglang.requests import SglangRequests
 from flexkv_sglang.side import RankSide
 from flexkv_sglang.start import Engine, start_rank
-from flexkv_sglang.tree import MissingPages
 
 LAYERS, HEADS, DIM = 3, 2, 16
 PATIENCE_SECONDS = 60.0
@@ -185,7 +185,7 @@ def hashes_of(text: str, count: int) -> list[str]:
     return made
 
 
-class HashedPrompt(MissingPages):
+class HashedPrompt(PromptPages):
     """The pages of a waiting request, which have these hashes.
 
     Attributes:

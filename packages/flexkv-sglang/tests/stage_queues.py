@@ -44,6 +44,7 @@ class QueuedLinks(StageLinks):
 
     def __init__(self, wires: Wires, stage: int) -> None:
         self.stage, self.stages = stage, wires.stages
+        self.last = wires.stages - 1
         self.waits = True
         self.steps = 0
         self._wires = wires

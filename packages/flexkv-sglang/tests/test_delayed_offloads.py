@@ -43,7 +43,7 @@ def test_a_step_takes_no_more_than_it_may() -> None:
 
 
 def test_before_sglang_sleeps_the_latest_come_first() -> None:
-    assert [*waiting(4, 4, 4).take_latest()] == [2, 1, 0]
+    assert [*waiting(4, 4, 4).take(0, 99, latest=True)] == [2, 1, 0]
 
 
 def test_nothing_is_taken_after_a_reset() -> None:

@@ -25,7 +25,7 @@ from flexkv_sglang.waiting import WINDOW
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Side:
     made = Side("b", "d")
-    monkeypatch.setattr(hooks, "_sides", [made])
+    monkeypatch.setattr(hooks, "_side", made)
     monkeypatch.setattr(
         hooks, "missing_pages", lambda tree, request, **_: f"pages of {request.rid}"
     )
@@ -197,7 +197,7 @@ def test_flexkvs_ranks_agree_by_one_number(side: Side, monkeypatch: pytest.Monke
         return "SGLang's"
 
     assert hooks.agree_on_prefix(sglangs, object(), [7], num_pages=9) == 6
-    monkeypatch.setattr(hooks, "_sides", [])
+    monkeypatch.setattr(hooks, "_side", None)
     assert hooks.agree_on_prefix(sglangs, object(), [7], num_pages=9) == "SGLang's"
 
 
@@ -205,7 +205,7 @@ def test_flexkvs_ranks_agree_by_one_number(side: Side, monkeypatch: pytest.Monke
 def test_a_decode_server_polls_before_it_looks_at_its_queues(
     side: Side, monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
-    monkeypatch.setattr(hooks, "_sides", [side] if serves else [])
+    monkeypatch.setattr(hooks, "_side", side if serves else None)
     tree = SimpleNamespace(check_hicache_events=lambda: side.asked.append("poll"))
     early = SimpleNamespace(queue=[SimpleNamespace(req=Request("early", side))])
     scheduler = SimpleNamespace(
@@ -268,14 +268,14 @@ def test_stages_learn_of_failed_loads_with_the_result_of_the_batch(
         side.staged = StagedLoads(QueuedLinks(wires, number))
         request = SimpleNamespace(rid="a", skip_radix_cache_insert=False)
         wrapper = Loading(fails=number == fails_on)
-        monkeypatch.setattr(hooks, "_sides", [side])
+        monkeypatch.setattr(hooks, "_side", side)
         hooks.load_back(lambda wrapper, request: wrapper.load_back(request), wrapper, request)
         assert hooks.finish_loads(wrapper.find_failed, wrapper) == []
         assert hooks.finish_loads(wrapper.find_failed, wrapper) == []  # a batch without loads
         assert request.skip_radix_cache_insert
         stages.append((side, request, wrapper))
     for side, request, wrapper in stages:
-        monkeypatch.setattr(hooks, "_sides", [side])
+        monkeypatch.setattr(hooks, "_side", side)
         scheduler = SimpleNamespace(
             tree_cache=wrapper,
             chunked_req=request if in_chunks else None,
@@ -303,7 +303,7 @@ def test_a_request_to_clear_the_storage_clears_flexkv(
     monkeypatch.setattr(side, "clear", lambda: succeeds, raising=False)
     answer = hooks.clear_storage(lambda *_: "SGLang's", object(), object())
     assert answer == SimpleNamespace(success=succeeds)
-    monkeypatch.setattr(hooks, "_sides", [])
+    monkeypatch.setattr(hooks, "_side", None)
     assert hooks.clear_storage(lambda *_: "SGLang's", object(), object()) == "SGLang's"
 
 
@@ -341,7 +341,7 @@ def test_a_step_looks_at_the_first_requests_alone(
 ) -> None:
     """While the batch is full, however many wait behind them."""
     side = Side(*waiting)
-    monkeypatch.setattr(hooks, "_sides", [side])
+    monkeypatch.setattr(hooks, "_side", side)
     monkeypatch.setattr(
         hooks, "missing_pages", lambda tree, request, **_: f"pages of {request.rid}"
     )
@@ -432,7 +432,7 @@ def test_all_requests_to_the_scheduler_are_seen(monkeypatch: pytest.MonkeyPatch)
         register=lambda target, hook, _: hooked.update({target: hook}), apply_hooks=lambda: None
     )
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setattr(hooks, "_sides", [])
+    monkeypatch.setattr(hooks, "_side", None)
     hooks.serve(Side())  # type: ignore[arg-type]
     assert hooked["sglang.utils.TypeBasedDispatcher.__call__"] is hooks.dispatch
     (release,) = (name for name in hooked if name.endswith(".release_memory_occupation"))

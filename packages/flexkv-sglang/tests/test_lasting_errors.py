@@ -12,8 +12,8 @@ import pytest
 from sglang_world import PATIENCE_SECONDS, Rank, hashes_of
 from test_side_ranks import Engine, engine  # noqa: F401, a fixture
 
+from flexkv.engine.boundary import LASTING
 from flexkv.figures.definitions import sample
-from flexkv_sglang.side import _FAILED_POLLS
 from packages.inside import cache_of
 from packages.inside_adapters import worker_of
 
@@ -55,14 +55,14 @@ def test_pages_come_back_if_every_poll_fails(
     offload(rank, "b")
     break_polls(rank, monkeypatch, call)
     with caplog.at_level(logging.ERROR):
-        ended = [side.ended_offloads() for _ in range(_FAILED_POLLS + 1)]
-    assert ended == [0] * (_FAILED_POLLS - 1) + [2, 2]
+        ended = [side.ended_offloads() for _ in range(LASTING + 1)]
+    assert ended == [0] * (LASTING - 1) + [2, 2]
     assert [side.take_offload() for _ in range(2)] == [False, False]
     (said,) = [each.getMessage() for each in caplog.records if "consecutive" in each.message]
-    assert f"{_FAILED_POLLS} consecutive polls of copies failed on rank 0" in said
+    assert f"{LASTING} consecutive errors in polling copies: the copies of rank 0 end" in said
     samples = side.take_samples()
     assert samples[sample("health", "off", "stopped", "")] == 1
-    assert samples[sample("failures", "internal", "")] == _FAILED_POLLS + 1
+    assert samples[sample("failures", "internal", "")] == LASTING + 1
     # From then on all is a miss, and no page waits.
     assert side.lookup("r", hashes_of("before", 3)) == []
     assert not side.load("r", hashes_of("before", 3), [7, 8, 9])
@@ -85,7 +85,7 @@ def test_a_poll_that_succeeds_again_enables_nothing(
     offload(rank, "a")
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         break_polls(rank, patch, call)
-        assert [side.ended_offloads() for _ in range(_FAILED_POLLS)][-1] == 1
+        assert [side.ended_offloads() for _ in range(LASTING)][-1] == 1
     assert not side.take_offload()
     for change in (
         lambda: side.weights_changed(flushed=True),
@@ -112,9 +112,7 @@ def test_polls_that_fail_now_and_then_disable_nothing(
         offload(rank, text)
         with monkeypatch.context() as patch:
             break_polls(rank, patch, call)
-            assert [rank.side.ended_offloads() for _ in range(_FAILED_POLLS - 1)] == [0] * (
-                _FAILED_POLLS - 1
-            )
+            assert [rank.side.ended_offloads() for _ in range(LASTING - 1)] == [0] * (LASTING - 1)
         await_end(rank)
         assert rank.side.take_offload()
         assert rank.lookup("r", hashes_of(text, 3)) == [3]
@@ -147,9 +145,7 @@ def test_pages_stay_locked_until_their_copies_have_ended(
     break_polls(rank, monkeypatch, "finished")
     with monkeypatch.context() as patch:
         patch.setattr(getattr(rank.side, owner), fallback, fail)
-        assert [rank.side.ended_offloads() for _ in range(2 * _FAILED_POLLS)] == [0] * (
-            2 * _FAILED_POLLS
-        )
+        assert [rank.side.ended_offloads() for _ in range(2 * LASTING)] == [0] * (2 * LASTING)
     assert rank.side.ended_offloads() == 1
 
 
@@ -160,7 +156,7 @@ def test_a_rank_that_ends_its_copies_disables_the_cache_of_all(
     first, second = engine.ranks
     engine.both(lambda rank: rank.store(hashes_of("a", 3), [1, 2, 3]))
     break_polls(second, monkeypatch, "finished")
-    for _ in range(_FAILED_POLLS):
+    for _ in range(LASTING):
         second.side.ended_offloads()
     engine.both(lambda rank: offload(rank, "b"))
     await_end(first)

@@ -164,6 +164,20 @@ def test_an_answer_is_told_when_it_has_ended(world: World) -> None:
     assert world.told.ended_with == [("r", 3)]
 
 
+def test_an_answer_is_told_though_its_fetch_does_not_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request("r", PROMPT)
+    world.schedule(request)
+    request.output_ids.extend([1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(world.rank.requests.waiting, "leave", fail)
+        with pytest.raises(MemoryError):
+            world.schedule()
+    world.schedule()
+    assert world.told.ended_with == [("r", 2)]
+
+
 def test_a_request_that_is_aborted_in_the_queue_has_ended(world: World) -> None:
     request = Request("r", PROMPT)
     world.schedule(request)

@@ -257,7 +257,7 @@ def test_an_error_before_any_line_loses_nothing(
             },
         )
         rank.side.watch()
-        monkeypatch.setattr(hooks, "_sides", [rank.side])
+        monkeypatch.setattr(hooks, "_side", rank.side)
         engine = Engine(rank, errors, rng, windows, states=states)
         try:
             hits = -1

@@ -30,6 +30,7 @@ from flexkv import LayoutError
 from flexkv.types.presence import Presence
 from flexkv_sglang.pages import describe_pages
 from flexkv_sglang.trailing import IN_HOST, OBTAINABLE, TrailingPages, TrailingPool
+from packages.inside import cache_of
 
 MakeRank = Callable[..., Rank]
 
@@ -193,6 +194,22 @@ def test_a_window_comes_from_a_store_that_is_queried(
         assert same(second.read([7, 8, 9, 10]), stored)
         assert same(second.read([1, 2], windows=True), windows)
         second.close()
+
+
+def test_no_window_of_earlier_weights_is_read(
+    make_windowed_rank: MakeRank, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_windowed_rank(settings=disk)
+    hashes = hashes_of("a", 4)
+    assert first.store(hashes, [1, 2, 3, 4], [6, 3])
+    first.close()
+    second = make_windowed_rank(settings=disk)
+    second.look_ahead("r", hashes)
+    second.side.weights_changed(flushed=True)
+    fetched: list[Sequence[bytes]] = []
+    monkeypatch.setattr(cache_of(second.side), "fetch", lambda keys, **_: fetched.append(keys))
+    second.side.held(["r"])
+    assert fetched == []
 
 
 def test_a_prefix_without_a_window_is_not_read(

@@ -7,6 +7,7 @@ An entry point imports this module, so it imports nothing of SGLang before it is
 from __future__ import annotations
 
 import importlib
+import pkgutil
 
 from flexkv.engine.releases import Age, Releases
 from flexkv.types.errors import EngineVersionError
@@ -19,73 +20,36 @@ STORAGE = Releases("HiCache's storage backend", (0, 5, 20), None)
 
 RELEASES = (LINKER, STORAGE)
 
+_CACHE = "sglang.srt.mem_cache"
 _USED = {
-    "sglang.srt.arg_groups.resolution_hooks": ("register_resolution_hook",),
-    "sglang.srt.arg_groups.overrides": ("declare_resolution", "resolving_view"),
-    "sglang.srt.arg_groups.model_override_base": ("model_config_of",),
-    "sglang.srt.configs.model_config": ("ModelConfig.from_server_args",),
-    "sglang.srt.mem_cache.kv_cache_builder": ("uses_ssm_state",),
-    "sglang.srt.speculative.spec_info": (
-        "SpeculativeAlgorithm.from_string",
-        "SpeculativeAlgorithm.has_draft_kv",
-    ),
-    "sglang.srt.mem_cache.unified_cache.unified_cache_linker": (
-        "UnifiedCacheLinker.lookup",
-        "UnifiedCacheLinker.load",
-        "UnifiedCacheLinker.start_layer_wise_loading",
-        "UnifiedCacheLinker.finish_layer_wise_loading",
-        "UnifiedCacheLinker.cancel_queued_load",
-        "UnifiedCacheLinker.offload",
-        "UnifiedCacheLinker.num_completed_offloads",
-        "UnifiedCacheLinker.pop_completed_offload",
-        "UnifiedCacheLinkerWrapper.offload_nodes",
-        "UnifiedCacheLinkerWrapper._offload_node",
-        "UnifiedCacheLinkerWrapper._sync_restorable_prefix",
-        "UnifiedCacheLinkerWrapper.finish_loads",
-        "UnifiedCacheLinkerWrapper.load_back",
-        "UnifiedCacheLinkerWrapper.match",
-    ),
-    "sglang.srt.constrained.grammar_manager": (
-        "GrammarManager.get_ready_grammar_requests",
-        "GrammarManager.has_waiting_grammars",
-    ),
-    "sglang.srt.disaggregation.decode": (
-        "SchedulerDisaggregationDecodeMixin.process_decode_queue",
-    ),
-    "sglang.srt.managers.io_struct": ("ClearHiCacheReqOutput",),
-    "sglang.srt.managers.schedule_batch": (
-        "Req.finished",
-        "Req.refresh_fill_ids",
-        "Req._compute_max_prefix_len",
-    ),
-    "sglang.srt.mem_cache.radix_cache": ("RadixKey.maybe_to_bigram_view",),
-    "sglang.srt.mem_cache.utils": ("get_storage_hash_str",),
-    "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface": (
-        "UnifiedTreeCoreInterface.build_external_linker_offload_transfers",
-        "UnifiedTreeCoreInterface.get_component_device_value",
-        "UnifiedTreeCoreInterface.get_hash_values",
-        "UnifiedTreeCoreInterface.get_prefix_hash_values",
-        "UnifiedTreeCoreInterface.match_full_device_prefix",
-        "UnifiedTreeCoreInterface.take_events",
-    ),
-    "sglang.srt.managers.scheduler": (
-        "Scheduler._add_request_to_queue",
-        "Scheduler._get_new_batch_prefill_raw",
-        "Scheduler.clear_hicache_storage_wrapped",
-    ),
-    "sglang.srt.managers.scheduler_pp_mixin": ("SchedulerPPMixin._pp_process_batch_result",),
-    "sglang.srt.mem_cache.events": ("KVCacheEventRecorder.enqueue",),
-    "sglang.srt.mem_cache.unified_radix_cache": (
-        "UnifiedRadixCache.check_hicache_events",
-        "UnifiedRadixCache.finish_external_linker_loads",
-        "UnifiedRadixCache.take_events",
-    ),
-    "sglang.srt.managers.scheduler_components.weight_updater": (
-        "SchedulerWeightUpdaterManager.release_memory_occupation",
-    ),
-    "sglang.utils": ("TypeBasedDispatcher.__call__",),
+    "sglang.srt.arg_groups.resolution_hooks": "register_resolution_hook",
+    "sglang.srt.arg_groups.overrides": "declare_resolution resolving_view",
+    "sglang.srt.arg_groups.model_override_base": "model_config_of",
+    "sglang.srt.configs.model_config.ModelConfig": "from_server_args",
+    "sglang.srt.constrained.grammar_manager.GrammarManager": """
+        get_ready_grammar_requests has_waiting_grammars
+    """,
+    "sglang.srt.managers.io_struct": "ClearHiCacheReqOutput",
+    "sglang.srt.managers.schedule_batch.Req": """
+        _compute_max_prefix_len finished refresh_fill_ids
+    """,
+    "sglang.srt.managers.scheduler.Scheduler": "_add_request_to_queue",
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm": "from_string has_draft_kv",
+    f"{_CACHE}.events.KVCacheEventRecorder": "enqueue",
+    f"{_CACHE}.kv_cache_builder": "uses_ssm_state",
+    f"{_CACHE}.radix_cache.RadixKey": "maybe_to_bigram_view",
+    f"{_CACHE}.unified_cache.unified_cache_linker.UnifiedCacheLinker": """
+        cancel_queued_load finish_layer_wise_loading load lookup num_completed_offloads offload
+        pop_completed_offload start_layer_wise_loading
+    """,
+    f"{_CACHE}.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
+        build_external_linker_offload_transfers get_component_device_value get_hash_values
+        get_prefix_hash_values match_full_device_prefix take_events
+    """,
+    f"{_CACHE}.unified_radix_cache.UnifiedRadixCache": "finish_external_linker_loads",
+    f"{_CACHE}.utils": "get_storage_hash_str",
 }
-"""Names of SGLang that FlexKV calls or replaces, by module."""
+"""Names of SGLang that FlexKV calls, by module or class; `HOOKS` has those that it replaces."""
 
 
 def sglang_version() -> str:
@@ -116,18 +80,15 @@ def check_version(allow_untested: bool, version: str) -> None:
 
 
 def missing_names() -> list[str]:
-    """Names that FlexKV uses and the installed SGLang lacks."""
-    missing = []
-    for module, names in _USED.items():
-        try:
-            found = importlib.import_module(module)
-        except ImportError:
-            missing.append(module)
-            continue
-        for name in names:
-            holder: object = found
-            for part in name.split("."):
-                holder = getattr(holder, part, None)
-            if holder is None:
-                missing.append(f"{module}.{name}")
-    return missing
+    """Names that FlexKV uses or replaces and the installed SGLang lacks."""
+    from flexkv_sglang.hooks import HOOKS
+
+    used = [f"{module}.{name}" for module, names in _USED.items() for name in names.split()]
+    return [name for name in (*used, *HOOKS) if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False

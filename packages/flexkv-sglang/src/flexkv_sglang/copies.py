@@ -30,25 +30,17 @@ class QueuedLoad:
 
     Attributes:
         order: the copy, the same on all ranks once they have agreed on it.
-        fetched: how many of its pages lower tiers gave; 0 on all ranks but the first.
+        fetched_tokens: tokens of it that lower tiers gave; 0 on all ranks but the first.
         fails: whether this rank does not know its pages, after an error that the first stage of a
             pipeline has not seen.
     """
 
     order: CopyOrder
-    fetched: int = 0
+    fetched_tokens: int = 0
     fails: bool = False
 
     def lease(self, cache: CacheClient, keys: Sequence[bytes]) -> Decision:
-        """Begin the load of blocks.
-
-        Args:
-            cache: of the engine.
-            keys: keys of the blocks.
-
-        Returns:
-            `NOTHING` if host memory lacks one of the blocks.
-        """
+        """Begin the load of blocks. Returns `NOTHING` if host memory lacks one of them."""
         transfer = cache.load(keys)
         if transfer is None:
             return NOTHING

@@ -38,17 +38,14 @@ class DelayedOffloads:
         self.tokens += tokens - self._nodes.pop(node, 0)
         self._nodes[node] = tokens
 
-    def take(self, left: int, most: int) -> Iterator[int]:
-        """Remove nodes until at most `left` tokens wait, or `most` tokens are removed."""
-        last = self.tokens - most
-        while self._nodes and self.tokens > max(left, last):
-            yield self._pop(next(iter(self._nodes)))
-
-    def take_latest(self, most: int | None = None) -> Iterator[int]:
-        """Remove nodes, the most recently used first: all, or until `most` tokens are removed."""
-        last = 0 if most is None else self.tokens - most
+    def take(self, left: int, most: int, *, latest: bool = False) -> Iterator[int]:
+        """Remove nodes until at most `left` tokens wait, or `most` tokens are removed. `latest`:
+        the most recently used first."""
+        last = max(left, self.tokens - most)
         while self._nodes and self.tokens > last:
-            yield self._pop(next(reversed(self._nodes)))
+            node = next(reversed(self._nodes) if latest else iter(self._nodes))
+            self.tokens -= self._nodes.pop(node)
+            yield node
 
     def agree(self, choose: Callable[[], Sequence[int]]) -> list[int]:
         """The nodes whose offload begins now, on all ranks: those that `choose` returns on the rank
@@ -73,7 +70,3 @@ class DelayedOffloads:
         """Forget all nodes."""
         self._nodes.clear()
         self.tokens = 0
-
-    def _pop(self, node: int) -> int:
-        self.tokens -= self._nodes.pop(node)
-        return node

@@ -197,9 +197,8 @@ def model_identity(settings: Any, model: Any, version: str, draft: Any = None) -
     see `file_stamps`. Where they lie does not count.
 
     Args:
-        settings: SGLang's resolved settings.
-        model: SGLang's configuration of the model.
-        version: SGLang's version, because each release may order a page's bytes differently.
+        settings: as SGLang has resolved them.
+        version: SGLang's, because each release may order a page's bytes differently.
         draft: SGLang's configuration of the draft model; None if no draft keeps KV.
     """
     path, revision = str(settings.model_path), settings.revision
@@ -284,11 +283,8 @@ def _draft_format(settings: Any) -> str:
 
 
 def outlives_process(settings: Any, draft: Any = None) -> bool:
-    """Whether blocks on disk are valid for the next process. If not, the reason is logged.
-
-    Args:
-        settings, draft: see `model_identity`.
-    """
+    """Whether blocks on disk are valid for the next process. If not, the reason is logged. See
+    `model_identity`."""
     for name in _FROM_ELSEWHERE:
         value = getattr(settings, name, None)
         if value and value != "off":

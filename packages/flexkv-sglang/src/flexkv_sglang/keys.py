@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.operators.engine_door import PART_BLOCKS
 from flexkv.operators.verbs import PromptQuestion
 from flexkv.types.packed_keys import PackedKeys
 from flexkv_kernels.block_index import pack_keys
+from flexkv_sglang.hashes import PromptPages, radix_key
 from flexkv_sglang.trailing import NONE_TRAILING, TrailingPages, TrailingPool
 
 _KEPT = 1 << 17
@@ -33,7 +33,6 @@ class PageKeys:
     """Makes the keys of pages, which end with the epoch's end. Single-threaded.
 
     Attributes:
-        epoch: of the keys.
         flushes: how often SGLang has flushed its own cache.
         mixed: whether SGLang's own cache may have pages of earlier weights. Pages that are computed
             behind such pages have the keys of this epoch, and are of no use after a flush.
@@ -47,15 +46,12 @@ class PageKeys:
         self._kept_keys = 0
 
     def of(self, hashes: Sequence[str]) -> PackedKeys:
-        """The keys of blocks.
+        """The keys of consecutive pages by SGLang's hashes in hex, which cover prefix, tenant and
+        adapter.
 
         Keys of prompts are kept: SGLang looks a request up in step after step, then loads its pages
         or has them stored. A hash covers all pages before it. So of two parts of prompts whose last
         hashes are equal, one is the end of the other.
-
-        Args:
-            hashes: SGLang's hashes in hex of consecutive pages, which cover prefix, tenant and
-                adapter.
         """
         count = len(hashes)
         if count < _LEAST:
@@ -90,27 +86,23 @@ class PageKeys:
     def of_prompts(
         self, page_size: int, *, is_bigram: bool, trailing: TrailingPages = NONE_TRAILING
     ) -> SglangPromptKeys:
-        """Make the keys of prompts that are no requests; see `SglangPromptKeys`."""
-        return SglangPromptKeys(self, page_size, is_bigram=is_bigram, trailing=trailing)
+        """Make the keys of prompts that are no requests."""
+        return SglangPromptKeys(self.epoch, page_size, is_bigram=is_bigram, trailing=trailing)
 
 
 class SglangPromptKeys:
     """See `flexkv.operators.engine_door.PromptKeys`. Any thread may call it.
 
     Args:
-        page_keys: those of the engine; only its epoch is read.
+        epoch: of the engine's keys; borrowed.
         page_size: tokens of a page, which is a block.
         is_bigram: whether SGLang hashes pairs of tokens.
-        trailing: the pages of which a hit needs the last.
-
-    Attributes:
-        block_tokens: tokens of a block.
     """
 
     def __init__(
-        self, page_keys: PageKeys, page_size: int, *, is_bigram: bool, trailing: TrailingPages
+        self, epoch: KeyEpoch, page_size: int, *, is_bigram: bool, trailing: TrailingPages
     ) -> None:
-        self._page_keys = page_keys
+        self._epoch = epoch
         self._is_bigram = is_bigram
         self._trailing = trailing
         self.block_tokens = page_size
@@ -122,14 +114,17 @@ class SglangPromptKeys:
 
     def parts(self, question: PromptQuestion) -> Iterator[Sequence[bytes]]:
         pages = max(1, _PART_TOKENS // self.block_tokens)
-        hashes = question.hashes or None
-        key = None if hashes else self._key(question)
+        prompt = None if question.hashes else self._pages_of(question)
         before: str | None = None
         for start in range(0, self.count(question), pages):
             stop = min(start + pages, self.count(question))
-            part = self._hash(key, start, stop, before) if hashes is None else hashes[start:stop]
+            part = (
+                question.hashes[start:stop]
+                if prompt is None
+                else prompt.hashes(start, stop, before)
+            )
             before = part[-1]
-            yield pack_keys(part, self._page_keys.epoch.end)
+            yield pack_keys(part, self._epoch.end)
 
     def others(
         self, question: PromptQuestion, blocks: int | None = None
@@ -154,17 +149,7 @@ class SglangPromptKeys:
             return max(2, -(-_STATE_TOKENS // self.block_tokens))
         return pool.reach + 1
 
-    def _key(self, question: PromptQuestion) -> Any:
-        """SGLang's key of a prompt."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        key = RadixKey(array("q", question.tokens), cache_salt=question.cache_salt or None)
-        view, _ = key.maybe_to_bigram_view(self._is_bigram)
-        return view
-
-    def _hash(self, key: Any, start: int, stop: int, before: str | None) -> Sequence[str]:
-        from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-        size = self.block_tokens
-        part = key[start * size : stop * size]
-        return cast("list[str]", get_storage_hash_str(part, before, page_size=size))
+    def _pages_of(self, question: PromptQuestion) -> PromptPages:
+        tokens, salt = array("q", question.tokens), question.cache_salt or None
+        key = radix_key(tokens, is_bigram=self._is_bigram, cache_salt=salt)
+        return PromptPages(key, self.block_tokens)

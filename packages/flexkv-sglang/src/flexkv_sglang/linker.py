@@ -27,7 +27,7 @@ from flexkv_sglang import hooks
 from flexkv_sglang.compat import check_version, sglang_version
 from flexkv_sglang.copies import LayerCounter
 from flexkv_sglang.metrics import Metrics
-from flexkv_sglang.pools import draft_of, pages_of
+from flexkv_sglang.pages import draft_of, pages_of
 from flexkv_sglang.ranks import ranks_of, together
 from flexkv_sglang.settings import engines_of, read_settings, report_ignored, share_of_engine
 from flexkv_sglang.slots import DeviceSlots

@@ -17,6 +17,7 @@ import torch
 from flexkv.engine.worker.pages import ApartPages
 from flexkv.layout import KVLayout, Sharding, TensorView
 from flexkv.types.errors import LayoutError
+from flexkv_sglang.identity import draft_model
 from flexkv_sglang.states import CutStates, describe_states
 from flexkv_sglang.trailing import STATES, WINDOWS, TrailingPages, TrailingPool
 
@@ -307,3 +308,40 @@ def _tensors(
 def _by_page(tensor: torch.Tensor, pages: int, page_size: int) -> torch.Tensor:
     """A view of a tensor (tokens, ...) as (pages, page_size, ...)."""
     return tensor[: pages * page_size].unflatten(0, (pages, page_size))
+
+
+def draft_of(server_args: Any, settings: Any, params: Any) -> Any:
+    """SGLang's configuration of the draft model; None if no draft keeps KV."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if not _draft_pools(params):
+        return None
+    path, revision = draft_model(settings)
+    return ModelConfig.from_server_args(
+        server_args, model_path=path, model_revision=revision, is_draft_model=True
+    )
+
+
+def pages_of(pool: Any, params: Any, model: Any, draft: Any, ranks: int) -> Pages:
+    """Describe the pages of the target's pool `pool`, of recurrent states, and of the draft's
+    pools, as SGLang hands them to a linker. See `describe_pages`."""
+    return describe_pages(
+        pool,
+        params.page_size,
+        heads=_heads_of(model),
+        ranks=ranks,
+        drafts=NO_DRAFTS if draft is None else DraftPools(_draft_pools(params), _heads_of(draft)),
+        states=getattr(params.req_to_token_pool, "mamba_pool", None),
+    )
+
+
+def _draft_pools(params: Any) -> tuple[Any, ...]:
+    return (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
+
+
+def _heads_of(model: Any) -> int:
+    """KV heads of a model over all ranks; 1 with latent attention."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    latent = model.attention_arch == AttentionArch.MLA
+    return 1 if latent else int(model.get_total_num_kv_heads())

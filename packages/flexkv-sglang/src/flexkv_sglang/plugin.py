@@ -52,11 +52,8 @@ def register() -> None:
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Turn `--enable-flexkv` into the flags of the external linker. Checks all settings before
     SGLang loads weights, and before SGLang refuses flags that the user has not written. Logs
-    settings of FlexKV where SGLang does not use it.
-
-    Args:
-        server_args: SGLang's settings, of which flags are changed.
-        previous: SGLang's own function for this step; called last.
+    settings of FlexKV where SGLang does not use it. `previous` is SGLang's own function for this
+    step; called last.
 
     Raises:
         FlexKVError: a setting or SGLang's version is not allowed. If nobody catches it, the process
@@ -90,11 +87,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_resolved(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Refuse what SGLang has chosen for the model, before it loads weights.
-
-    Args:
-        server_args: SGLang's settings.
-        previous: SGLang's own function for this step; called first.
+    """Refuse what SGLang has chosen for the model, before it loads weights. `previous` is SGLang's
+    own function for this step; called first.
 
     Raises:
         FlexKVError: FlexKV cannot cache the model with these settings.

@@ -39,13 +39,10 @@ class Ranks:
     loads: StagedLoads | None = None
 
     def agree(self, numbers: Sequence[int], count: int) -> list[int]:
-        """Rank 0's numbers, on all ranks. Waits until all ranks have called.
+        """Rank 0's numbers, 64-bit integers, on all ranks; those of others are ignored. `count` is
+        their number, the same on all ranks. Waits until all ranks have called.
 
         All ranks make these calls in the same order.
-
-        Args:
-            numbers: 64-bit integers; ignored on all ranks but 0.
-            count: length of rank 0's `numbers`, the same on all ranks.
         """
         return list(numbers)
 
@@ -63,9 +60,6 @@ class Ranks:
 def together(ranks: Ranks) -> Iterator[None]:
     """All ranks leave the block in the same way: if it raises on one, it raises on all. Otherwise
     the others would wait for that rank in their next exchange. The block makes none itself.
-
-    Args:
-        ranks: of the engine; all of them enter the block.
 
     Raises:
         RankError: the block raised on another rank only. On the rank itself, its own error goes on.
@@ -102,14 +96,8 @@ class Exchanges:
     def decide(
         self, place: str, consequence: str, make: Callable[[], Sequence[int]], count: int
     ) -> list[int]:
-        """What rank 0 decides, on all ranks; zeros after an error.
-
-        Args:
-            place: see `ErrorBoundary.guard`.
-            consequence: likewise.
-            make: returns `count` 64-bit integers; called on rank 0 only.
-            count: the same on all ranks.
-        """
+        """What rank 0 decides, on all ranks: the `count` 64-bit integers that `make` returns there;
+        zeros after an error. `place`, `consequence`: see `ErrorBoundary.guard`."""
         numbers: Sequence[int] = [0] * count
         if self.ranks.rank == 0:
             with self._boundary.guard(place, consequence):
@@ -120,13 +108,7 @@ class Exchanges:
         return self.ranks.agree(numbers, count)
 
     def all(self, place: str, consequence: str, holds: Callable[[], bool]) -> bool:
-        """Whether `holds` returns true on all ranks. An error counts as false.
-
-        Args:
-            place: see `ErrorBoundary.guard`.
-            consequence: likewise.
-            holds: called on this rank.
-        """
+        """Whether `holds` returns true on all ranks. An error counts as false."""
         held = False
         with self._boundary.guard(place, consequence):
             held = holds()
@@ -134,11 +116,8 @@ class Exchanges:
 
 
 class CpuGroup(Ranks):
-    """The ranks of a group of SGLang's whose messages are CPU tensors.
-
-    Args:
-        group: a `torch.distributed` group; borrowed.
-    """
+    """The ranks of a `torch.distributed` group of SGLang's, borrowed, whose messages are CPU
+    tensors."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -179,8 +158,8 @@ class StagedRanks(Ranks):
 
     Args:
         own: the ranks of this stage.
-        across: the ranks of all stages that have the same number in their stages.
-        links: between the latter.
+        across: the ranks of all stages that have the same number in theirs; `links` are between
+            them.
     """
 
     def __init__(self, own: Ranks, across: Ranks, links: StageLinks) -> None:
@@ -221,13 +200,8 @@ class StagedRanks(Ranks):
 
 
 def ranks_of(group: Any | None, stages: Any | None = None) -> Ranks:
-    """The ranks of an engine; one rank if there are no others.
-
-    Args:
-        group: a `torch.distributed` group of the ranks of a stage.
-        stages: the group of the ranks that have the same number in their stages; None without a
-            pipeline.
-    """
+    """The ranks of an engine; one rank if there are no others. `group` has the ranks of a stage,
+    `stages` those that have the same number in their stages, None without a pipeline."""
     own: Ranks = CpuGroup(group) if _has_others(group) else Ranks()
     return StagedRanks(own, CpuGroup(stages), StageLinks(stages)) if _has_others(stages) else own
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from flexkv.engine.choice.cost import Span
 from flexkv.engine.scheduler.request import Match, TrackedRequest
-from flexkv.engine.scheduler.spans import ContextOf, OtelSpans, make_spans
+from flexkv.engine.scheduler.spans import ContextOf, TracedWork, make_spans
 from flexkv.types.packed_keys import PackedKeys
 
 if TYPE_CHECKING:
@@ -22,14 +23,10 @@ NO_MATCH = Match(0)
 
 
 class SglangRequest:
-    """See `flexkv.engine.scheduler.engine.EngineRequest`.
+    """See `flexkv.engine.scheduler.engine.EngineRequest`. `sglang` is SGLang's own object;
+    borrowed."""
 
-    Attributes:
-        sglang: SGLang's own object; borrowed.
-        block_hashes: none; `PageHashes` makes them.
-    """
-
-    block_hashes: Sequence[bytes] = ()
+    block_hashes: Sequence[bytes] = ()  # `PageHashes` makes them
 
     def __init__(self, request: Any) -> None:
         self.sglang = request
@@ -76,13 +73,15 @@ class Tracked(TrackedRequest):
 
     Attributes:
         own_tokens: tokens that SGLang had for it at its latest match.
-        last_hash: the hash of the last page of its latest lookup, whose keys are in `match`.
-        loads: how many pages of that lookup are loaded.
+        missing: keys of the pages that SGLang lacks, from its latest lookup; None if it counts no
+            more. `last_hash` is the hash of the last one.
+        loads: how many of them are loaded.
         prefix: keys of its first pages, as far as they are known; None if they are not.
         prefix_end: the hash of the last of these pages; None if there are none.
     """
 
     own_tokens: int = 0
+    missing: PackedKeys | None = field(default=None, repr=False)
     last_hash: str = ""
     loads: int = 0
     prefix: PackedKeys | None = field(default=None, repr=False)
@@ -107,9 +106,13 @@ class Tracked(TrackedRequest):
 
     def looked_up(self, keys: PackedKeys, last: str) -> Match:
         """SGLang looks up the pages `keys`, which it lacks; `last` is the hash of the last one."""
-        self.match, self.last_hash = Match(self.own_tokens, keys=keys), last
+        self.match, self.missing, self.last_hash = Match(self.own_tokens), keys, last
         self.load_nothing()
         return self.match
+
+    def span(self, tokens: int) -> Span:
+        """So many tokens behind those that SGLang has."""
+        return Span(self.own_tokens, self.own_tokens + tokens)
 
     def load_nothing(self) -> None:
         """It loads no page. Idempotent."""
@@ -117,17 +120,18 @@ class Tracked(TrackedRequest):
 
     def forget_lookup(self) -> None:
         """Its latest lookup counts no more."""
-        self.match, self.last_hash = None, ""
+        self.match, self.missing, self.last_hash = None, None, ""
         self.load_nothing()
 
 
-def spans_of_process() -> OtelSpans | None:
-    """What makes spans of requests, if SGLang does in this process (`--enable-trace`)."""
+def traced_work() -> TracedWork:
+    """The loads that have spans: none, unless SGLang makes spans in this process
+    (`--enable-trace`)."""
     try:
         from sglang.srt.observability.trace import get_global_tracing_enabled
     except ImportError:  # a release that traces otherwise
-        return None
-    return make_spans(in_sglangs_spans) if get_global_tracing_enabled() else None
+        return TracedWork()
+    return TracedWork(make_spans(in_sglangs_spans) if get_global_tracing_enabled() else None)
 
 
 def in_sglangs_spans() -> ContextOf:

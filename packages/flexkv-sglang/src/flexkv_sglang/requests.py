@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's requests on the rank that decides, from SGLang's queue to their ends.
+"""SGLang's requests on the rank that decides, from SGLang's queue to their ends: their lookups,
+their hits, and the effects of their parameters.
 
 A linker sees hashes of the pages that SGLang lacks, and neither requests nor answers. SGLang's
 matches and the batches of its scheduler have the rest.
@@ -13,21 +14,38 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flexkv.client import CacheClient
+from flexkv.client import CacheClient, Hold
 from flexkv.engine.boundary import ErrorBoundary, in_turns
 from flexkv.engine.choice.chooser import LoadChooser
-from flexkv.engine.choice.cost import Span
 from flexkv.engine.recorder import Recorder
-from flexkv.engine.scheduler.spans import TracedWork
+from flexkv.engine.scheduler.options import OptionsReader, pin_owner, tenant_of
+from flexkv.engine.scheduler.reports import HitReports
+from flexkv.engine.side_figures import CacheFigures
+from flexkv_sglang.hashes import PageHashes, PromptPages
 from flexkv_sglang.keys import PageKeys
-from flexkv_sglang.reports import RequestReports
-from flexkv_sglang.request import Tracked, spans_of_process
+from flexkv_sglang.request import NO_MATCH, SglangRequest, Tracked, traced_work
 from flexkv_sglang.trailing import IN_HOST, TrailingPages
-from flexkv_sglang.tree import MissingPages, PageHashes
 from flexkv_sglang.waiting import WaitingRequests
 
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for ended requests. A check costs one call per running request."""
+
+_PARAMETERS = (
+    "load",
+    "max_load_tokens",
+    "pin",
+    "pin_seconds",
+    "pin_name",
+    "unpin",
+    "session",
+    "returns",
+    "retain_seconds",
+    "release",
+    "priority",
+    "demote",
+)
+"""Parameters of requests that FlexKV follows in SGLang's `custom_params`. SGLang stores pages of
+its tree, which have no request, and loads in one way."""
 
 
 @in_turns
@@ -35,17 +53,12 @@ class SglangRequests:
     """The requests of one engine. Single-threaded, but for operators; see `in_turns`.
 
     Args:
-        boundary: where errors of single requests end.
         recorder: of the requests; None if nothing is recorded. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
 
     Attributes:
-        boundary: as given.
-        figures: of the cache.
-        sessions: the conversations of the requests.
         waiting: those in SGLang's queue.
-        reports: where they begin and end.
-        traced: the loads that have spans.
+        keeping: how many requests that run pin or retain their blocks.
     """
 
     def __init__(
@@ -61,22 +74,23 @@ class SglangRequests:
         trailing: TrailingPages,
     ) -> None:
         self.boundary = boundary
+        self.keeping = 0
         self._cache = cache
         self._chooser = chooser
         self._page_size = page_size
         self._keys_of = page_keys.of
         self._trailing = trailing
-        self.reports = RequestReports(
-            cache,
-            chooser,
-            page_keys,
-            page_size=page_size,
-            trailing=trailing,
-            recorder=recorder,
-            options=options,
+        self._options = OptionsReader(options, _PARAMETERS, "custom_params")
+        self._options.set_media(cache.info.media)
+        # The worker's figures count this rank's errors, which must not count twice.
+        self.figures = CacheFigures(
+            cache, ErrorBoundary(), self._options.put_counts, lambda: chooser.prefill_cost
         )
-        self.figures, self.sessions = self.reports.figures, self.reports.sessions
-        self.traced = TracedWork(spans_of_process())
+        self._reports = HitReports(
+            cache, chooser, self.figures, recorder, page_size, keeps_others=False
+        )
+        self.sessions = self._reports.sessions
+        self.traced = traced_work()
         self.waiting = WaitingRequests(
             cache,
             chooser,
@@ -87,18 +101,14 @@ class SglangRequests:
             spans=self.traced.spans,
         )
         self._by_id: dict[str, Tracked] = {}
+        self._hashes: PageHashes | None = None  # none before the first step
         self._checked = time.monotonic()
 
     # Requests that wait.
 
-    def look_ahead(self, request: Any, prompt: MissingPages) -> None:
+    def look_ahead(self, request: Any, missing: PromptPages) -> None:
         """Find out what lower tiers have of the pages that SGLang lacks; see `WaitingRequests`."""
-        self.waiting.look_up(self._track(request), prompt)
-
-    def held(self, rids: Sequence[str], ended_batch: int) -> list[bool]:
-        """See `WaitingRequests.held`. `ended_batch`: the last batch whose loads have ended."""
-        self.waiting.shared.end_loads(ended_batch)
-        return self.waiting.held(rids)
+        self.waiting.look_up(self._track(request), missing)
 
     def matched(self, request: Any, own_tokens: int) -> None:
         """SGLang has searched its own cache for a request, and looks it up next."""
@@ -127,8 +137,7 @@ class SglangRequests:
         if not found:
             return 0
         blocks = found + trailing.count(trailing.of_hit(found))
-        span = Span(tracked.own_tokens, tracked.own_tokens + found * size)
-        choice = self._chooser.choose_load(span, blocks, whole=bool(trailing))
+        choice = self._chooser.choose_load(tracked.span(found * size), blocks, whole=bool(trailing))
         if choice.left is None:
             return found
         pages = 0 if trailing else choice.blocks
@@ -139,7 +148,7 @@ class SglangRequests:
 
     def loads(self, rid: str, hashes: Sequence[str], batch: int, transfer_id: int) -> int:
         """A request loads these pages in the batch of this number, by a transfer. Returns how many
-        of them lower tiers gave for it, also if an earlier load of these was cancelled."""
+        tokens of them lower tiers gave for it, also if an earlier load of these was cancelled."""
         self.waiting.shared.loads(rid, hashes[0], batch)
         tracked = self._by_id.get(rid)
         if tracked is None:
@@ -148,7 +157,7 @@ class SglangRequests:
         came = self.waiting.fetched(tracked, self._keys_of(hashes))
         tracked.loads = len(hashes)
         tracked.fetched = {medium: count * self._page_size for medium, count in came.items()}
-        return came.total()
+        return sum(tracked.fetched.values())
 
     def cancelled(self, rid: str, transfer_id: int | None) -> None:
         """A request loads nothing, by the transfer that it had. Idempotent."""
@@ -173,14 +182,14 @@ class SglangRequests:
         """
         if requests:
             self.waiting.shared.scheduled([each.rid for each in requests])
-        self.reports.hashes = hashes
+        self._hashes = hashes
         for request in requests:
             tracked = self._track(request)
             try:
                 self.waiting.leave(tracked)
                 # SGLang computes long prompts in chunks, and resumes retracted requests.
                 if not tracked.ran or tracked.loads:
-                    self.reports.began(tracked, hashes)
+                    self._began(tracked, hashes)
             finally:
                 tracked.forget_lookup()  # else the next chunk would report the load again
         now = time.monotonic()
@@ -200,19 +209,15 @@ class SglangRequests:
             tracked.prefix, tracked.prefix_end = None, None
         self.waiting.forget_keys()
 
-    def end_fetches(self) -> None:
-        """End all fetches from lower tiers. Idempotent."""
-        self.waiting.end_fetches()
-
     def close(self) -> None:
         """End the requests, the reports, the recorder and all fetches: each of them, also if
         another one fails."""
         with contextlib.ExitStack() as ends:
             ends.callback(self.figures.close)
-            ends.callback(self.reports.close)
+            ends.callback(self._reports.close)
             for tracked in [*self._by_id.values()]:
                 ends.callback(self._end, tracked)
-            ends.callback(self.end_fetches)
+            ends.callback(self.waiting.end_fetches)
 
     def _track(self, request: Any) -> Tracked:
         """The state of SGLang's request. It begins with the first call."""
@@ -221,12 +226,89 @@ class SglangRequests:
             return tracked
         if tracked is not None:
             self._end(tracked)  # an earlier one of the same id
-        tracked = self._by_id[request.rid] = self.reports.track(request)
-        self.reports.queued(tracked)
+        seen = SglangRequest(request)
+        tracked = self._by_id[request.rid] = Tracked(seen, self._options.of(seen))
+        self._reports.queued(seen, tracked.options)
         return tracked
 
+    def _began(self, tracked: Tracked, hashes: PageHashes) -> None:
+        """Report a request that SGLang computes next."""
+        request, size, loads = tracked.request, self._page_size, tracked.loads
+        match, last = tracked.match or NO_MATCH, tracked.last_hash
+        looked_up = tracked.missing or self._keys_of(())
+        own_tokens = max(0, request.num_computed_tokens - loads * size)
+        own_hashes = hashes.of_hit(tracked.sglang) if own_tokens else ()
+        if len(own_hashes) != own_tokens // size:
+            own_hashes = ()  # those of a streaming session are unknown
+        own = self._keys_of(own_hashes)
+        prompt = own + looked_up
+        if len(prompt) > max(0, request.num_prompt_tokens - 1) // size:
+            # The lookup is older than SGLang's own hit.
+            prompt, last = own + looked_up[:loads], ""
+        if len(own) == own_tokens // size:
+            tracked.prefix = prompt if last else own
+            tracked.prefix_end = last or next(reversed(own_hashes), None)
+        used: Sequence[bytes] = prompt[: len(own) + loads]
+        if self._trailing:
+            used = [*used, *self._trailing.keys_of_hit(used)]
+        if not tracked.ran:
+            tracked.ran = True
+            self.keeping += tracked.keeps
+        self._reports.allocated(
+            request,
+            tracked.options,
+            replace(match, local_tokens=own_tokens),
+            loads * size,
+            keys=(used, prompt),
+            fetched=tracked.fetched if tracked.match is not None and tracked.may_load else None,
+        )
+        self._keep(tracked, prompt)
+
     def _end(self, tracked: Tracked) -> None:
+        """Forget a request; report its end if it was computed."""
         del self._by_id[tracked.id]
-        self.waiting.leave(tracked)
-        if tracked.ran:
-            self.reports.ended(tracked)
+        try:
+            self.waiting.leave(tracked)
+        finally:
+            if tracked.ran:
+                self._ended(tracked)
+
+    def _ended(self, tracked: Tracked) -> None:
+        self.keeping -= tracked.keeps
+        made: list[Sequence[bytes]] = []
+
+        def all_keys() -> Sequence[bytes]:
+            if not made:
+                made.append(self._keys_at_end(tracked))
+            return made[0]
+
+        try:  # SGLang may fail to hash the pages
+            if tracked.keeps:
+                self._keep(tracked, all_keys())
+        finally:
+            self._reports.ended(
+                tracked.request,
+                all_keys,
+                lambda: self._trailing.keys_behind(all_keys()),
+                tracked.options,
+            )
+
+    def _keep(self, tracked: Tracked, keys: Sequence[bytes]) -> None:
+        """Pin or retain the blocks of a prefix that host memory has."""
+        request, options = tracked.request, tracked.options
+        if not (tracked.keeps and keys):
+            return
+        all_keys = [*keys, *self._trailing.keys_of_hit(keys)]
+        if options.pin:
+            self._cache.hold(Hold.PIN, all_keys, pin_owner(request, options), options.pin_seconds)
+        if options.retain_seconds is not None:
+            self._cache.hold(Hold.RETAIN, all_keys, tenant_of(request), options.retain_seconds)
+
+    def _keys_at_end(self, tracked: Tracked) -> Sequence[bytes]:
+        """The keys of all pages of a request's prompt and answer."""
+        known = self._keys_of(()) if tracked.prefix is None else tracked.prefix
+        if self._hashes is None:
+            return known
+        request = tracked.sglang
+        behind = self._hashes.behind(request, len(known), tracked.prefix_end if known else None)
+        return known + self._keys_of(behind)

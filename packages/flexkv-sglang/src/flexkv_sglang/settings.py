@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads FlexKV's settings from SGLang's command line."""
+"""Reads FlexKV's settings from SGLang's command line: those of the linker, and of HiCache."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from flexkv import CacheConfig, load_config
 from flexkv.settings import CONFIG_PATH_VARIABLE
-from flexkv.settings.without_effect import report_without_effect
+from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.types.errors import ConfigError
 
 _SOURCE = "--unified-cache-external-linker-config"
+_STORAGE_SOURCE = "--hicache-storage-backend-extra-config"
 _FILE = "config_file"
+_PAGES = "interface_v1"
+_OF_SGLANG = {"backend_name", "module_path", "class_name", _PAGES, "allocator"}
 
 LINKER_MODULE = "flexkv_sglang.linker"
 """The module that SGLang imports for FlexKV's linker."""
@@ -23,6 +27,10 @@ _IGNORED = {
     "load_mode": "SGLang's linker loads layer by layer",
 }
 """The settings that have no effect under SGLang's linker, with the reasons."""
+
+IGNORED_UNDER_HICACHE = engines_settings(
+    "HiCache decides what is stored and loaded", but=["log_level", "tenant"]
+)
 
 
 def read_settings(extra: dict[str, Any]) -> CacheConfig:
@@ -45,13 +53,30 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
     return load_config(values, _SOURCE, environ)
 
 
-def engines_of(settings: Any) -> int:
-    """How many engines a server has: replicas of the model (data parallelism), or groups of ranks
-    with a scheduler of their own (DP attention), of which SGLang allows one kind at a time.
+def read_storage_settings(extra: Mapping[str, object]) -> CacheConfig:
+    """As `read_settings`, under HiCache.
 
     Args:
-        settings: SGLang's resolved settings, where `--dp-size` stands for one kind or the other.
+        extra: `--hicache-storage-backend-extra-config`: SGLang's own keys, and FlexKV's settings.
+
+    Raises:
+        ConfigError: a setting is not allowed, or `interface_v1` is not set, without which SGLang
+            does not pass where its pages are.
     """
+    if not extra.get(_PAGES):
+        given = f"is {extra[_PAGES]!r}" if _PAGES in extra else "is missing"
+        raise ConfigError(
+            f"{_PAGES} {given} in {_STORAGE_SOURCE}; allowed: 1, with which HiCache passes where "
+            f"its pages are"
+        )
+    values = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+    return load_config(values, _STORAGE_SOURCE)
+
+
+def engines_of(settings: Any) -> int:
+    """How many engines a server has: replicas of the model (data parallelism), or groups of ranks
+    with a scheduler of their own (DP attention), of which SGLang allows one kind at a time. Of
+    SGLang's resolved settings, `--dp-size` stands for one kind or the other."""
     return int(settings.dp_size or 1) * int(getattr(settings, "attn_dp_size", 1) or 1)
 
 

@@ -9,7 +9,6 @@ decides. It sends each decision to the others within the same call, so that all 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -37,15 +36,10 @@ from flexkv_sglang.events import TierEvents
 from flexkv_sglang.keys import PageKeys
 from flexkv_sglang.ranks import Exchanges, Ranks
 from flexkv_sglang.requests import SglangRequests
-from flexkv_sglang.trailing import NO_LAST, NONE_TRAILING, TrailingPages
-
-logger = logging.getLogger("flexkv.sglang")
+from flexkv_sglang.trailing import NO_LAST, TrailingPages
 
 _NO_BATCH = -1
 """SGLang's number for a batch that waits for no load."""
-
-_BITS = 32
-"""Waiting requests of which one number between ranks says whether SGLang may schedule them."""
 
 _UNDER_WAY, _FAILED, _STORED = range(3)
 """States of an offload, as the first stage of a pipeline passes them on."""
@@ -53,9 +47,9 @@ _UNDER_WAY, _FAILED, _STORED = range(3)
 _PASSED_ON = 256
 """The most offloads whose ends are passed on in a step."""
 
-_FAILED_POLLS = 8
-"""Consecutive failed polls after which a rank ends all copies for good. SGLang keeps the pages of
-an offload until a poll finds its end."""
+_POLLING = "polling copies"
+"""If errors last here, the rank ends all copies for good: SGLang keeps the pages of an offload
+until a poll finds its end."""
 
 
 @in_turns
@@ -67,7 +61,7 @@ class RankSide:
         cache: of the engine, on rank 0; None on the others.
         may_wait: whether a request may have to wait for a lower tier; the same on all ranks.
         trailing: the pages of which a hit needs the last; the same on all ranks.
-        recorder, options: see `RequestReports`.
+        recorder, options: see `SglangRequests`.
 
     Attributes:
         staged: the loads of a pipeline; None if the engine has one stage.
@@ -76,8 +70,6 @@ class RankSide:
         delays: whether offloads should wait until SGLang is about to evict the pages, since they
             evict and nothing below host memory wants each block; the same on all ranks.
         delayed: the offloads that wait.
-        page_keys: makes the keys of pages.
-        requests: SGLang's requests; None on ranks other than 0.
     """
 
     def __init__(
@@ -89,10 +81,10 @@ class RankSide:
         page_size: int,
         chooser: LoadChooser,
         may_wait: bool,
-        trailing: TrailingPages = NONE_TRAILING,
+        trailing: TrailingPages,
         boundary: ErrorBoundary,
-        recorder: Recorder | None = None,
-        options: Collection[str] | None = None,
+        recorder: Recorder | None,
+        options: Collection[str] | None,
     ) -> None:
         self.may_wait = may_wait
         self.staged = ranks.loads
@@ -104,13 +96,12 @@ class RankSide:
         self._exchanges = Exchanges(ranks, boundary)
         self.delayed = DelayedOffloads(self._exchanges)
         self._cache = cache
-        self._page_size = page_size
         self.trailing = trailing
         self._chooser = chooser
         self.boundary = boundary
         self._origin = Origin()
         self._closed = self._batch_failed = False
-        self._step = self._failed_polls = 0
+        self._step = 0
         self._queued: dict[str, QueuedLoad] = {}
         self._pending: deque[Offload] = deque()
         self._passed_on: deque[int] = deque()
@@ -146,7 +137,11 @@ class RankSide:
     def may_change(self) -> bool:
         """Whether an operator may change the cache now, with the turn held. SGLang computes what a
         load no longer finds."""
-        return not (self._closed or self._failed_polls >= _FAILED_POLLS)
+        return not (self._closed or self._gave_up)
+
+    @property
+    def _gave_up(self) -> bool:
+        return _POLLING in self.boundary.given_up
 
     def watch(self) -> None:
         """Make `events`, on the rank that decides."""
@@ -184,26 +179,27 @@ class RankSide:
         """Queue a load for the next batch. All ranks return the same.
 
         Args:
-            rid: id of the request.
-            hashes: of the pages to load.
-            pages: numbers of the blocks that SGLang has allocated for them: its numbers of pages,
-                then those of `TrailingPages.blocks_of`; None after an error.
+            pages: numbers of the blocks that SGLang has allocated for the pages of `hashes`: its
+                numbers of pages, then those of `TrailingPages.blocks_of`; None after an error.
             last: how many of the last pages have one in pools apart, by the pool's name.
 
         Returns:
             False if the blocks have left host memory since the lookup, or a rank of the first stage
             has no `pages`. On a rank of a later stage that has none, the load fails.
         """
-        trailing, count = self.trailing, len(hashes)
-        named = pages is not None and len(pages) == count + trailing.count(last)
-        if not self._exchanges.ranks.all(named and last == trailing.of_hit(count)):
+        trailing, count, named = self.trailing, len(hashes), False
+        with self.boundary.guard("checking the pages of a load", "it is a miss", loses=False):
+            is_hit = last == trailing.of_hit(count)
+            named = is_hit and pages is not None and len(pages) == count + trailing.count(last)
+        if not self._exchanges.ranks.all(named):
             return False
         queued = QueuedLoad(CopyOrder(0, 0, [], []), fails=not named)
-        number, cell, count = self._decide(
-            "ordering a load",
-            "it is a miss",
-            lambda c: queued.lease(c, trailing.with_last(self.keys_of(hashes), last)),
-        )
+
+        def lease(cache: CacheClient) -> Decision:
+            keys = self.keys_of(hashes)
+            return queued.lease(cache, [*keys, *trailing.keys_of(keys, last)] if last else keys)
+
+        number, cell, count = self._decide("ordering a load", "it is a miss", lease)
         if not number:
             return False
         slots = self._exchanges.ranks.agree([*queued.order.slots], count)
@@ -211,13 +207,13 @@ class RankSide:
         self._queued[rid] = queued
         with self.boundary.guard("counting a hit", "it is not counted"):
             if self.requests is not None:
-                queued.fetched = self.requests.loads(rid, hashes, self._batch + 1, number)
+                queued.fetched_tokens = self.requests.loads(rid, hashes, self._batch + 1, number)
         return True
 
     def fetched_tokens(self, rid: str) -> int:
         """Tokens of a queued load that lower tiers gave; 0 on ranks that do not decide."""
         queued = self._queued.get(rid)
-        return 0 if queued is None else queued.fetched * self._page_size
+        return 0 if queued is None else queued.fetched_tokens
 
     def cancel(self, rid: str) -> bool:
         """Drop a queued load. Returns False if the request has none."""
@@ -239,10 +235,9 @@ class RankSide:
         may_change = self.may_wait or self.is_loading or not self._free_to_go.issuperset(rids)
         if rids and may_change:
             made = partial(self._held, rids)
-            count = -(-len(rids) // _BITS)
-            numbers = self._exchanges.decide(place, consequence, lambda: _packed(made()), count)
-            self._free_to_go = set() if any(numbers) else set(rids)
-            return [bool(numbers[at // _BITS] >> at % _BITS & 1) for at in range(len(rids))]
+            held = self._exchanges.decide(place, consequence, made, len(rids))
+            self._free_to_go = set() if any(held) else set(rids)
+            return [*map(bool, held)]
         # Without an exchange, as often as an idle or a full engine looks for requests.
         if not rids and self.leads:
             with self.boundary.guard(place, consequence):
@@ -315,10 +310,10 @@ class RankSide:
         behind: Behind = contextlib.nullcontext,
         last: Mapping[str, int] = NO_LAST,
     ) -> None:
-        """Store pages. SGLang must keep them until `take_offload` has returned for them.
+        """Store pages, in the order of the prompt. SGLang must keep them until `take_offload` has
+        returned for them.
 
         Args:
-            hashes: of the pages, in the order of the prompt.
             pages_of: returns the numbers of their blocks; None after an error, which fails the
                 offload. Not called if all are stored already.
             behind: the copies follow the work that SGLang has queued so far.
@@ -381,10 +376,17 @@ class RankSide:
         with self.boundary.guard("measuring a step", "its time is not measured", loses=False):
             step, self._step = self._step, 0
             self._chooser.timer.ended(step)
-        # A success after too many failures enables nothing: the copies have ended for good.
-        lasts = self._failed_polls >= _FAILED_POLLS
-        self._failed_polls = 0 if self._polled() and not lasts else self._failed_polls + 1
-        if self._failed_polls >= _FAILED_POLLS and self._gave_up():
+        with self.boundary.guard(_POLLING, "they are polled in the next step"):
+            self._worker.finished(StepOrders(has_forward=True))
+            self.poll()
+        if self.boundary.lasts(_POLLING):
+            self.boundary.gave_up(
+                _POLLING,
+                f"the copies of rank {self._exchanges.ranks.rank} end, SGLang gets their pages "
+                f"back, loads and stores are disabled",
+            )
+        # A success after that enables nothing: the copies have ended for good.
+        if self._gave_up and self._disabled():
             return len(self._pending)
         return len([*takewhile(lambda each: not each.transfer_id, self._pending)])
 
@@ -423,14 +425,14 @@ class RankSide:
         return self._forget(None if cache is None else partial(cache.reset, Reset.EMPTY))
 
     def _forget(self, forget: Callable[[], None] | None) -> bool:
-        if self._cache is None or forget is None or self._failed_polls >= _FAILED_POLLS:
+        if self._cache is None or forget is None or self._gave_up:
             return self._cache is None
         with self.boundary.guard(
             "clearing the cache", "nothing is loaded or stored until it succeeds", loses=False
         ):
             self._cache.reset(Reset.SUSPEND)
             if self.requests is not None:
-                self.requests.end_fetches()
+                self.requests.waiting.end_fetches()
             forget()
             return True
         return False
@@ -510,7 +512,7 @@ class RankSide:
     def _held(self, rids: Sequence[str]) -> list[bool]:
         assert self.requests is not None
         ended = self._ended_batch if self.is_loading else self._batch + 1
-        return self.requests.held(rids, ended)
+        return self.requests.waiting.held(rids, ended)
 
     def _decide(
         self, place: str, consequence: str, make: Callable[[CacheClient], Decision]
@@ -536,49 +538,23 @@ class RankSide:
             report = self._worker.report(orders)
             self._chooser.loaded(0.0 if report is None else report.load_rate)
 
-    def _polled(self) -> bool:
-        """Look for copies that have ended. Returns False after an error."""
-        with self.boundary.guard("polling copies", "they are polled in the next step"):
-            self._worker.finished(StepOrders(has_forward=True))
-            self.poll()
-            return True
-        return False
-
-    def _gave_up(self) -> bool:
+    def _disabled(self) -> bool:
         """End all copies for good, because no poll finds their ends and SGLang waits for them.
         Returns False after an error: the copies may still run."""
-        if self._failed_polls == _FAILED_POLLS:
-            logger.error(
-                "%d consecutive polls of copies failed on rank %d (see the first error above); its "
-                "copies end, SGLang gets their pages back, loads and stores are disabled; restart "
-                "the engine to use the cache again",
-                _FAILED_POLLS,
-                self._exchanges.ranks.rank,
-            )
         with self.boundary.guard("disabling the cache", "the next step tries again"):
             self._worker.stop_copying()
-            if self._cache is not None:
-                self._disable(self._cache)
+            if self._cache is not None and self.requests is not None:
+                for offload in self._pending:
+                    if offload.transfer_id:
+                        # Another rank may copy on, out of pages that SGLang gives to others.
+                        self._cache.end_transfer(offload.transfer_id, TransferEnd.DISCARD)
+                self._cache.reset(Reset.STOP)
+                self.requests.figures.note_activity()
+                self.requests.waiting.end_fetches()
             return True
         return False
-
-    def _disable(self, cache: CacheClient) -> None:
-        for offload in self._pending:
-            if offload.transfer_id:
-                # Another rank may copy on, out of pages that SGLang gives to others.
-                cache.end_transfer(offload.transfer_id, TransferEnd.DISCARD)
-        cache.reset(Reset.STOP)
-        if self.requests is not None:
-            self.requests.figures.note_activity()
-            self.requests.end_fetches()
 
     def poll(self) -> None:
         """Note the transfers that have ended, as the ranks' boards say."""
         if self._ordered is not None and self._ordered.poll() and self.requests is not None:
             self.requests.figures.note_activity()
-
-
-def _packed(held: Sequence[bool]) -> list[int]:
-    """One bit for each of these; the first has the lowest bit of the first number."""
-    parts = [held[start : start + _BITS] for start in range(0, len(held), _BITS)]
-    return [sum(each << bit for bit, each in enumerate(part)) for part in parts]

@@ -23,15 +23,9 @@ class DeviceSlots:
         self._host = torch.empty(0, dtype=torch.int64)
 
     def read(self, wanted: Sequence[tuple[torch.Tensor, int]]) -> list[list[int]] | None:
-        """The numbers of pages.
-
-        Args:
-            wanted: for each pool, token slots (a 1-D integer tensor) and the slots of a page.
-
-        Returns:
-            For each pool the number of each page, its first slot divided by the slots of a page;
-            None, and a line in the log, if the slots of a pool are no whole pages.
-        """
+        """For each pool the number of each page: its first slot divided by the slots of a page.
+        None, and a line in the log, if the slots of a pool are no whole pages. `wanted` has for
+        each pool token slots (a 1-D integer tensor) and the slots of a page."""
         if any(slots.numel() % size for slots, size in wanted):
             return self._refuse(wanted)
         counts = [slots.numel() // size for slots, size in wanted]

@@ -28,25 +28,14 @@ own messages on, one step after the other."""
 class StageLinks:
     """Messages between the ranks of a pipeline that have the same number in their stages.
     Single-threaded. A message is received without waiting, or once the other stage sends it.
-
-    Args:
-        group: SGLang's group of these ranks, whose messages are CPU tensors; borrowed.
-
-    Attributes:
-        stage: number of this stage, from 0.
-        stages: the number of stages.
-    """
+    `group` is SGLang's of these ranks, whose messages are CPU tensors; borrowed."""
 
     def __init__(self, group: Any) -> None:
         self.stage: int = torch.distributed.get_rank(group)
         self.stages: int = torch.distributed.get_world_size(group)
+        self.last = self.stages - 1
         self._group = group
         self._sent: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
-
-    @property
-    def last(self) -> int:
-        """Number of the last stage."""
-        return self.stages - 1
 
     def send(self, numbers: Sequence[int], stage: int, tag: int) -> None:
         """Send 64-bit integers to another stage, without waiting for it."""
@@ -87,7 +76,6 @@ class StagedLoads:
     its tree.
 
     Attributes:
-        links: to the other stages; borrowed.
         failed: ids of requests that SGLang is to abort; None if that is not decided now.
     """
 
@@ -106,11 +94,8 @@ class StagedLoads:
         request.skip_radix_cache_insert = True
 
     def computed(self, batch: int, rids: Iterable[str], landed: bool) -> None:
-        """This stage has computed a batch with loads, or at least queued all of it.
-
-        Args:
-            landed: whether all loads have succeeded on all ranks of this stage.
-        """
+        """This stage has computed a batch with loads, or at least queued all of it. `landed`:
+        whether all loads have succeeded on all ranks of this stage."""
         links, queued = self.links, self._queued
         self._queued = {}
         self._computed[batch] = [queued.pop(rid) for rid in rids if rid in queued]

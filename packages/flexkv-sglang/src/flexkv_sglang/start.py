@@ -64,18 +64,15 @@ class Engine:
 
 
 def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) -> RankSide:
-    """Meet the other ranks and start the mover; rank 0 makes the arena and the cache.
+    """Meet the other ranks and start the mover; rank 0 makes the arena and the cache. Returns the
+    side of this rank, which the caller closes.
 
     All ranks call this at the same time.
 
     Args:
         config: FlexKV's settings, with this engine's part of all sizes.
-        engine: SGLang's settings, model and version.
         pages: the pages of this rank; their tensors stay SGLang's.
         ranks: all ranks of the engine; borrowed by the side for its lifetime.
-
-    Returns:
-        The side of this rank. The caller closes it.
 
     Raises:
         FlexKVError: the pages cannot be copied, or the arena or a disk cannot be opened, on this
@@ -131,20 +128,20 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                 cache,
                 on_cores=engine.settings.device == "cpu" and ranks.stages == 1,
             )
+            size = engine.page_size
+            trailing = pages.trailing(-(-engine.window // size))
             side = RankSide(
                 worker,
                 ranks,
                 cache,
-                page_size=engine.page_size,
+                page_size=size,
                 chooser=chooser,
                 may_wait=bool(waits),
-                trailing=pages.trailing(-(-engine.window // engine.page_size)),
+                trailing=trailing,
                 boundary=boundary,
                 recorder=None
                 if cache is None
-                else make_recorder(
-                    config, "sglang", engine.page_size, cache.info.slot_bytes, chooser
-                ),
+                else make_recorder(config, "sglang", size, cache.info.slot_bytes, chooser),
                 options=config.request_options,
             )
             if is_served and not shares:
@@ -153,7 +150,7 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
             if cache is not None and side.requests is not None:
                 where = config.session_root, "sglang", worker.session.info.fingerprint
                 keys = side.page_keys.of_prompts(
-                    engine.page_size, is_bigram=engine.is_bigram, trailing=side.trailing
+                    size, is_bigram=engine.is_bigram, trailing=trailing
                 )
                 calls = OperatorCalls(
                     cache,
@@ -163,10 +160,9 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
                     poll=side.poll,
                     sessions=side.requests.sessions,
                     empty=side.empty,
-                    others=side.trailing.keys_behind,
+                    others=trailing.keys_behind,
                 )
-                figures = side.requests.figures
-                figures.report_health(*where, calls.open(*where))
+                side.requests.figures.report_health(*where, calls.open(*where))
         undo.pop_all()
         return side
 

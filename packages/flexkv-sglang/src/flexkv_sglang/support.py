@@ -84,10 +84,8 @@ def load_page_hash() -> None:
 
 
 def check_settings(settings: Any) -> None:
-    """Refuse settings of SGLang with which FlexKV cannot cache pages.
-
-    Args:
-        settings: SGLang's settings, as the user wrote them or as SGLang has resolved them.
+    """Refuse settings of SGLang, as the user wrote them or as SGLang has resolved them, with which
+    FlexKV cannot cache pages.
 
     Raises:
         ConfigError: a setting is not allowed. The message names it, its value and the allowed one.
@@ -202,11 +200,8 @@ def check_model(settings: Any, model: Any) -> None:
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
-    """Refuse a model that keeps state in a way of its own.
-
-    Args:
-        components: SGLang's components of the prefix cache, one for each kind of state.
-        params: SGLang's parameters of the prefix cache.
+    """Refuse a model that keeps state in a way of its own, by SGLang's components of the prefix
+    cache, one for each kind of state, and its parameters.
 
     Raises:
         LayoutError: there is state of another kind. The message names it.

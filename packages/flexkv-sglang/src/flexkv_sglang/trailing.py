@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv.client import CacheClient
+from flexkv.engine.scheduler.groups import Group, Groups, Reach
+from flexkv.engine.scheduler.match import longest_hit
 from flexkv.types.presence import Presence
 
 WINDOWS = "swa"
@@ -68,10 +70,6 @@ class TrailingPool:
         numbers = [(self.number + part).to_bytes(_NUMBER_BYTES, "big") for part in chosen]
         return [key[:_HASH_BYTES] + each + key[_HASH_BYTES:] for each in numbers for key in keys]
 
-    def last_of(self, pages: int) -> int:
-        """How many of the last pages of a hit it needs."""
-        return min(pages, self.reach)
-
 
 class TrailingPages:
     """The pages of all such pools of one engine; false if there are none.
@@ -80,7 +78,6 @@ class TrailingPages:
         pools: in the order of their blocks. Pools of one name have the same numbers of pages.
 
     Attributes:
-        pools: as given.
         have_states: whether there are recurrent states. A request computes on those that it has
             loaded, so that no other one finds them in SGLang's own cache.
     """
@@ -88,13 +85,18 @@ class TrailingPages:
     def __init__(self, pools: Iterable[TrailingPool] = ()) -> None:
         self.pools = tuple(pools)
         self.have_states = any(pool.are_states for pool in self.pools)
+        # A hit of so many pages needs the last of them, as a window of pages does.
+        self._groups = tuple(
+            Group(place, Reach.WINDOW, pool.reach + 1, 1, 1)
+            for place, pool in enumerate(self.pools)
+        )
 
     def __bool__(self) -> bool:
         return bool(self.pools)
 
     def of_hit(self, pages: int) -> dict[str, int]:
         """How many of the last pages of a hit of `pages` pages have one, by the pool's name."""
-        return {pool.name: pool.last_of(pages) for pool in self.pools}
+        return {pool.name: min(pages, pool.reach) for pool in self.pools}
 
     def count(self, last: Mapping[str, int]) -> int:
         """How many blocks `blocks_of` and `keys_of` have. `last`: as `of_hit` returns it."""
@@ -111,10 +113,6 @@ class TrailingPages:
         ends = [(pool, keys[len(keys) - last.get(pool.name, 0) :]) for pool in self.pools]
         return [key for pool, its in ends for key in pool.keys_of(its)]
 
-    def with_last(self, keys: Sequence[bytes], last: Mapping[str, int]) -> Sequence[bytes]:
-        """The keys of a prefix, followed by `keys_of`."""
-        return [*keys, *self.keys_of(keys, last)] if last else keys
-
     def keys_behind(self, keys: Sequence[bytes]) -> list[bytes]:
         """The keys of all blocks that these pages may have beside those of full attention."""
         return [key for pool in self.pools for key in pool.keys_of(keys)]
@@ -126,72 +124,55 @@ class TrailingPages:
     def longest(
         self, cache: CacheClient, keys: Sequence[bytes], places: Collection[Presence]
     ) -> int:
-        """How many of these pages a hit may have at most, so that all that it needs before its end
-        is in `places`; 0 if there is no such end near that of `keys`.
-
-        Args:
-            keys: keys of consecutive pages behind those that SGLang has itself.
-        """
-        end, last = len(keys), max(0, len(keys) - _SEARCHED_MOST)
-        searches = [_Search(cache, pool, keys, places) for pool in self.pools]
-        agreed = 0
-        while agreed < len(searches):
-            for search in searches:
-                shorter = search.end_up_to(end, last)
-                agreed = agreed + 1 if shorter == end else 1
-                end = shorter
-        return end
+        """How many of these consecutive pages a hit may have at most, so that all that it needs
+        before its end is in `places`; 0 if there is no such end near that of `keys`."""
+        if not self.pools:
+            return len(keys)
+        present = _PartsPresent(cache, self.pools, keys, places)
+        return longest_hit(Groups(self._groups, 1), present, 0, len(keys))
 
 
-class _Search:
-    """What a pool has of the pages of a prefix, from its end on."""
+class _PartsPresent:
+    """See `Present`; blocks and tokens are pages of a prefix. Those far before its end count as
+    missing."""
 
     def __init__(
         self,
         cache: CacheClient,
-        pool: TrailingPool,
+        pools: Sequence[TrailingPool],
         keys: Sequence[bytes],
         places: Collection[Presence],
     ) -> None:
         self._cache = cache
-        self._pool = pool
+        self._pools = pools
         self._keys = keys
         self._places = places
-        self._known = len(keys)
-        self._begun: dict[int, bool] = {}
+        # By pool, from the end of the prefix backwards, whether the first part of a page is there.
+        self._known: list[list[bool]] = [[] for _ in pools]
 
-    def end_up_to(self, end: int, last: int) -> int:
-        """The end, up to `end`, before which all is there that a hit needs; 0 if there is none
-        behind page `last`."""
-        while end > last:
-            begin = end - self._pool.last_of(end)
-            gap = next((page for page in range(end - 1, begin - 1, -1) if not self._has(page)), -1)
-            if gap < 0:
-                gap = self._gap(begin, end)
-            if gap < 0:
-                return end
-            end = gap
-        return 0
+    def first_missing(self, group: Group, start: int, stop: int) -> int:
+        """Never called: no pool reaches everywhere."""
+        raise NotImplementedError
 
-    def _has(self, page: int) -> bool:
-        """Whether the first part of a page is there: most pages have no part."""
-        while page < self._known:
-            end = self._known
-            self._known = max(0, end - max(self._pool.last_of(end), _SEARCHED_PAGES))
-            there = self._there(self._known, end, range(1))
-            self._begun |= zip(range(self._known, end), there, strict=True)
-        return self._begun[page]
+    def last_missing(self, group: Group, start: int, stop: int) -> int | None:
+        """See `Present.last_missing`. Most pages have no part, so that the others are looked up
+        where the first is there."""
+        pool, known, end = self._pools[group.index], self._known[group.index], len(self._keys)
+        if stop <= end - _SEARCHED_MOST:
+            return 0
+        first = end - len(known)
+        if start < first:
+            begin = max(0, min(start, first - _SEARCHED_PAGES))
+            known += reversed(self._there(pool, begin, first, range(1)))
+        if False in known[end - stop : end - start]:
+            return end - 1 - known.index(False, end - stop)
+        there = self._there(pool, start, stop, range(1, pool.parts))
+        count = stop - start
+        pages = (page for page in reversed(range(count)) if not all(there[page::count]))
+        return next((start + page for page in pages), None)
 
-    def _gap(self, begin: int, end: int) -> int:
-        """The last of some pages that lacks a part other than the first; -1 if none does."""
-        parts = range(1, self._pool.parts)
-        there = self._there(begin, end, parts)
-        count = end - begin
-        gaps = (end - 1 - i for i in range(count) if not all(there[count - 1 - i :: count]))
-        return next(gaps, -1)
-
-    def _there(self, begin: int, end: int, parts: range) -> list[bool]:
-        keys = self._pool.keys_of(self._keys[begin:end], parts)
+    def _there(self, pool: TrailingPool, start: int, stop: int, parts: range) -> list[bool]:
+        keys = pool.keys_of(self._keys[start:stop], parts)
         return [each in self._places for each in self._cache.presence(keys)] if keys else []
 
 

@@ -24,9 +24,9 @@ from flexkv.engine.scheduler.fetches import Fetches, fetched_blocks
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.engine.scheduler.spans import OtelSpans
 from flexkv.types.changes import Medium
+from flexkv_sglang.hashes import PromptPages
 from flexkv_sglang.request import Tracked
 from flexkv_sglang.trailing import OBTAINABLE, TrailingPages
-from flexkv_sglang.tree import MissingPages
 
 
 class SharedPrefixes:
@@ -49,13 +49,8 @@ class SharedPrefixes:
         self._unsure: set[str] = set()
 
     def waits(self, rid: str, page: str, kind: Hashable) -> None:
-        """Note a waiting request.
-
-        Args:
-            rid: id of the request.
-            page: hash of the first page that SGLang's own cache lacks.
-            kind: SGLang may schedule requests of one kind before those of another.
-        """
+        """A request waits, of whose pages SGLang's own cache lacks `page` first. SGLang may
+        schedule requests of one kind before those of another."""
         self._first[rid] = page, kind
 
     def is_unsure(self, rid: str) -> bool:
@@ -91,12 +86,8 @@ class SharedPrefixes:
             self._first.pop(rid, None)
 
     def held(self, rids: Sequence[str], others: Sequence[bool]) -> list[bool]:
-        """Which requests SGLang must not schedule yet.
-
-        Args:
-            rids: all waiting requests, in the order of SGLang's queue; the rest is forgotten.
-            others: which of them wait for another reason.
-        """
+        """Which of the waiting requests, in the order of SGLang's queue, SGLang must not schedule
+        yet. All others are forgotten. `others`: which of them wait for another reason."""
         first: dict[str, tuple[str, Hashable]] = {}
         leaders: dict[tuple[str, Hashable], bool | None] = {}
         held = list(others)
@@ -157,8 +148,6 @@ class _Look:
     """A request whose pages are looked up, from the first that SGLang lacks on.
 
     Attributes:
-        tracked: the request, with the fetch of its pages.
-        prompt: its pages.
         hashed: how many pages are hashed.
         before: the hash of the last of them.
         keys: keys of hashed pages whose fetch has not begun.
@@ -170,7 +159,7 @@ class _Look:
     """
 
     tracked: Tracked
-    prompt: MissingPages
+    prompt: PromptPages
     hashed: int = 0
     before: str | None = None
     keys: Sequence[bytes] = ()
@@ -184,9 +173,6 @@ class _Look:
 class WaitingRequests:
     """The waiting requests of one engine, on the rank that decides. Single-threaded, but for
     operators; see `in_turns`.
-
-    Args:
-        spans: takes what was fetched for requests; None if SGLang does not trace them.
 
     Attributes:
         boundary: where errors of single requests end.
@@ -203,7 +189,6 @@ class WaitingRequests:
         boundary: ErrorBoundary,
         trailing: TrailingPages,
         spans: OtelSpans | None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.shared = SharedPrefixes(lambda page: bool(cache.lookup(keys_of([page]))))
         self._cache = cache
@@ -213,7 +198,7 @@ class WaitingRequests:
         self._keys_of = keys_of
         self.boundary = boundary
         self._trailing = trailing
-        self._clock = clock
+        self._clock = time.perf_counter
         self._seen: dict[str, _Look | None] = {}
         self._unfinished: dict[str, _Look] = {}
 
@@ -229,7 +214,7 @@ class WaitingRequests:
         self._seen.setdefault(rid)
         return new or self.shared.is_unsure(rid)
 
-    def look_up(self, tracked: Tracked, prompt: MissingPages) -> None:
+    def look_up(self, tracked: Tracked, prompt: PromptPages) -> None:
         """Find out what lower tiers have of a request's pages, and begin to read it, in further
         calls of `go_on`. SGLang may schedule requests of one priority before those of another."""
         if self._cache.info.may_fetch and tracked.fetch is None:
@@ -255,7 +240,7 @@ class WaitingRequests:
             if self._clock() >= end:
                 return
 
-    def held(self, rids: Sequence[str]) -> list[bool]:
+    def held(self, rids: Sequence[str], ended_batch: int) -> list[bool]:
         """Which requests SGLang must not schedule yet: a lower tier is expected to give blocks of
         them sooner than computing would, it is not known yet whether one has any, or another
         request loads their first page.
@@ -263,7 +248,9 @@ class WaitingRequests:
         Args:
             rids: all waiting requests, in the order of SGLang's queue. Fetches for any other
                 request end: those requests have left the queue.
+            ended_batch: the last batch whose loads have ended.
         """
+        self.shared.end_loads(ended_batch)
         for rid in self._seen.keys() - set(rids):
             self._end(rid)
             del self._seen[rid]  # not before: an error would lose the fetch
@@ -284,9 +271,12 @@ class WaitingRequests:
             self._end(tracked.id)
 
     def forget_keys(self) -> None:
-        """From now on, pages have other keys."""
+        """From now on, pages have other keys. Fetches by earlier ones end with their requests, and
+        none begins. Raises nothing."""
         self._unfinished.clear()
         self.shared.clear()
+        for look in filter(None, self._seen.values()):
+            look.seen.clear()
 
     def end_fetches(self) -> None:
         """End the fetches of all requests. Idempotent."""

@@ -4,36 +4,21 @@ last pages before certain lengths of the prefix."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-class Need(enum.Enum):
-    """The pages of a pool that a prefix needs. The values are SGLang's."""
+class PoolPages(NamedTuple):
+    """For each page of the prompt whether a pool other than the KV pool has it; and how many pages
+    before its end a prefix needs, None for all."""
 
-    ALL = "all_pages"
-    TRAILING = "trailing_pages"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPages:
-    """The stored pages of a pool other than the KV pool.
-
-    Attributes:
-        need: which pages a prefix needs.
-        present: for each page of the prompt whether it is stored.
-        trailing: how many pages before its end a prefix needs, for `Need.TRAILING`.
-    """
-
-    need: Need
     present: Sequence[bool]
-    trailing: int = 1
+    trailing: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The prefixes that can be restored. Lengths count pages.
+class Hit(NamedTuple):
+    """The prefixes that can be restored, as SGLang's `PoolTransferResult` has them. Lengths count
+    pages.
 
     Attributes:
         pages: length of the longest prefix that all pools have.
@@ -53,7 +38,7 @@ def leading(present: Sequence[bool]) -> int:
 
 
 def find_hit(name: str, kv: Sequence[bool], others: Mapping[str, PoolPages]) -> Hit:
-    """Find the prefixes that can be restored."""
+    """Find the prefixes that can be restored. `name` is that of the KV pool."""
     pages = leading(kv)
     by_pool = {name: pages} if pages else {}
     restorable = set(range(1, pages + 1))
@@ -71,7 +56,6 @@ def _lengths(pool: PoolPages, longest: int) -> set[int]:
     run = 0
     for length, present in enumerate(pool.present[:longest], 1):
         run = run + 1 if present else 0
-        needed = length if pool.need is Need.ALL else min(pool.trailing, length)
-        if run >= needed:
+        if run >= min(length, pool.trailing or length):
             lengths.add(length)
     return lengths

@@ -7,7 +7,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,44 +15,11 @@ from flexkv.layout.block_format import SLOT_ALIGNMENT
 from flexkv.types.errors import LayoutError
 from flexkv.types.mover import Direction
 
-_GEOMETRY = (
-    "layout",
-    "dtype",
-    "page_size",
-    "layer_num",
-    "start_layer",
-    "end_layer",
-    "head_num",
-    "head_dim",
-    "v_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "storage_format_tag",
-)
+_GEOMETRY = """
+    layout dtype page_size layer_num start_layer end_layer head_num head_dim v_head_dim
+    kv_lora_rank qk_rope_head_dim storage_format_tag
+"""
 """Attributes of SGLang's pools that decide the bytes of a page. Not every pool has all of them."""
-
-
-class HostPool(Protocol):
-    """The part of SGLang's `HostKVCache` that FlexKV uses.
-
-    Attributes:
-        page_size: tokens of a page.
-        layout: order of the dimensions, such as `page_first`.
-    """
-
-    page_size: int
-    layout: str
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Find the pieces of pages, page after page. Every page has the same number of pieces.
-
-        Args:
-            indices: indices of all tokens of the pages, int64.
-
-        Returns:
-            Addresses of the pieces, and their sizes in bytes.
-        """
-        ...
 
 
 class PagePool:
@@ -60,11 +27,11 @@ class PagePool:
 
     Args:
         name: SGLang's name of the pool.
-        pool: the pool; borrowed. SGLang keeps its memory at one address while it serves.
+        pool: SGLang's `HostKVCache`; borrowed. SGLang keeps its memory at one address while it
+            serves. Its `get_page_buffer_meta` finds the pieces of pages, of which every page has as
+            many.
 
     Attributes:
-        name: see above.
-        page_tokens: tokens of a page.
         page_bytes: bytes of a page, the sum of its pieces.
         slot_bytes: bytes of a block that holds a page, a multiple of 4 KiB.
         traits: what the bytes of a page depend on, apart from model and rank.
@@ -73,7 +40,7 @@ class PagePool:
         LayoutError: the pool does not report where its pages are, or has none.
     """
 
-    def __init__(self, name: str, pool: HostPool) -> None:
+    def __init__(self, name: str, pool: Any) -> None:
         self.name = name
         self._pool = pool
         self.page_tokens = int(pool.page_size)
@@ -83,19 +50,13 @@ class PagePool:
         self.traits = [
             name,
             type(pool).__name__,
-            *(f"{trait} {getattr(pool, trait, None)}" for trait in _GEOMETRY),
+            *(f"{trait} {getattr(pool, trait, None)}" for trait in _GEOMETRY.split()),
             f"pieces {self._pieces}",
         ]
 
     def first_tokens(self, indices: torch.Tensor, pages: int) -> Sequence[int]:
-        """The indices of the first tokens of pages.
-
-        Args:
-            indices: indices of all their tokens, int64, page after page.
-
-        Raises:
-            ValueError: the number of indices does not match `pages`.
-        """
+        """The indices of the first tokens of pages. `indices` are those of all their tokens, int64,
+        page after page; as many as `pages` have, else this raises ValueError."""
         if indices.numel() != pages * self.page_tokens:
             raise ValueError(
                 f"{indices.numel()} indices for {pages} pages of {self.page_tokens} tokens"

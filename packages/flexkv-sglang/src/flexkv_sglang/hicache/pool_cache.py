@@ -16,17 +16,21 @@ from flexkv.client import CacheClient
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.engine.open_rank import closed_on_error, open_rank
 from flexkv.engine.start import make_cache
+from flexkv.engine.weights import digest
 from flexkv.host.arena import Arena
 from flexkv.library.page_copies import Copier, PageCopy, PageLoad, PageStore, find_pages, leading
 from flexkv.session import Session, Shard
 from flexkv.settings import CacheConfig
 from flexkv.types.mover import Direction, Status
+from flexkv_sglang.hicache.epochs import epoch_of
 from flexkv_sglang.hicache.pool import PagePool
 
 logger = logging.getLogger("flexkv.sglang")
 
 _STORED_BYTES = 64 << 20
 """Bytes of the slots that are granted ahead: a drive of 4 GB/s writes them in 16 ms."""
+_CALL_SECONDS = 8.0
+"""The most seconds of a call. SGLang waits 10 s for its threads before it gives up a flush."""
 
 
 class HostPageMover:
@@ -66,26 +70,18 @@ class PoolCache:
         session: holds the arena; owned.
         cache: of the service; owned.
         pool: the pages; borrowed.
-        epoch: of the keys.
-        call_seconds: every call gives up after this time.
 
     Attributes:
         fingerprint: names the pages that share the service's pool.
     """
 
     def __init__(
-        self,
-        session: Session,
-        cache: CacheClient,
-        pool: PagePool,
-        epoch: KeyEpoch,
-        call_seconds: float,
+        self, session: Session, cache: CacheClient, pool: PagePool, epoch: KeyEpoch
     ) -> None:
         self._session = session
         self.fingerprint = session.info.fingerprint
-        self._mover = HostPageMover(pool, session.arena)
-        self._copier = Copier(cache, session.arena, self._mover, lambda: 0, epoch)
-        self._call_seconds = call_seconds
+        mover = HostPageMover(pool, session.arena)
+        self._copier = Copier(cache, session.arena, mover, lambda: 0, epoch)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each page whether it can be read. Behind the first that no tier has, shared stores
@@ -93,31 +89,17 @@ class PoolCache:
         return find_pages(self._copier, keys)
 
     def read(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
-        """Read pages up to the first that cannot be read.
-
-        Args:
-            keys: their keys.
-            pages: the indices of their first tokens.
-
-        Returns:
-            How many were read, from the first on.
-        """
+        """Read pages up to the first that cannot be read. Returns how many were read. `pages` are
+        the indices of their first tokens."""
         with self._copier.use():
             load = PageLoad(self._copier, keys, pages)
             self._copier.advance()
-        return self._end(load, time.monotonic() + self._call_seconds)
+        return self._end(load, time.monotonic() + _CALL_SECONDS)
 
     def write(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
-        """Write pages up to the first for which there is no room. Waits until lower tiers have
-        made room.
-
-        Args:
-            keys, pages: see `read`.
-
-        Returns:
-            How many the cache has now, from the first on.
-        """
-        late = time.monotonic() + self._call_seconds
+        """Write pages up to the first for which there is no room; see `read`. Waits until lower
+        tiers have made room. Returns how many the cache has now, from the first on."""
+        late = time.monotonic() + _CALL_SECONDS
         with self._copier.use():
             own = self._copier.stored_keys(keys)
         for _ in range(2):  # what was begun before a clear of the service's pool is not published
@@ -179,25 +161,15 @@ class PoolCache:
 
 
 def open_pool_cache(
-    config: CacheConfig,
-    pool: PagePool,
-    *,
-    model: str,
-    fingerprint: str,
-    identity: Sequence[str],
-    epoch: KeyEpoch,
-    call_seconds: float,
+    config: CacheConfig, pool: PagePool, model: str, identity: Sequence[str]
 ) -> PoolCache:
-    """Attach a pool to the service.
-
-    Args:
-        pool: the pool; borrowed until the cache is closed.
-        model: the name by which the service finds the sizes of its pool.
-        fingerprint: names the pages that share the service's pool.
+    """Attach a pool, borrowed until the cache is closed, to the service. The service finds the
+    sizes of its pool by the name `model`; pools of the same `identity` share pages.
 
     Raises:
         ArenaError: no service answers, or it refuses the pool.
     """
+    fingerprint = digest(identity)
     shard = Shard(0, fingerprint, 1, pool.page_bytes, identity=tuple(identity))
     session, _ = open_rank(config, None, shard, 1, lambda arena, threads: None, model=model)
     with closed_on_error(session):
@@ -210,4 +182,4 @@ def open_pool_cache(
         )
         slots = cache.info.num_slots
         logger.info("FlexKV keeps pages of HiCache's pool %r in %d blocks", pool.name, slots)
-        return PoolCache(session, cache, pool, epoch, call_seconds)
+        return PoolCache(session, cache, pool, epoch_of(fingerprint))

@@ -11,12 +11,15 @@ from threads of its own, and waits for the answer.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sglang import __version__ as sglang_version
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -26,21 +29,18 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_server_args
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.settings import GIB, configure_logging
 from flexkv.settings.without_effect import report_without_effect
-from flexkv_sglang.hicache.backend_settings import IGNORED, read_settings
-from flexkv_sglang.hicache.engine import (
-    check_engine,
-    engine_copies,
-    keeps_on_disk,
-    model_traits,
-    served_as,
-)
-from flexkv_sglang.hicache.hits import Hit, Need, PoolPages, find_hit, leading
+from flexkv.types.errors import EngineVersionError
+from flexkv_sglang.compat import STORAGE
+from flexkv_sglang.hicache.hits import Hit, PoolPages, find_hit, leading
 from flexkv_sglang.hicache.place import Place
 from flexkv_sglang.hicache.stores import PoolStores
+from flexkv_sglang.identity import model_identity, outlives_process, served_model
+from flexkv_sglang.settings import IGNORED_UNDER_HICACHE, engines_of, read_storage_settings
 from flexkv_sglang.support import load_page_hash
 
 _KV = str(PoolName.KV)
@@ -59,20 +59,23 @@ class FlexKVStorage(HiCacheStorage):
     """
 
     def __init__(self, config: HiCacheStorageConfig, options: dict[str, Any]) -> None:
-        settings = read_settings(config.extra_config or {}, None)
+        settings = read_storage_settings(config.extra_config or {})
         configure_logging(settings)
         if settings.enable and config.tp_rank == config.pp_rank == 0:
-            report_without_effect(settings, IGNORED)
-        check_engine()
+            report_without_effect(settings, IGNORED_UNDER_HICACHE)
+        _check_engine()
         load_page_hash()
         self._boundary = ErrorBoundary()
         self._counts = bool(config.enable_storage_metrics)
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
         self._writes: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
         self._stores: PoolStores | None = None
-        if settings.enable and keeps_on_disk():
-            place = Place.of(config, engine_copies())
-            self._stores = PoolStores(settings, place, model_traits(), self._boundary, served_as())
+        engine = get_server_args()
+        if settings.enable and outlives_process(engine):
+            model = model_identity(engine, ModelConfig.from_server_args(engine), sglang_version)
+            place = Place.of(config, engines_of(engine))
+            served_as = served_model(engine)
+            self._stores = PoolStores(settings, place, model, self._boundary, served_as)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -103,15 +106,13 @@ class FlexKVStorage(HiCacheStorage):
         hit = Hit(0, {}, [])
         with self._boundary.guard("batch_exists_v2", "pages count as missing"):
             others = {
-                str(transfer.name): PoolPages(
-                    Need(transfer.hit_policy.value),
-                    self._contains(str(transfer.name), keys, extra_info),
-                    max(1, len(transfer.keys or ())),
+                str(each.name): PoolPages(
+                    self._contains(str(each.name), keys, extra_info), _trailing(each)
                 )
-                for transfer in pool_transfers or ()
+                for each in pool_transfers or ()
             }
             hit = find_hit(_KV, self._contains(_KV, keys, extra_info), others)
-        return PoolTransferResult(hit.pages, dict(hit.by_pool), hit.restorable)
+        return PoolTransferResult(*hit)
 
     def batch_get_v1(
         self,
@@ -208,38 +209,53 @@ class FlexKVStorage(HiCacheStorage):
             return [False] * len(keys)
         return self._stores.contains(pool, keys, _before(extra))
 
-    def _get(
+    def _get(self, *call: Any) -> list[bool]:
+        return self._copy(PoolStores.get, *call, calls=self._reads)
+
+    def _set(self, *call: Any) -> list[bool]:
+        return self._copy(PoolStores.set, *call, calls=self._writes)
+
+    def _copy(
         self,
+        copy: Callable[..., list[bool]],
         pool: str,
         keys: Sequence[str],
         indices: torch.Tensor | None,
         extra: HiCacheStorageExtraInfo | None,
+        *,
+        calls: deque[tuple[int, float]],
     ) -> list[bool]:
-        if self._stores is None:
+        """Read or write pages, and note pages and GiB/s in `calls`."""
+        stores, begin = self._stores, time.monotonic()
+        if stores is None:
             return [False] * len(keys)
-        begin = time.monotonic()
-        read = self._stores.get(pool, keys, indices, _before(extra))
-        self._count(self._reads, pool, leading(read), begin)
-        return read
-
-    def _set(
-        self,
-        pool: str,
-        keys: Sequence[str],
-        indices: torch.Tensor | None,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> list[bool]:
-        if self._stores is None:
-            return [False] * len(keys)
-        begin = time.monotonic()
-        written = self._stores.set(pool, keys, indices, _before(extra))
-        self._count(self._writes, pool, leading(written), begin)
-        return written
-
-    def _count(self, calls: deque[tuple[int, float]], pool: str, pages: int, begin: float) -> None:
-        if self._counts and pages and self._stores is not None:
-            size = pages * self._stores.page_bytes(pool)
+        copied = copy(stores, pool, keys, indices, _before(extra))
+        pages = leading(copied)
+        if self._counts and pages:
+            size = pages * stores.page_bytes(pool)
             calls.append((pages, size / GIB / max(time.monotonic() - begin, 1e-9)))
+        return copied
+
+
+def _check_engine() -> None:
+    """Refuse an SGLang whose HiCache uses the same key for pages of different tenants.
+
+    Raises:
+        EngineVersionError: this SGLang is refused. The message names its version and the allowed
+            ones.
+    """
+    if not hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed"):
+        raise EngineVersionError(
+            f"SGLang {sglang_version} is installed, whose HiCache names pages by their tokens "
+            f"alone, so that requests with another extra_key or LoRA adapter would get them; "
+            f"allowed: {STORAGE}"
+        )
+
+
+def _trailing(transfer: PoolTransfer) -> int | None:
+    """How many pages of a pool before its end a prefix needs; None for all."""
+    needs = {"all_pages": None, "trailing_pages": max(1, len(transfer.keys or ()))}
+    return needs[transfer.hit_policy.value]
 
 
 def _before(extra: HiCacheStorageExtraInfo | None) -> Sequence[str]:

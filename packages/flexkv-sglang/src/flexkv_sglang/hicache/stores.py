@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.engine.weights import digest
 from flexkv.eviction import AUTO
 from flexkv.service.ask import clear_pools
 from flexkv.service.pool_sizes import PoolSize
 from flexkv.service.private_service import PrivateService, start_private
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ConfigError
-from flexkv_sglang.hicache.epochs import engine_name, epoch_of
+from flexkv_sglang.hicache.epochs import engine_name
 from flexkv_sglang.hicache.place import Place
-from flexkv_sglang.hicache.pool import HostPool, PagePool
+from flexkv_sglang.hicache.pool import PagePool
 from flexkv_sglang.hicache.pool_cache import PoolCache, open_pool_cache
 
 logger = logging.getLogger("flexkv.sglang")
 
-CALL_SECONDS = 8.0
-"""The most seconds of a call. SGLang waits 10 s for its threads before it gives up a flush."""
 _MEMORY_GB = 1.0
 """Host memory of a rank's pools together, in GiB, if the settings have none: pages pass through it
 to and from lower tiers. A call brings 128 pages."""
@@ -80,7 +78,7 @@ class PoolStores:
         self._private: PrivateService | None = None
         self._root = f"{config.session_root}/hicache-{engine_name()}"
 
-    def add(self, name: str, pool: HostPool) -> None:
+    def add(self, name: str, pool: Any) -> None:
         """Add a pool. It replaces a pool of the same name. Once the pools are open, a new one is
         refused with a warning, and all of its pages are misses.
 
@@ -123,12 +121,8 @@ class PoolStores:
                     self._close(opened)
 
     def contains(self, pool: str, keys: Sequence[str], before: Sequence[str] = ()) -> list[bool]:
-        """For each page whether it can be read now.
-
-        Args:
-            before: keys of the pages before them in the prompt, which SGLang has itself. They count
-                as used.
-        """
+        """For each page whether it can be read now. `before` are keys of the pages before them in
+        the prompt, which SGLang has itself. They count as used."""
         present = [False] * len(keys)
         with self._boundary.guard("contains", "pages count as missing"):
             cache = self._cache(pool)
@@ -153,14 +147,10 @@ class PoolStores:
         Returns:
             For each page whether it was read and verified. The memory of the others is undefined.
         """
-        read = 0
+        copied = 0
         with self._boundary.guard("get", "pages count as missing"):
-            cache = self._cache(pool)
-            if cache is not None and indices is not None:
-                pages = self._pools[pool].first_tokens(indices, len(keys))
-                read = cache.read(_encoded(keys), pages)
-                cache.touch(_encoded([*before, *keys[:read]]))
-        return _first(read, len(keys))
+            copied = self._copy(PoolCache.read, pool, keys, indices, before)
+        return [page < copied for page in range(len(keys))]
 
     def set(
         self,
@@ -169,25 +159,29 @@ class PoolStores:
         indices: torch.Tensor | None,
         before: Sequence[str] = (),
     ) -> list[bool]:
-        """Write pages from the host pool, up to the first for which there is no room. Lower tiers
-        get them afterwards.
-
-        Args:
-            keys: SGLang's keys of the pages, in the order of the prompt.
-            indices: indices of all their tokens in the host pool, int64; None for no tokens.
-            before: see `contains`.
-
-        Returns:
-            For each page whether the service has it now.
-        """
-        written = 0
+        """Write pages from the host pool, in the order of the prompt, up to the first for which
+        there is no room. Lower tiers get them afterwards. Returns for each page whether the service
+        has it now. `indices` and `before`: see `get`."""
+        copied = 0
         with self._boundary.guard("set", "pages are not kept"):
-            cache = self._cache(pool)
-            if cache is not None and indices is not None:
-                pages = self._pools[pool].first_tokens(indices, len(keys))
-                written = cache.write(_encoded(keys), pages)
-                cache.touch(_encoded([*before, *keys[:written]]))
-        return _first(written, len(keys))
+            copied = self._copy(PoolCache.write, pool, keys, indices, before)
+        return [page < copied for page in range(len(keys))]
+
+    def _copy(
+        self,
+        copy: Callable[[PoolCache, Sequence[bytes], Sequence[int]], int],
+        pool: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        before: Sequence[str],
+    ) -> int:
+        cache = self._cache(pool)
+        if cache is None or indices is None:
+            return 0
+        names = _encoded(keys)
+        copied = copy(cache, names, self._pools[pool].first_tokens(indices, len(keys)))
+        cache.touch([*_encoded(before), *names[:copied]])
+        return copied
 
     def clear(self) -> None:
         """Forget all pages of this rank. Pages that are written later are found until the server
@@ -240,16 +234,8 @@ class PoolStores:
             f"pool: {', '.join(pool.traits)}",
             f"ranks: {', '.join(place.traits(pool.name))}",
         ]
-        fingerprint = digest(identity)
-        return open_pool_cache(
-            config,
-            pool,
-            model=self._names(pool.name)[place.owner(pool.name)],
-            fingerprint=fingerprint,
-            identity=identity,
-            epoch=epoch_of(fingerprint),
-            call_seconds=CALL_SECONDS,
-        )
+        model = self._names(pool.name)[place.owner(pool.name)]
+        return open_pool_cache(config, pool, model, identity)
 
     def _names(self, pool: str) -> list[str]:
         """The names by which a service finds the sizes for the pool of each rank that has pages of
@@ -285,7 +271,3 @@ class PoolStores:
 
 def _encoded(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
-
-
-def _first(count: int, pages: int) -> list[bool]:
-    return [page < count for page in range(pages)]

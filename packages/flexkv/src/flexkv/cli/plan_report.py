@@ -68,11 +68,6 @@ class Report:
         """GiB a day if `blocks` blocks are written during the trace; None if it is too short."""
         return self.gib(blocks) * DAY_SECONDS / self.seconds if self.scales else None
 
-    def drive_writes_a_day(self, blocks: int, disk_blocks: int) -> float | None:
-        """How many times a day a disk is written, if `blocks` blocks are written during the trace;
-        None if the trace is too short."""
-        return blocks / disk_blocks * DAY_SECONDS / self.seconds if self.scales else None
-
     @property
     def prefill_seconds(self) -> float | None:
         """Seconds to compute all prompts without a cache; None if the cost is unknown."""
@@ -356,8 +351,8 @@ def _print_refused_disk(report: Report) -> None:
         most = _gib(report.gib(longest))
         print(f"  (a request takes up to {most} GiB; what memory lacks does not get to a disk)")
     point = sizing.disk_most
-    writes = report.drive_writes_a_day(point.written_blocks, sizing.tried_disk)
-    if writes is not None and any(each.refused_blocks for each in sizing.admissions):
+    if report.scales and any(each.refused_blocks for each in sizing.admissions):
+        writes = point.written_blocks / sizing.tried_disk * DAY_SECONDS / report.seconds
         print(
             f"  (without a limit of writes, {_percent(point.hit_rate)} and {writes:.1f} drive "
             "writes a day; see --drive-writes-per-day)"

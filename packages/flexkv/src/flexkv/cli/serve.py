@@ -53,7 +53,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve /metrics and /health by HTTP at this address, to anyone who reaches it; "
         "default host: 127.0.0.1; port 0 for any free port; default: no address",
     )
-
     parser.add_argument(
         "--pools",
         metavar="FILE",
@@ -75,7 +74,11 @@ def _run(args: argparse.Namespace) -> int:
     for size in () if pools is None else (pools.total, pools.other, *pools.named.values()):
         refuse_memory(size.applied(config))
     figures = None if args.http is None else _listen(args.http)
-    address = "" if figures is None else f", and at {_url(figures)} for /metrics and /health"
+    address = ""
+    if figures is not None:
+        host, port, *_ = figures.getsockname()
+        host = f"[{host}]" if ":" in host else host
+        address = f", and at http://{host}:{port} for /metrics and /health"
     server = NodeServer(root, config, figures, pools)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
@@ -85,12 +88,6 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         server.close(FLUSH_SECONDS)
     return 0
-
-
-def _url(listener: socket.socket) -> str:
-    """The address of a listening socket of the network."""
-    host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _listen(text: str) -> socket.socket:

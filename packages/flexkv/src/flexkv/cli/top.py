@@ -91,18 +91,18 @@ def _run(args: argparse.Namespace) -> int:
                 f"{target!r} is {targets.count(target)} times on the command line; allowed: once"
             )
     shown = [_shown(target, kind) for target, kind in kinds_of(targets).items()]
-    for each in shown:
-        each.source.start(interval)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPE_COLUMNS)
-    if args.once or not console.is_terminal:
-        _wait(shown, _FIRST_SECONDS)
-        console.print(Group(*(each.render() for each in shown)))
-        # A thread that hangs in a read of a drive must not keep the process.
-        sys.stdout.flush()
-    else:
-        _show(console, shown, interval)
+    with contextlib.ExitStack() as sources:
+        for each in shown:
+            each.source.start(interval)
+            sources.callback(each.source.close)
+        if args.once or not console.is_terminal:
+            _wait(shown, _FIRST_SECONDS)
+            console.print(Group(*(each.render() for each in shown)))
+        else:
+            _show(console, shown, interval)
     return 0 if all(each.source.gives_figures for each in shown) else 1
 
 

@@ -71,11 +71,10 @@ def read_metrics(text: str, at: float) -> Reading | None:
 
 def _labels(text: str) -> dict[str, str]:
     pairs = (each.split("=", 1) for each in re.findall(_LABEL, text))
-    return {name: re.sub(r"\\(.)", _unescaped, value[1:-1]) for name, value in pairs}
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    return "\n" if found[1] == "n" else found[1]
+    return {
+        name: re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], value[1:-1])
+        for name, value in pairs
+    }
 
 
 def _add(

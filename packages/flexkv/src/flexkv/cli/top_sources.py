@@ -84,11 +84,16 @@ class Source(Generic[Read]):
         self._read = read
         self._asked = threading.Event()
         self._asked_at = 0.0
+        self._ended = threading.Event()
 
     def start(self, interval: float) -> None:
         """Start the thread. It pauses `interval` seconds after each attempt."""
         thread = threading.Thread(target=self._run, args=(interval,), daemon=True)
         thread.start()
+
+    def close(self) -> None:
+        """Have the thread end after the attempt that runs."""
+        self._ended.set()
 
     def wait(self, seconds: float) -> None:
         """Wait until the first attempt has ended, for at most `seconds` seconds."""
@@ -113,7 +118,7 @@ class Source(Generic[Read]):
         return look.last is not None and look.error is None and not self.is_silent
 
     def _run(self, interval: float) -> None:
-        while True:
+        while not self._ended.is_set():
             self._asked_at = time.monotonic()
             try:
                 self.look = Look(self._read())
@@ -123,7 +128,7 @@ class Source(Generic[Read]):
                 self.look = Look(before.last, str(error), since)
             self._asked_at = 0.0
             self._asked.set()
-            time.sleep(interval)
+            self._ended.wait(interval)
 
 
 def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:

@@ -36,7 +36,8 @@ def find_blocks(where: Where, parts: Iterable[Sequence[bytes]]) -> FoundBlocks:
     counts: dict[Medium, int] = {}
     for keys in parts:
         has = where(keys)
-        run = _first_missing(has.values(), len(keys))
+        by_block = zip(*has.values(), strict=True)
+        run = next((i for i, each in enumerate(by_block) if True not in each), len(keys))
         for medium, answers in has.items():
             counts[medium] = counts.get(medium, 0) + sum(each is True for each in answers[:run])
         found += run
@@ -49,12 +50,6 @@ def find_blocks(where: Where, parts: Iterable[Sequence[bytes]]) -> FoundBlocks:
         TierPlaces(medium.value, count, medium not in unsure) for medium, count in counts.items()
     )
     return FoundBlocks(found, tuple(tiers))
-
-
-def _first_missing(answers: Iterable[Sequence[bool | None]], count: int) -> int:
-    """Position of the first block that no tier has for certain."""
-    found = zip(*answers, strict=True)
-    return next((i for i, each in enumerate(found) if True not in each), count)
 
 
 def await_removals(asked: Sequence[Future[str]]) -> str:

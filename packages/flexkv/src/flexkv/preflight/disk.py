@@ -12,7 +12,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from flexkv.layout import USUAL_BLOCK
 from flexkv.preflight.findings import Finding, Level
@@ -41,14 +40,6 @@ _SLOW_RATE = 500e6
 
 _MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse.sshfs", "lustre", "beegfs"}
-
-
-class Speed(NamedTuple):
-    """Bytes that a drive writes, the flush included, and reads a second; 0 if there was no room to
-    measure."""
-
-    written: float
-    read: float
 
 
 def check_directory(path: str, room: float, seconds: float) -> Iterator[Finding]:
@@ -125,10 +116,11 @@ def _refused_folder(name: str, why: str) -> Finding:
     return Finding(name, Level.PROBLEM, f"an engine of that model refuses it: {why}", change)
 
 
-def measure(path: str, seconds: float) -> Speed:
+def measure(path: str, seconds: float) -> tuple[float, float]:
     """Write to the drive of a directory for half of `seconds` without the flush, and read it back,
-    past the page cache where that is possible. Raises OSError if the file system has no files
-    without a name, or the drive fails."""
+    past the page cache where that is possible. Returns the bytes that the drive writes, the flush
+    included, and reads a second; 0 if there was no room to measure. Raises OSError if the file
+    system has no files without a name, or the drive fails."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -151,7 +143,7 @@ def measure(path: str, seconds: float) -> Speed:
                 read, took = _repeat(lambda at: os.preadv(fd, [view], at), written, seconds / 2)
     finally:
         os.close(fd)
-    return Speed(written / wrote if written else 0.0, read / took if read else 0.0)
+    return written / wrote if written else 0.0, read / took if read else 0.0
 
 
 def _repeat(call: Callable[[int], int], most: int, seconds: float) -> tuple[int, float]:
@@ -166,7 +158,9 @@ def _repeat(call: Callable[[int], int], most: int, seconds: float) -> tuple[int,
 
 
 def _kind(name: str, path: str) -> Finding:
-    kind = _file_system(path)
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    kind = next((each.kind for each in read_mounts() if each.device == wanted), "unknown")
     if kind in _MEMORY:
         change = "name a directory on a drive: blocks there take memory and are lost at a reboot"
         return Finding(name, Level.ADVICE, f"lies in memory ({kind})", change)
@@ -177,13 +171,6 @@ def _kind(name: str, path: str) -> Finding:
         change = "name a directory on a local drive, or share blocks through a store (see Cluster)"
         return Finding(name, Level.ADVICE, f"lies on a network ({kind})", change)
     return Finding(name, Level.OK, f"file system {kind}")
-
-
-def _file_system(path: str) -> str:
-    """The kind of the file system of an existing path, from mountinfo (proc(5))."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    return next((each.kind for each in read_mounts() if each.device == wanted), "unknown")
 
 
 def _room(name: str, path: str, wanted: float, own: int) -> Finding:
@@ -208,13 +195,13 @@ def _own_bytes(path: str) -> int:
 
 def _speed(name: str, path: str, seconds: float) -> Finding:
     try:
-        speed = measure(path, seconds)
+        written, read = measure(path, seconds)
     except OSError as error:
         return Finding(name, Level.ADVICE, f"its speed is unknown: {reason_of(error)}")
-    if not speed.written:
+    if not written:
         return Finding(name, Level.ADVICE, "its speed is unknown: too little room to measure")
-    text = f"writes {speed.written / 1e9:.2f} GB/s, reads {speed.read / 1e9:.2f} GB/s"
-    if speed.read < _SLOW_RATE:
+    text = f"writes {written / 1e9:.2f} GB/s, reads {read / 1e9:.2f} GB/s"
+    if read < _SLOW_RATE:
         change = "use a faster drive: FlexKV computes what it loads no faster than that"
         return Finding(name, Level.ADVICE, text, change)
     return Finding(name, Level.OK, text)

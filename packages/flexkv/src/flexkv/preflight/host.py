@@ -113,7 +113,9 @@ def check_limits(config: CacheConfig) -> Iterator[Finding]:
         yield Finding("locked memory", Level.PROBLEM, text, change)
     else:
         yield Finding("locked memory", Level.OK, text)
-    nodes = [node for node in range(_most_nodes()) if processors_of(node)]
+    folder = "/sys/devices/system/node"
+    count = len(list(Path(folder).glob("node[0-9]*")))
+    nodes = [node for node in range(count) if processors_of(node)]
     usable = os.sched_getaffinity(0)
     reached = [node for node in nodes if processors_of(node) & usable]
     text = f"{max(1, len(nodes))} with processors, {len(usable)} processors usable"
@@ -219,10 +221,3 @@ def _huge_pages(wanted: int | None, pool: int) -> Finding:
     if not pool:
         text += "; optional: a pool as large as cpu_cache_gb makes starts faster"
     return Finding("huge pages", Level.OK, text)
-
-
-def _most_nodes() -> int:
-    try:
-        return len([p for p in Path("/sys/devices/system/node").iterdir() if p.name[4:].isdigit()])
-    except OSError:
-        return 0

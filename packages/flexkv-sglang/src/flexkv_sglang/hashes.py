@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a request that SGLang's own cache has and lacks, by SGLang's hashes."""
+"""SGLang's hashes of the pages of requests: those that its own cache has, and those that it lacks.
+
+SGLang's radix tree looks the latter up by `FlexKVLinker.lookup`.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +11,29 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 
-class PageHashes:
-    """The hashes of one engine's pages."""
+def radix_key(tokens: Any, *, is_bigram: bool, **parts: Any) -> Any:
+    """SGLang's key of tokens; `parts` are the others of its `RadixKey`."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-
-    def of_hit(self, request: Any) -> Sequence[str]:
-        """The hashes of the pages of a request's prompt that SGLang's cache has. A streaming
-        session keeps its pages outside that cache."""
-        if request.session is not None:
-            return ()
-        node, tree = request.last_node, self._tree
-        return [*tree.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
-
-    def behind(self, request: Any, pages: int, before: str | None) -> Sequence[str]:
-        """The hashes of the whole pages of a request's prompt and answer behind the first `pages`
-        pages. SGLang does not compute the last token of an answer.
-
-        Args:
-            before: the hash of the last of them; None if there are none.
-        """
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-        from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-        size = self._tree.page_size
-        prompt, answer = request.origin_input_ids, request.output_ids
-        tokens = array("q", prompt[pages * size :])
-        tokens.extend(answer[max(0, pages * size - len(prompt)) : max(0, len(answer) - 1)])
-        key = RadixKey(tokens, extra_key=request.extra_key, cache_salt=request.cache_salt)
-        key, _ = key.maybe_to_bigram_view(self._tree.tree_core.is_eagle)
-        whole = len(key) // size * size
-        if whole == 0:
-            return ()
-        return cast("list[str]", get_storage_hash_str(key[:whole], before, page_size=size))
+    key, _ = RadixKey(tokens, **parts).maybe_to_bigram_view(is_bigram)
+    return key
 
 
-class MissingPages:
-    """The pages of a prompt that SGLang's own cache lacks, and the request may load.
+class PromptPages:
+    """The whole pages of a prompt from token `first` on.
 
     Args:
         key: SGLang's key of the whole prompt; borrowed.
-        first: tokens of the prompt that SGLang's cache has, whole pages.
-        before: the hash of the last of these pages; None if there are none.
-        most: the most tokens that the request may load; None for no limit.
+        before: the hash of the page before token `first`; None if there is none.
+        most: the most tokens of these pages; None for no limit.
     """
 
     def __init__(
         self,
         key: Any,
-        first: int,
-        before: str | None,
         page_size: int,
+        first: int = 0,
+        before: str | None = None,
         *,
         most: int | None = None,
     ) -> None:
@@ -85,10 +59,46 @@ class MissingPages:
         return cast("list[str]", get_storage_hash_str(part, before or self._before, page_size=size))
 
 
+class PageHashes:
+    """The hashes of one engine's pages."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def of_hit(self, request: Any) -> Sequence[str]:
+        """The hashes of the pages of a request's prompt that SGLang's cache has. A streaming
+        session keeps its pages outside that cache."""
+        if request.session is not None:
+            return ()
+        node, tree = request.last_node, self._tree
+        return [*tree.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
+
+    def behind(self, request: Any, pages: int, before: str | None) -> Sequence[str]:
+        """The hashes of the whole pages of a request's prompt and answer behind the first `pages`
+        pages. SGLang does not compute the last token of an answer.
+
+        Args:
+            before: the hash of the last of them; None if there are none.
+        """
+        size = self._tree.page_size
+        prompt, answer = request.origin_input_ids, request.output_ids
+        tokens = array("q", prompt[pages * size :])
+        tokens.extend(answer[max(0, pages * size - len(prompt)) : max(0, len(answer) - 1)])
+        key = radix_key(
+            tokens,
+            is_bigram=self._tree.tree_core.is_eagle,
+            extra_key=request.extra_key,
+            cache_salt=request.cache_salt,
+        )
+        rest = PromptPages(key, size, before=before)
+        return rest.hashes(0, rest.pages, None) if rest.pages else ()
+
+
 def missing_pages(
     tree: Any, request: Any, *, has_states: bool = False, most: int | None = None
-) -> MissingPages:
-    """Match a request with SGLang's cache as SGLang does at its turn, without a hash or a lookup.
+) -> PromptPages:
+    """The pages of a request that SGLang's cache lacks. Matches as SGLang does at the request's
+    turn, without a hash or a lookup.
 
     Args:
         tree: SGLang's cache. It does not change, and does not count the match as a use.
@@ -120,4 +130,4 @@ def missing_pages(
             before = hashes[place]
         else:
             first = len(key)  # the hashes of the pages behind are unknown
-    return MissingPages(key, first, before, tree.page_size, most=most)
+    return PromptPages(key, tree.page_size, first, before, most=most)
