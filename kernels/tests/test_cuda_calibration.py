@@ -7,9 +7,9 @@ import itertools
 import json
 import logging
 import os
+import platform
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -134,53 +134,26 @@ def test_a_device_is_measured_once_for_a_layout(fake: FakeCuda, tmp_path: Path) 
     assert len(files_of(cache)) == 2
 
 
-def change_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "RINGS", calibration.RINGS[1:])
-
-
-def change_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "CANDIDATES", calibration.CANDIDATES[1:])
-
-
-def change_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-
-
-def change_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.release", lambda: "7.0.0")
-
-
-def change_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_read_line", lambda path: f"another {path}")
-
-
-def change_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "version", lambda name: "99.0")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_rings,
-        change_candidates,
-        change_processor,
-        change_kernel,
-        change_driver,
-        change_package,
-    ],
-)
 def test_what_a_calibration_depends_on_discards_it(
-    fake: FakeCuda,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[pytest.MonkeyPatch], None],
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
-    change(monkeypatch)
-    for measured in (True, False):
+    def is_measured() -> bool:
         before = fake.calls("cuLaunchKernel")
         calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
-        assert (fake.calls("cuLaunchKernel") > before) is measured
+        return fake.calls("cuLaunchKernel") > before
+
+    assert is_measured()
+    for owner, name, changed in (
+        (calibration, "RINGS", calibration.RINGS[1:]),
+        (calibration, "CANDIDATES", calibration.CANDIDATES[1:]),
+        (platform, "machine", lambda: "aarch64"),
+        (platform, "release", lambda: "7.0.0"),
+        (calibration, "_read_line", lambda path: f"another {path}"),
+        (calibration, "version", lambda _: "99.0"),
+    ):
+        monkeypatch.setattr(owner, name, changed)
+        assert is_measured(), name
+        assert not is_measured()
     assert len(files_of(tmp_path)) == 1
 
 
@@ -227,30 +200,28 @@ def test_the_log_says_which_way_copies_go(
     assert re.fullmatch(rf"copies on CUDA device 0: {parts}; ring \d+ MiB each way", line)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"mode": "X"},
-        {"ring_bytes": -1},
-        {"made_for": []},
-        {"choices": [3]},
-        {"choices": 4},
-        {"samples": [{}]},
-        {"choices": [{"direction": "LOAD", "mode": "AUTO", "run_bytes": 1, "slot_run_bytes": 1}]},
-        {"choices": [{"direction": "LOAD", "mode": "TMA", "run_bytes": -1, "slot_run_bytes": 1}]},
-    ],
+_BROKEN_FIELDS: tuple[dict[str, object], ...] = (
+    {"mode": "X"},
+    {"ring_bytes": -1},
+    {"made_for": []},
+    {"choices": [3]},
+    {"choices": 4},
+    {"samples": [{}]},
+    {"choices": [{"direction": "LOAD", "mode": "AUTO", "run_bytes": 1, "slot_run_bytes": 1}]},
+    {"choices": [{"direction": "LOAD", "mode": "TMA", "run_bytes": -1, "slot_run_bytes": 1}]},
 )
-def test_a_broken_file_is_measured_again(
-    fake: FakeCuda, tmp_path: Path, change: dict[str, object]
-) -> None:
+
+
+def test_a_broken_file_is_measured_again(fake: FakeCuda, tmp_path: Path) -> None:
     calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
     (path,) = files_of(tmp_path)
     good = json.loads(path.read_text())
-    for content in (json.dumps(good | change), "", "[]", "null", "[" * 100_000):
+    broken = [json.dumps(good | change) for change in _BROKEN_FIELDS]
+    for content in (*broken, "", "[]", "null", "[" * 100_000):
         path.write_text(content)
         before = fake.calls("cuLaunchKernel")
         calibrated(0, PLANES, ALL, driver=fake.path, cache_dir=tmp_path)
-        assert fake.calls("cuLaunchKernel") > before
+        assert fake.calls("cuLaunchKernel") > before, content[:200]
         assert set(json.loads(path.read_text())) == set(good)
 
 
