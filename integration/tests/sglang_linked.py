@@ -18,6 +18,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from integration.campaign.counts import Counts
 from integration.campaign.faults import OrderBook
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
@@ -66,6 +67,26 @@ SAID = tokens("said", 40)
 def pages_of(length: int) -> int:
     """Tokens of the whole pages of a prompt, of which SGLang computes the last token at least."""
     return (length - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def settle(server: SglangServer) -> None:
+    """Wait until all that was stored has its place in the lowest tier.
+
+    What is being written keeps its place in host memory, and what finds none there is not cached:
+    with a slow disk it would be a matter of luck what is known in the end.
+    """
+    deadline = time.monotonic() + PATIENCE
+    server.await_steps()
+    while Counts(server.metrics(), "sglang:").total("flexkv_queue_length"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def forget(server: SglangServer) -> None:
+    """SGLang itself has nothing of any prompt, and old bytes nowhere; FlexKV has it all."""
+    settle(server)
+    server.flush()
+    server.overwrite(after_each=lambda: settle(server))
 
 
 @dataclass
@@ -223,10 +244,7 @@ class Linked:
         return answer
 
     def forget(self) -> None:
-        """SGLang itself has nothing of any prompt, and old bytes nowhere; the disk has it all."""
-        self.settle()
-        self.server.flush()
-        self.server.overwrite(after_each=self.settle)
+        forget(self.server)
 
     def figures(self) -> Iterator[Sample]:
         """FlexKV's figures."""
@@ -242,16 +260,7 @@ class Linked:
         return found
 
     def settle(self) -> None:
-        """Wait until all that was stored is on disk.
-
-        What is being written keeps its place in host memory, and what finds none there is not
-        cached: with a slow disk it would be a matter of luck what is known in the end.
-        """
-        deadline = time.monotonic() + PATIENCE
-        self.server.await_steps()
-        while any(self.figure("queue_length", link=link) for link in ("device", "disk")):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        settle(self.server)
 
     def close(self) -> None:
         self.server.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 import urllib.error
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from integration.harness.ports import hold_port
 from integration.sglang.linker import PAGE_TOKENS, linker_config, orders_in
 from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, SglangServer
-from integration.tests.sglang_linked import PATIENCE, plain_config, tokens
+from integration.tests.sglang_linked import PATIENCE, plain_config, settle, tokens
 
 ANSWER = 20
 WRONG, FIRST, BESIDE = tokens("wrong", 300), tokens("first", 200), tokens("beside", 700)
@@ -125,12 +124,8 @@ class Pair:
 
     def settle(self) -> None:
         """Wait until all that was stored is in the shared folder."""
-        deadline = time.monotonic() + PATIENCE
         for server in (self.prefill, self.decode):
-            server.await_steps()
-            while Counts(server.metrics(), "sglang:").total("flexkv_queue_length"):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            settle(server)
 
     def figure(self, role: str, name: str, **labels: str) -> int:
         server = self.prefill if role == "prefill" else self.decode

@@ -4,14 +4,12 @@ own, or all share the node's service."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.harness.families import write_family
 from integration.harness.ports import hold_port
@@ -19,7 +17,7 @@ from integration.sglang.linker import linker_config
 from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, ServerConfig, SglangServer
 from integration.tests.node_service import NodeService
-from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, tokens
+from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, settle, tokens
 
 ENGINES, RANKS = 2, 4
 """Two groups of two ranks."""
@@ -96,11 +94,7 @@ class AttentionServer:
 
     def settle(self) -> None:
         """Wait until all that was stored has its place."""
-        deadline = time.monotonic() + PATIENCE
-        self.server.await_steps()
-        while Counts(self.server.metrics(), "sglang:").total("flexkv_queue_length"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        settle(self.server)
 
     def _ask(self, engine: int, prompt: list[int]) -> Answer:
         return self.server.generate_all([prompt], ANSWER, routed_dp_rank=engine)[0]

@@ -4,7 +4,6 @@ one disk, of which each engine has half."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,14 @@ from integration.harness.checkpoint import TINY
 from integration.sglang.linker import linker_config
 from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import Answer, SglangServer
-from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, plain_config, tokens
+from integration.tests.sglang_linked import (
+    PAGE_BYTES,
+    PATIENCE,
+    pages_of,
+    plain_config,
+    settle,
+    tokens,
+)
 
 ENGINES = 2
 GIB = 1 << 30
@@ -58,11 +64,7 @@ class Engines:
 
     def settle(self) -> None:
         """Wait until all that was stored is on disk."""
-        deadline = time.monotonic() + PATIENCE
-        self.server.await_steps()
-        while self.counts().total("flexkv_queue_length"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        settle(self.server)
 
     def counts(self) -> Counts:
         return Counts(self.server.metrics(), "sglang:")

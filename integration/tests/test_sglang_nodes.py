@@ -26,6 +26,7 @@ from integration.harness.prompts import random_tokens
 from integration.harness.s3_server import BUCKET, S3Server
 from integration.sglang.linker import PAGE_TOKENS, linker_config
 from integration.sglang.server import Answer, SglangServer
+from integration.tests.sglang_linked import settle
 
 ANSWER = 20
 PATIENCE = 60.0
@@ -54,11 +55,7 @@ class Node:
 
     def settle(self) -> None:
         """Wait until all that was stored is in the bucket."""
-        deadline = time.monotonic() + PATIENCE
-        self.server.await_steps()
-        while self._counts().total("flexkv_queue_length"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        settle(self.server)
 
     def _counts(self) -> Counts:
         return Counts(self.server.metrics(), "sglang:")

@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.campaign.counts import Counts
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import PAGE_TOKENS, linker_config
 from integration.sglang.plain_server import PlainServer
 from integration.sglang.server import ServerConfig, SglangClient, SglangServer
-from integration.tests.sglang_linked import PATIENCE, pages_of, tokens
+from integration.tests.sglang_linked import forget, pages_of, tokens
 
 ANSWER = 16
 PROMPT = tokens("kinds of requests", 333)
@@ -105,23 +103,13 @@ def cached(
         yield server
 
 
-def settle(server: SglangServer) -> None:
-    deadline = time.monotonic() + PATIENCE
-    server.await_steps()
-    while Counts(server.metrics(), "sglang:").total("flexkv_queue_length"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_request_gets_the_same(
     cached: SglangServer, wanted: dict[str, object], name: str
 ) -> None:
     ask, least = KINDS[name]
     assert ask(cached)[0] == wanted[name]
-    settle(cached)
-    cached.flush()
-    cached.overwrite(after_each=lambda: settle(cached))
+    forget(cached)
     given, found = ask(cached)
     assert given == wanted[name]
     assert found >= least
