@@ -4,8 +4,7 @@ own, or all share the node's service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,89 +14,18 @@ from integration.harness.families import write_family
 from integration.harness.ports import hold_port
 from integration.sglang.linker import linker_config
 from integration.sglang.plain_server import PlainServer
-from integration.sglang.server import Answer, ServerConfig, SglangServer
+from integration.sglang.server import ServerConfig
 from integration.tests.node_service import NodeService
-from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, settle, tokens
+from integration.tests.sglang_engines import ANSWER, ENGINES, EngineServers, prompts_of
+from integration.tests.sglang_linked import PAGE_BYTES, PATIENCE, pages_of, settle
 
-ENGINES, RANKS = 2, 4
+RANKS = 4
 """Two groups of two ranks."""
 
-ANSWER = 16
-PROMPTS = [
-    tokens(f"DP attention {number}", length) for number, length in enumerate((200, 333, 900))
-]
+PROMPTS = prompts_of("DP attention")
 CACHED = [pages_of(len(prompt)) for prompt in PROMPTS]
 
-
-class AttentionServer:
-    """A server with FlexKV, and the answers of one without it and with one rank.
-
-    Args:
-        folder: of its logs.
-        model: that it serves.
-        settings: FlexKV's.
-        plain: the answers.
-    """
-
-    def __init__(
-        self, folder: Path, model: Path, settings: dict[str, str], plain: list[list[int]]
-    ) -> None:
-        self._folder = folder
-        self._plain = plain
-        self._starts = 0
-        settings |= {
-            "FLEXKV_RUNTIME_DIR": str(folder / "run"),
-            "FLEXKV_SSD_TIMEOUT_SECONDS": str(PATIENCE),
-            "FLEXKV_ALWAYS_LOAD": "1",
-        }
-        self._config = linker_config(
-            model,
-            TINY,
-            settings,
-            flags={
-                "dp_size": ENGINES,
-                "enable_dp_attention": True,
-                "dist_init_addr": f"127.0.0.1:{free_ports()}",
-            },
-            tensor_parallel_size=RANKS,
-            forked=True,
-        )
-        self.start()
-
-    def start(self) -> None:
-        self._starts += 1
-        self.server = SglangServer(self._config, self._folder / f"{self._starts}.log")
-
-    def ask(self, engine: int, number: int) -> int:
-        """Check the answer to a prompt. Returns how much of the prompt was cached."""
-        answer = self._ask(engine, PROMPTS[number])
-        assert (answer.tokens, answer.meta["dp_rank"]) == (self._plain[number], engine)
-        return answer.cached_tokens
-
-    def ask_all(self, engine: int) -> list[int]:
-        return [self.ask(engine, number) for number in range(len(PROMPTS))]
-
-    def ask_at_once(self) -> list[list[int]]:
-        """Both engines at the same time."""
-        with ThreadPoolExecutor(ENGINES) as pool:
-            return list(pool.map(self.ask_all, range(ENGINES)))
-
-    def forget(self) -> None:
-        """No engine has anything of a prompt in SGLang's own pages."""
-        self.settle()
-        self.server.flush()
-        for engine in range(ENGINES):
-            for part in range(3):
-                self._ask(engine, tokens(f"overwrite {part}", 1900))
-                self.settle()
-        self.server.flush()
-
-    def settle(self) -> None:
-        """Wait until all that was stored has its place."""
-        settle(self.server)
-
-    def _ask(self, engine: int, prompt: list[int]) -> Answer:
-        return self.server.generate_all([prompt], ANSWER, routed_dp_rank=engine)[0]
+Start = Callable[..., EngineServers]
 
 
 def free_ports() -> int:
@@ -120,39 +48,48 @@ def plain(tmp_path_factory: pytest.TempPathFactory, divided: Path, sglang: Path)
 
 
 @pytest.fixture
-def own(tmp_path: Path, divided: Path, plain: list[list[int]]) -> Iterator[AttentionServer]:
+def start(tmp_path: Path, divided: Path, plain: list[list[int]]) -> Iterator[Start]:
+    """Starts servers with settings of FlexKV."""
+    started: list[EngineServers] = []
+
+    def make(**settings: str) -> EngineServers:
+        settings |= {
+            "FLEXKV_RUNTIME_DIR": str(tmp_path / "run"),
+            "FLEXKV_SSD_TIMEOUT_SECONDS": str(PATIENCE),
+            "FLEXKV_ALWAYS_LOAD": "1",
+        }
+        flags = {
+            "dp_size": ENGINES,
+            "enable_dp_attention": True,
+            "dist_init_addr": f"127.0.0.1:{free_ports()}",
+        }
+        config = linker_config(
+            divided, TINY, settings, flags=flags, tensor_parallel_size=RANKS, forked=True
+        )
+        started.append(EngineServers(tmp_path, config, PROMPTS, plain))
+        return started[-1]
+
+    yield make
+    for each in started:
+        each.server.close()
+
+
+def test_each_engine_has_a_cache_of_its_own(start: Start, tmp_path: Path) -> None:
     """Each engine has memory for fewer pages than it uses, and a folder on disk."""
-    settings = {
-        "FLEXKV_CPU_CACHE_GB": f"{ENGINES * 200 * PAGE_BYTES / (1 << 30):.6f}",
-        "FLEXKV_SSD_CACHE_GB": "0.25",
-        "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "disk"),
-    }
-    made = AttentionServer(tmp_path, divided, settings, plain)
-    yield made
-    made.server.close()
-
-
-@pytest.fixture
-def served(
-    tmp_path: Path, divided: Path, plain: list[list[int]], service: NodeService
-) -> Iterator[AttentionServer]:
-    """The engines use the node's service."""
-    made = AttentionServer(tmp_path, divided, {"FLEXKV_SERVICE": str(service.root)}, plain)
-    yield made
-    made.server.close()
-
-
-def test_each_engine_has_a_cache_of_its_own(own: AttentionServer) -> None:
+    own = start(
+        FLEXKV_CPU_CACHE_GB=f"{ENGINES * 200 * PAGE_BYTES / (1 << 30):.6f}",
+        FLEXKV_SSD_CACHE_GB="0.25",
+        FLEXKV_SSD_CACHE_DIR=str(tmp_path / "disk"),
+    )
     assert own.ask_at_once() == [[0] * len(PROMPTS)] * ENGINES
     own.forget()
     assert own.ask_at_once() == [CACHED] * ENGINES
-    own.settle()
-    own.server.kill()
-    own.start()
+    own.restart()
     assert own.ask_at_once() == [CACHED] * ENGINES
 
 
-def test_engines_of_the_service_share_one_cache(served: AttentionServer) -> None:
+def test_engines_of_the_service_share_one_cache(service: NodeService, start: Start) -> None:
+    served = start(FLEXKV_SERVICE=str(service.root))
     assert served.ask_all(0) == [0] * len(PROMPTS)
-    served.settle()
+    settle(served.server)
     assert served.ask_all(1) == CACHED
