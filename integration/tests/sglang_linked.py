@@ -7,18 +7,22 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
+import urllib.error
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from integration.campaign.counts import Counts
+from integration.campaign.faults import Kind as Fault
 from integration.campaign.faults import OrderBook
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
@@ -223,10 +227,18 @@ class Linked:
 
     def start(self, env: Mapping[str, str] | None = None, **changes: Any) -> None:
         """Start a server; `env` is added to its environment, `changes` are of its configuration."""
+        changes["env"] = {**self._config.env, **(env or {})}
+        self._start(dataclasses.replace(self._config, **changes))
+
+    def restart(self) -> None:
+        """Kill the server, once all that was stored is on disk, and start it again."""
+        self.settle()
+        self.server.kill()
+        self._start(self.server.config)
+
+    def _start(self, config: ServerConfig) -> None:
         self._starts += 1
         self.router.forget()
-        changes["env"] = {**self._config.env, **(env or {})}
-        config = dataclasses.replace(self._config, **changes)
         try:
             self.server = SglangServer(config, self._folder / f"{self._starts}.log")
         except BaseException:
@@ -242,6 +254,47 @@ class Linked:
         self.check(prompt, answer)
         self.settle()
         return answer
+
+    def check_all(self, prompts: list[Prompt]) -> None:
+        """All pages of the prompts come back, and they are right."""
+        for prompt in prompts:
+            self.forget()
+            assert self.ask(prompt).cached_tokens == pages_of(len(prompt))
+
+    def check_batch(self, answers: list[Answer]) -> None:
+        """The answers to `BATCH` are right, and all pages came from FlexKV."""
+        for prompt, answer in zip(BATCH, answers, strict=True):
+            self.check(prompt, answer)
+            assert answer.cached_tokens == pages_of(len(prompt))
+
+    def answer_to_wrong_bytes(self, prompt: Prompt, copies: int) -> Answer:
+        """What the server answers if so many copies of its load move other bytes."""
+        self.orders.give(Fault.LOAD_WRONG, copies, PATIENCE)
+        answer = self.server.generate(prompt, ANSWER)
+        self.orders.withdraw()
+        assert answer.tokens != self.plain.of(prompt)
+        return answer
+
+    def fail_load(self, prompt: Prompt) -> None:
+        """A load of the prompt fails, which ends the request."""
+        self.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            self.server.generate(prompt, ANSWER)
+        self.orders.withdraw()
+
+    def fail_load_beside(self, prompt: Prompt) -> None:
+        """As `fail_load`, while the server answers another request."""
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(self.server.generate, BESIDE, LONG_ANSWER)
+            self.fail_load(prompt)
+            assert other.result().tokens == self.plain.long_of(BESIDE)
+
+    def clear(self) -> None:
+        """Drop all that SGLang and FlexKV have."""
+        self.server.flush()
+        self.server.ask("/hicache/storage-backend/clear", {})
+        self.settle()
+        assert self.figure("blocks", tier="host") == self.figure("blocks", tier="disk") == 0
 
     def forget(self) -> None:
         forget(self.server)

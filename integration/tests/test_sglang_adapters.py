@@ -89,12 +89,6 @@ def linked(
         linked.close()
 
 
-def restart(linked: Linked) -> None:
-    linked.settle()
-    linked.server.kill()
-    linked.start(forked=True)
-
-
 def check(linked: Linked, wanted: dict[str | None, list[int]], cached: int) -> None:
     for name, answer in wanted.items():
         assert ask(linked.server, name) == (answer, cached), name
@@ -111,7 +105,7 @@ def test_adapters_outlive_the_server_by_their_weights(linked: Linked, adapters: 
     wanted = adapters.answers(FIRST)
     for name in wanted:
         ask(linked.server, name)
-    restart(linked)
+    linked.restart()
     assert {name: ask(linked.server, name) for name in wanted} == {
         name: (answer, HIT) for name, answer in wanted.items()
     }
@@ -126,6 +120,6 @@ def test_adapters_outlive_the_server_by_their_weights(linked: Linked, adapters: 
     check(linked, retrained, HIT)
 
     # And named on the command line.
-    restart(linked)
+    linked.restart()
     check(linked, {FIRST: retrained[FIRST]}, 0)
     check(linked, {FIRST: retrained[FIRST]}, HIT)

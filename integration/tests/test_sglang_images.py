@@ -94,11 +94,6 @@ class Images:
     page: int
     plain: dict[Asked, list[int]]
 
-    def start(self) -> None:
-        self.linked.start(
-            forked=True, page_size=self.page, chunked_prefill=CHUNK, kv_tokens=KV_TOKENS
-        )
-
     def ask(self, asked: Asked) -> Given:
         given = ask(self.linked.server, asked)
         assert given.tokens == self.plain[asked]
@@ -142,10 +137,9 @@ def images(
     plain: dict[Asked, list[int]],
 ) -> Iterator[Images]:
     linked = Linked(tmp_path_factory.mktemp("linked"), image_model, FLAGS)
-    images = Images(linked, request.param, plain)
-    images.start()
+    linked.start(forked=True, page_size=request.param, chunked_prefill=CHUNK, kv_tokens=KV_TOKENS)
     try:
-        yield images
+        yield Images(linked, request.param, plain)
     finally:
         linked.close()
 
@@ -161,7 +155,5 @@ def test_images_share_nothing_and_come_back(images: Images) -> None:
 def test_images_of_an_earlier_server_come_back(images: Images) -> None:
     for asked in PROMPTS:
         images.ask(asked)
-    images.linked.settle()
-    images.linked.server.kill()
-    images.start()
+    images.linked.restart()
     images.check_all_restored()

@@ -28,7 +28,6 @@ from integration.tests.sglang_linked import (
     ANSWER,
     ARENA_PAGES,
     BATCH,
-    BESIDE,
     CROWD,
     DISK,
     EAGER,
@@ -74,11 +73,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) 
 def test_wrong_bytes_would_change_the_tokens(linked: Linked) -> None:
     assert linked.ask(WRONG).cached_tokens == 0
     linked.forget()
-    linked.orders.give(Fault.LOAD_WRONG, 100, PATIENCE)
-    answer = linked.server.generate(WRONG, ANSWER)
-    linked.orders.withdraw()
-    assert answer.cached_tokens == pages_of(len(WRONG))
-    assert answer.tokens != linked.plain.of(WRONG)
+    assert linked.answer_to_wrong_bytes(WRONG, 100).cached_tokens == pages_of(len(WRONG))
     linked.forget()
     assert linked.ask(WRONG).cached_tokens == pages_of(len(WRONG))
 
@@ -117,25 +112,16 @@ def test_eight_slow_loads_of_one_batch(linked: Linked) -> None:
     answers = linked.server.generate_all(BATCH, ANSWER)
     linked.orders.withdraw()
     assert any(hit.kind is Fault.LOAD_LATE for hit in linked.orders.hits())
-    for prompt, answer in zip(BATCH, answers, strict=True):
-        linked.check(prompt, answer)
-        assert answer.cached_tokens == pages_of(len(prompt))
+    linked.check_batch(answers)
 
 
 def test_a_load_that_fails_ends_only_its_request(linked: Linked) -> None:
     linked.ask(FAILED)
     linked.forget()
-    linked.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(linked.server.generate, BESIDE, LONG_ANSWER)
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            linked.server.generate(FAILED, ANSWER)
-        assert other.result().tokens == linked.plain.long_of(BESIDE)
-    linked.orders.withdraw()
+    linked.fail_load_beside(FAILED)
     linked.forget()
     linked.ask(FAILED)
-    linked.forget()
-    assert linked.ask(FAILED).cached_tokens == pages_of(len(FAILED))
+    linked.check_all([FAILED])
 
 
 def test_aborts_while_loads_run(linked: Linked) -> None:
@@ -277,32 +263,21 @@ def test_two_ranks_load_a_batch(linked: Linked) -> None:
     linked.orders.give(Fault.LOAD_LATE, 12, PATIENCE)
     answers = linked.server.generate_all(BATCH, ANSWER)
     linked.orders.withdraw()
-    for prompt, answer in zip(BATCH, answers, strict=True):
-        linked.check(prompt, answer)
-        assert answer.cached_tokens == pages_of(len(prompt))
+    linked.check_batch(answers)
 
 
 def test_a_load_that_fails_on_one_of_two_ranks_ends_its_request(linked: Linked) -> None:
     linked.ask(FAILED)
     linked.forget()
-    linked.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        linked.server.generate(FAILED, ANSWER)
-    linked.orders.withdraw()
+    linked.fail_load(FAILED)
     linked.ask(FAILED)
-    linked.forget()
-    assert linked.ask(FAILED).cached_tokens == pages_of(len(FAILED))
+    linked.check_all([FAILED])
 
 
 def test_a_clear_drops_what_two_ranks_have_stored(linked: Linked) -> None:
     prompt = KEPT[-1]
     linked.ask(prompt)
-    linked.forget()
-    assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
-    linked.server.flush()
-    linked.server.ask("/hicache/storage-backend/clear", {})
-    linked.settle()
-    assert linked.figure("blocks", tier="host") == linked.figure("blocks", tier="disk") == 0
+    linked.check_all([prompt])
+    linked.clear()
     assert linked.ask(prompt).cached_tokens == 0
-    linked.forget()
-    assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
+    linked.check_all([prompt])

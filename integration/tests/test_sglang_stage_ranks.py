@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from integration.campaign.faults import Kind as Fault
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import linker_config
 from integration.sglang.plain_server import PlainServer
@@ -18,7 +17,6 @@ from integration.tests.node_service import NodeService
 from integration.tests.sglang_linked import (
     ANSWER,
     FAILED,
-    PATIENCE,
     WARM,
     Linked,
     Plain,
@@ -46,44 +44,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) -
 def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, plain: Plain) -> Iterator[Linked]:
     linked = Linked(tmp_path_factory.mktemp("linked"), model, STAGES)
     linked.plain = plain
-    start(linked)
+    linked.start(
+        forked=True, chunked_prefill=CHUNK, tensor_parallel_size=RANKS, kv_tokens=KV_TOKENS
+    )
     try:
         yield linked
     finally:
         linked.close()
 
 
-def start(linked: Linked) -> None:
-    linked.start(
-        forked=True, chunked_prefill=CHUNK, tensor_parallel_size=RANKS, kv_tokens=KV_TOKENS
-    )
-
-
-def check_all(linked: Linked) -> None:
-    for prompt in WARM:
-        linked.forget()
-        assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
-
-
 def test_stages_of_two_ranks_load_what_they_have_stored(linked: Linked) -> None:
     for prompt in (*WARM, FAILED):
         linked.ask(prompt)
-    check_all(linked)
+    linked.check_all(WARM)
 
     linked.forget()
-    linked.orders.give(Fault.LOAD_WRONG, 1, PATIENCE)
-    wrong = linked.server.generate(FAILED, ANSWER)
-    linked.orders.withdraw()
-    assert wrong.tokens != linked.plain.of(FAILED), "the bytes of one rank do not matter"
+    linked.answer_to_wrong_bytes(FAILED, 1)  # the bytes of one rank matter
 
 
 def test_stages_of_two_ranks_load_what_an_earlier_server_has_stored(linked: Linked) -> None:
     for prompt in WARM:
         linked.ask(prompt)
-    linked.settle()
-    linked.server.kill()
-    start(linked)
-    check_all(linked)
+    linked.restart()
+    linked.check_all(WARM)
 
 
 @pytest.fixture

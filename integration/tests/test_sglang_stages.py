@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,16 +14,13 @@ from integration.sglang.plain_server import PlainServer
 from integration.tests.sglang_linked import (
     ANSWER,
     BATCH,
-    BESIDE,
     FAILED,
-    LONG_ANSWER,
     MANY,
     PATIENCE,
     SHARED,
     WARM,
     Linked,
     Plain,
-    Prompt,
     ask_plainly,
     pages_of,
     plain_config,
@@ -58,35 +54,18 @@ def linked(tmp_path_factory: pytest.TempPathFactory, model: Path, sglang: Path) 
         linked.close()
 
 
-def restart(linked: Linked) -> None:
-    """Kill the server and start it again."""
-    linked.server.kill()
-    linked.start(forked=True, chunked_prefill=CHUNK)
-
-
-def check_all(linked: Linked, prompts: list[Prompt]) -> None:
-    """All pages of the prompts come back, and they are right."""
-    for prompt in prompts:
-        linked.forget()
-        assert linked.ask(prompt).cached_tokens == pages_of(len(prompt))
-
-
 @pytest.mark.proof
 def test_wrong_bytes_on_the_last_stage_would_change_the_tokens(linked: Linked) -> None:
     linked.ask(FAILED)
     linked.forget()
-    linked.orders.give(Fault.LOAD_WRONG, 1, PATIENCE)
-    wrong = linked.server.generate(FAILED, ANSWER)
-    linked.orders.withdraw()
+    assert linked.answer_to_wrong_bytes(FAILED, 1).cached_tokens == pages_of(len(FAILED))
     linked.server.flush()
-    assert wrong.cached_tokens == pages_of(len(FAILED))
-    assert wrong.tokens != linked.plain.of(FAILED)
 
 
 def test_warm_after_a_flush(linked: Linked) -> None:
     for prompt in WARM:
         linked.ask(prompt)
-    check_all(linked, WARM)
+    linked.check_all(WARM)
 
 
 def test_a_loaded_prefix_is_kept_when_the_rest_takes_many_chunks(linked: Linked) -> None:
@@ -95,7 +74,7 @@ def test_a_loaded_prefix_is_kept_when_the_rest_takes_many_chunks(linked: Linked)
     assert linked.ask(IN_CHUNKS).cached_tokens == pages_of(len(SHARED) + 1)
     # From SGLang's own cache, which got the loaded pages, too.
     assert linked.ask(IN_CHUNKS).cached_tokens == pages_of(len(IN_CHUNKS))
-    check_all(linked, [IN_CHUNKS])
+    linked.check_all([IN_CHUNKS])
 
 
 def test_eight_slow_loads_at_once(linked: Linked) -> None:
@@ -106,50 +85,36 @@ def test_eight_slow_loads_at_once(linked: Linked) -> None:
     with ThreadPoolExecutor(len(BATCH)) as pool:
         answers = list(pool.map(lambda prompt: linked.server.generate(prompt, ANSWER), BATCH))
     linked.orders.withdraw()
-    for prompt, answer in zip(BATCH, answers, strict=True):
-        linked.check(prompt, answer)
-        assert answer.cached_tokens == pages_of(len(prompt))
+    linked.check_batch(answers)
 
 
 def test_a_load_that_fails_on_the_last_stage_ends_only_its_request(linked: Linked) -> None:
     linked.ask(FAILED)
     linked.forget()
-    linked.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(linked.server.generate, BESIDE, LONG_ANSWER)
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            linked.server.generate(FAILED, ANSWER)
-        assert other.result().tokens == linked.plain.long_of(BESIDE)
-    linked.orders.withdraw()
+    linked.fail_load_beside(FAILED)
     linked.ask(FAILED)
-    check_all(linked, [FAILED])
+    linked.check_all([FAILED])
 
 
 def test_no_stage_keeps_pages_of_a_prompt_whose_load_failed(linked: Linked) -> None:
     """The first stage has computed further chunks when the last one's load has failed."""
     linked.ask(SHARED)
     linked.forget()
-    linked.orders.give(Fault.LOAD_FAILED, 1, PATIENCE)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        linked.server.generate(FAILED_IN_CHUNKS, ANSWER)
-    linked.orders.withdraw()
+    linked.fail_load(FAILED_IN_CHUNKS)
     assert linked.ask(FAILED_IN_CHUNKS).cached_tokens == pages_of(len(SHARED) + 1)
-    check_all(linked, [FAILED_IN_CHUNKS])
+    linked.check_all([FAILED_IN_CHUNKS])
 
 
 def test_all_that_was_written_before_a_kill_is_found(linked: Linked) -> None:
     prompts = [*WARM, *MANY]
     for prompt in prompts:
         linked.ask(prompt)
-    linked.settle()
-    restart(linked)
-    check_all(linked, prompts)
+    linked.restart()
+    linked.check_all(prompts)
 
 
 def test_a_clear_drops_what_two_stages_have_stored(linked: Linked) -> None:
     linked.ask(FAILED)
-    linked.server.flush()
-    linked.server.ask("/hicache/storage-backend/clear", {})
-    linked.settle()
+    linked.clear()
     assert linked.ask(FAILED).cached_tokens == 0
-    check_all(linked, [FAILED])
+    linked.check_all([FAILED])

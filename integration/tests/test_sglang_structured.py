@@ -108,7 +108,5 @@ def test_a_grammar_gives_the_same_text_over_pages_of_an_earlier_server(
     linked: Linked, plain: dict[str, str]
 ) -> None:
     ask(linked.server, next(iter(GRAMMARS)))
-    linked.settle()
-    linked.server.kill()
-    linked.start(forked=True)
+    linked.restart()
     check(linked, plain)

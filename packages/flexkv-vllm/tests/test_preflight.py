@@ -43,7 +43,7 @@ class Case(NamedTuple):
     transfer: dict[str, Any] | None
     environ: dict[str, str]
     says: str
-    flags: dict[str, object] = {}
+    flags: dict[str, object] | None = None
 
 
 def _transfer(connector: str, **extra: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What building vLLM's configuration says in each case, all in one process."""
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(LLAMA))
-    cases = [(case.transfer, case.environ, case.flags) for case in CASES.values()]
+    cases = [(case.transfer, case.environ, case.flags or {}) for case in CASES.values()]
     result = subprocess.run(
         [sys.executable, "-c", _CONFIGURE, str(model), json.dumps(cases)],
         capture_output=True,
