@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
-from packages.conftest import Clock
 from packages.inside import index_of, tier_figures
 from packages.seen_fetch import see
 
@@ -194,85 +192,6 @@ def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Callable[..., Eng
     assert engine.cache.lookup(keys("a", "b", "c", "d")) == 2
     assert engine.fetched("a", "b", "c", "d") == 4
     assert engine.cache.counters.fetched_blocks == 2
-
-
-def test_what_is_fetched_stays_until_the_fetch_ends(make: Callable[..., Engine]) -> None:
-    engine = make(slots=4)
-    engine.store("a", "b", "c")
-    engine.store("x", "y", "z")
-    fetch = see(engine.cache, keys("a", "b", "c"))
-    assert fetch is not None
-    engine.wait(fetch)
-    others = keys("p", "q", "r")
-    assert len(engine.cache.store(others, [0, 1, 2]).slots) == 1  # type: ignore[union-attr]
-    assert engine.cache.lookup(keys("a", "b", "c")) == 3
-    engine.cache.end_fetch(fetch)
-
-
-def test_two_requests_share_one_read(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.store("a", "b")
-    engine.store(*"stuvwxyz")
-    release = engine.hang()
-    first = engine.cache.fetch(keys("a", "b"), queued=True)
-    second = see(engine.cache, keys("a", "b"))
-    assert first is not None
-    assert second is not None
-    engine.cache.end_fetch(first)  # must not take it from the second
-    release()
-    engine.wait(second)
-    assert second.arrived == 2
-    assert engine.cache.counters.fetched_blocks == 2
-    engine.cache.end_fetch(second)
-
-
-def test_a_prefetch_leaves_half_of_the_arena(make: Callable[..., Engine]) -> None:
-    engine = make(slots=8)
-    engine.store(*"abcdef")
-    engine.store(*"stuvwxyz")
-    fetch = see(engine.cache, keys(*"abcdef"), queued=True)
-    assert fetch is not None
-    assert fetch.stop == 4
-    engine.wait(fetch)
-    assert engine.cache.fetch(keys(*"stuv"), queued=True) is None
-    engine.cache.end_fetch(fetch)
-
-
-def test_a_cancelled_fetch_gives_its_slots_back(make: Callable[..., Engine]) -> None:
-    engine = make(slots=4)
-    engine.store("a", "b", "c", "d")
-    engine.store("w", "x", "y", "z")
-    release = engine.hang()
-    fetch = see(engine.cache, keys("a", "b", "c", "d"))
-    assert fetch is not None
-    engine.cache.end_fetch(fetch)
-    release()
-    engine.settle()
-    engine.store("p", "q", "r", "s")
-    assert engine.cache.lookup(keys("p", "q", "r", "s")) == 4
-
-
-def test_a_disk_that_gives_nothing_is_given_up(make: Callable[..., Engine], clock: Clock) -> None:
-    engine = make(slots=4)
-    engine.store("a", "b")
-    engine.store("w", "x", "y", "z")
-    reading = threading.Event()
-    release = engine.hang(reading)
-    fetch = see(engine.cache, keys("a", "b"))
-    assert fetch is not None
-    assert reading.wait(STALL_SECONDS)
-    engine.cache.poll()
-    assert not fetch.done
-    clock.skip(STALL_SECONDS)
-    engine.cache.poll()
-    assert fetch.done
-    assert fetch.arrived == 0
-    assert engine.cache.counters.stalled_fetches == 1
-    engine.cache.end_fetch(fetch)
-    # A read that comes too late is not lost: it fills the arena.
-    release()
-    engine.settle()
-    assert engine.cache.lookup(keys("a", "b")) == 2
 
 
 def test_a_clear_reaches_what_is_on_its_way(make: Callable[..., Engine]) -> None:

@@ -76,15 +76,6 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     assert index.lookup([b"a", b"b", b"c"]) == 2
 
 
-def test_leased_blocks_are_not_evicted() -> None:
-    index = ready_index(2, [b"a", b"b"])
-    leased = index.lease([b"a", b"b"])
-    assert leased is not None
-    assert index.reserve(b"x", None) is None
-    index.release(leased)
-    assert index.reserve(b"x", None) is not None
-
-
 def test_a_use_is_a_hit_if_a_request_was_scheduled() -> None:
     policy = CheckedPolicy(UseOrderPolicy())
     index = block_index(3, policy)
@@ -185,32 +176,6 @@ def test_an_unreadable_block_keeps_its_slot_until_its_last_reader_is_done() -> N
     assert index.free_slots == 1
 
 
-def test_a_block_that_leaves_stays_if_another_builds_on_it_meanwhile() -> None:
-    index = ready_index(4, [b"a", b"b"])
-    leaving = [index.lease_victim(), index.lease_victim()]
-    child = index.reserve(b"c", b"b")
-    assert child is not None
-    index.publish([child])
-    for block in leaving:
-        assert block is not None
-        index.retire(block)
-    assert index.lookup([b"a", b"b", b"c"]) == 3
-    assert evict(index, 4) == [b"c", b"b", b"a"]
-
-
-def test_a_block_that_leaves_stays_if_it_is_pinned_meanwhile() -> None:
-    index = ready_index(2, [b"a", b"b"])
-    leaving = index.lease_victim()
-    assert leaving is not None
-    pinned = index.pin(b"b")
-    assert pinned is not None
-    assert index.reserve(b"x", None) is None
-    index.retire(leaving)
-    assert index.lookup([b"a", b"b"]) == 2
-    index.unpin(pinned)
-    assert evict(index, 2) == [b"b", b"a"]
-
-
 def test_a_lost_block_takes_those_with_it_that_build_on_it() -> None:
     index = ready_index(6, [b"a", b"b", b"c"])
     add(index, b"d", after=b"b")
@@ -292,29 +257,6 @@ def test_what_leaves_makes_its_predecessor_the_next_to_leave() -> None:
     assert evict(index, 3) == [b"c", b"b", b"a"]
 
 
-def test_a_block_that_stays_after_all_protects_what_it_builds_on() -> None:
-    index = ready_index(2, [b"a", b"b"])
-    leaving = index.lease_victim()
-    leased = index.lease([b"b"])
-    assert leaving is not None
-    assert leased is not None
-    index.retire(leaving)
-    assert index.reserve(b"x", None) is None
-    index.release(leased)
-    assert evict(index, 2) == [b"b", b"a"]
-
-
-def test_an_unreadable_block_is_found_no_more_and_its_slot_returns() -> None:
-    index = ready_index(1, [b"a"])
-    leased = index.lease([b"a"])
-    assert leased is not None
-    index.drop(leased)
-    assert index.lookup([b"a"]) == 0
-    assert index.free_slots == 0
-    index.release(leased)
-    assert index.free_slots == 1
-
-
 def test_a_pinned_block_is_not_evicted_until_its_last_pin_ends() -> None:
     index = ready_index(3, [b"a", b"b", b"c"])
     leased = index.lease([b"b"])
@@ -330,23 +272,6 @@ def test_a_pinned_block_is_not_evicted_until_its_last_pin_ends() -> None:
         index.unpin(pin)
     assert index.pinned_blocks == 0
     assert evict(index, 2) == [b"b", b"a"]
-
-
-def test_a_pin_protects_a_block_that_nobody_leases() -> None:
-    index = ready_index(2, [b"a"])
-    add(index, b"b")
-    assert index.pin(b"a") is not None
-    assert evict(index, 1) == [b"b"]
-    assert index.reserve(b"x", None) is None
-
-
-def test_a_block_may_be_pinned_before_it_is_ready() -> None:
-    index = block_index(1, LRUPolicy())
-    block = index.reserve(b"a", None)
-    assert block is not None
-    assert index.pin(b"a") is block
-    index.publish([block])
-    assert index.reserve(b"x", None) is None
 
 
 def test_a_pinned_block_that_proves_unreadable_gives_its_pins_back() -> None:
@@ -559,40 +484,9 @@ def test_stale_blocks_count_as_changed_at_last() -> None:
     assert index.changes == {b"a": False, b"b": False}
 
 
-def test_a_block_that_came_and_left_is_no_change() -> None:
-    index = ready_index(1, [b"a"])
-    index.watch()
-    assert index.changes == {b"a": True}
-    index.changes.clear()
-    add(index, b"b")
-    add(index, b"a")
-    assert index.changes == {}
-    writing = index.reserve(b"c", None)
-    assert writing is not None
-    index.abandon([writing])
-    assert index.changes == {b"a": False}
-
-
 def test_stale_blocks_of_before_the_watch_are_no_changes() -> None:
     index = ready_index(2, [b"a", b"b"])
     index.clear()
     index.watch()
     index.sweep(2)
     assert index.changes == {}
-
-
-def test_clear_waits_for_writers_and_readers() -> None:
-    index = ready_index(3, [b"a", b"b"])
-    leased = index.lease([b"a"])
-    writing = index.reserve(b"c", None)
-    assert leased is not None
-    assert writing is not None
-    index.clear()
-    assert index.lookup([b"a"]) == index.lookup([b"b"]) == 0
-    assert [block.state for block in (*leased, writing)] == [BlockState.DROPPED] * 2
-    assert index.sweep(3) == 0
-    assert index.free_slots == 1
-    index.publish([writing])
-    assert index.lookup([b"c"]) == 0
-    index.release(leased)
-    assert index.free_slots == 3

@@ -70,12 +70,6 @@ def test_a_block_is_found_once_it_is_written() -> None:
     assert index.lease(b"a") == slot
 
 
-def test_the_block_used_longest_ago_leaves_first() -> None:
-    index = filled(3, [b"a", b"b", b"c"])
-    index.touch([b"a"])
-    assert eviction_order(index, {b"a", b"b", b"c"}) == [b"b", b"c", b"a"]
-
-
 def test_the_end_of_a_prefix_leaves_before_its_beginning() -> None:
     index = filled(3, [b"c", b"a", b"b"])
     index.touch([b"a", b"b", b"c"])
@@ -109,28 +103,6 @@ def test_no_block_evicts_the_one_that_it_builds_on_or_one_used_since() -> None:
     assert index.lease(b"b") is not None
     assert reserve_all(index, [b"c"], [b"b"]) == []
     assert index.present([b"a", b"x", b"b"]) == [True] * 3
-
-
-def test_slots_in_use_are_not_evicted() -> None:
-    index = filled(2, [b"a", b"b"])
-    slots = [index.lease(b"a"), index.lease(b"b")]
-    assert index.reserve(b"x") is None
-    assert slots[1] is not None
-    index.release(slots[1])
-    assert index.reserve(b"x") == slots[1]
-
-
-def test_the_same_key_may_be_written_anew_while_its_old_slot_is_read() -> None:
-    index = filled(2, [b"a"])
-    old = index.lease(b"a")
-    assert old is not None
-    index.discard(old)
-    new = index.reserve(b"a")
-    assert new is not None
-    assert new != old
-    index.release(old)
-    assert index.publish(new, bytes(16))
-    assert index.lease(b"a") == new
 
 
 def test_an_index_without_slots_takes_nothing() -> None:
@@ -239,37 +211,6 @@ def test_a_restored_index_has_the_latest_of_each_key_in_order_of_writing(
         assert index.checksums([slot]) == [checksum]
         index.release(slot)
     assert eviction_order(index, set(latest)) == list(latest)
-
-
-def test_slots_of_blocks_from_before_a_reset_are_reused_first() -> None:
-    index = filled(4, [b"a", b"b", b"c", b"d"])
-    reader = index.lease(b"a")
-    assert reader is not None
-    index.clear()
-    assert len(index) == 0
-    assert index.has_all([b"a", b"d"]) == [False, False]
-    for key in (b"b", b"y", b"z"):
-        slot = index.reserve(key)
-        assert slot is not None
-        assert slot != reader
-        assert index.publish(slot, bytes(16))
-    assert index.evictions == 0
-    assert index.present([b"b", b"y", b"z"]) == [True] * 3
-    assert index.stale_blocks == 1, "that of the reader"
-    index.release(reader)
-    assert (index.stale_blocks, index.free_slots) == (0, 1)
-
-
-def test_what_was_ready_at_a_reset_counts_as_changed_at_last() -> None:
-    index = filled(4, [b"a", b"b"])
-    assert drain_changes(index, 9) == {}, "nobody watches"
-    index.watch()
-    assert drain_changes(index, 9) == {b"a": True, b"b": True}
-    index.clear()
-    assert drain_changes(index, 1) == {b"a": False}
-    assert index.has_changes
-    assert drain_changes(index, 9) == {b"b": False}
-    assert not index.has_changes
 
 
 def test_blocks_of_before_the_watch_are_changes_a_part_at_a_time() -> None:
