@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from socketserver import BaseServer
 
 import pytest
@@ -49,6 +50,13 @@ def _log_level() -> Iterator[None]:
     yield
     if logger.level != level:  # setting it visits all loggers: thousands once vLLM is imported
         logger.setLevel(level)
+
+
+@pytest.fixture
+def at_end() -> Iterator[ExitStack]:
+    """Ends what a test has made, the last first."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

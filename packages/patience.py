@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 PATIENCE_SECONDS = 180.0
 """What is slow is not lost, unless a test says so. At load 15 on two cores, four commands that each
@@ -34,3 +35,12 @@ def wait_until(
         assert time.perf_counter() < end, describe()
         act()
         time.sleep(0)  # lets others run
+
+
+def patient_objects(url: str) -> dict[str, Any]:
+    """Settings for blocks at a URL, whose answers FlexKV awaits."""
+    return {
+        "objects_url": url,
+        "objects_question_seconds": PATIENCE_SECONDS,
+        "objects_timeout_seconds": PATIENCE_SECONDS,
+    }

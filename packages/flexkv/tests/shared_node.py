@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flexkv import KVCache
@@ -195,6 +196,8 @@ class Remote:
         self.process.communicate()
         self._log.close()
 
+    close = kill
+
     def _logged(self) -> str:
         self._log.seek(0)
         return self._log.read()
@@ -206,6 +209,12 @@ class Remote:
                 return json.loads(line)
         self.process.communicate()
         raise AssertionError(self._logged())
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """The file of a block in a shared folder."""
+    (found,) = (folder / "blocks" / FINGERPRINT).glob(f"*/{(name.encode() * 32).hex()}")
+    return found
 
 
 def check_sharing(start: Callable[[], Remote], other: Remote, damage: Callable[[], None]) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +37,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path, store: MemoryStore) -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
-    def start(**options: Any) -> Node:
-        made.append(Node(tmp_path / str(len(made)), store, **options))
-        return made[-1]
-
-    yield start
-    for node in made:
-        node.close()
+def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Callable[..., Node]:
+    roots = (tmp_path / str(number) for number in count())
+    return lambda **options: at_end.enter_context(closing(Node(next(roots), store, **options)))
 
 
 def fill(store: MemoryStore, text: str) -> None:

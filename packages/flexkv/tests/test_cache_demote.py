@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from memory_tier import MemoryTier
@@ -32,16 +32,8 @@ def admission(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def start(**options: Any) -> Engine:
-        made.append(Engine(tmp_path, **options))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
+def make(tmp_path: Path, at_end: ExitStack) -> Callable[..., Engine]:
+    return lambda **options: at_end.enter_context(closing(Engine(tmp_path, **options)))
 
 
 def places(cache: KVCache, names: str) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,16 @@ NUMBERS = count()
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def make(tmp_path: Path, at_end: ExitStack) -> Callable[..., Engine]:
     """Makes an engine whose host memory is full of blocks of which nothing is known."""
-    made: list[Engine] = []
 
     def start(**options: Any) -> Engine:
-        engine = Engine(tmp_path, policy="hazard", **options)
-        made.append(engine)
+        engine = at_end.enter_context(closing(Engine(tmp_path, policy="hazard", **options)))
         for prompt in (OLD[:4], OLD[4:]):
             assert request(engine, prompt, None) == 4
         return engine
 
-    yield start
-    for engine in made:
-        engine.close()
+    return start
 
 
 def request(engine: Engine, prompt: str, returns: bool | None) -> int:

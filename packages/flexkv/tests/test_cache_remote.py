@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +38,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path, store: MemoryStore) -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
-    def start(**options: Any) -> Node:
-        made.append(Node(tmp_path / str(len(made)), store, **options))
-        return made[-1]
-
-    yield start
-    for node in made:
-        node.close()
+def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Callable[..., Node]:
+    roots = (tmp_path / str(number) for number in count())
+    return lambda **options: at_end.enter_context(closing(Node(next(roots), store, **options)))
 
 
 def fill(store: MemoryStore, text: str) -> None:

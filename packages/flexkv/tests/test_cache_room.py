@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,18 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def make(tmp_path: Path, store: MemoryStore) -> Iterator[Callable[..., Node]]:
+def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Callable[..., Node]:
     """Makes a node with blocks a to d on disk, over a store whose writes hang, one at a time."""
-    made: list[Node] = []
 
     def start(**options: Any) -> Node:
         node = Node(tmp_path, store, threads=1, **({"remote": "write_through"} | options))
-        made.append(node)
+        at_end.callback(node.close)
         node.put_on_disk("abcd")
         store.puts.clear()
         store.hanging = {"put"}
         return node
 
-    yield start
-    for node in made:
-        node.close()
+    return start
 
 
 def fill(node: Node, text: str = FULL) -> None:

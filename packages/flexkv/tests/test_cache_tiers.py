@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,16 +27,8 @@ from packages.seen_fetch import see
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def start(**options: Any) -> Engine:
-        made.append(Engine(tmp_path, **options))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.close()
+def make(tmp_path: Path, at_end: ExitStack) -> Callable[..., Engine]:
+    return lambda **options: at_end.enter_context(closing(Engine(tmp_path, **options)))
 
 
 def test_what_was_evicted_comes_back_verified(make: Callable[..., Engine]) -> None:

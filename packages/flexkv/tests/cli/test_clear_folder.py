@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 
-from shared_node import FINGERPRINT, Remote
+from shared_node import FINGERPRINT, Remote, file_of
 
 from flexkv.tiers.epochs import FRESH_SECONDS
 from flexkv.tiers.objects.shared_folder import Freed, remove_older
-from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import Flexkv, FlexkvOnTerminal
+from packages.patience import patient_objects
 
 Start = Callable[[], Remote]
 
@@ -31,26 +31,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    made: list[Remote] = []
-    settings: dict[str, Any] = {
-        "objects_url": f"file://{folder}",
-        "objects_question_seconds": PATIENCE_SECONDS,
-        "objects_timeout_seconds": PATIENCE_SECONDS,
-    }
-
-    def make() -> Remote:
-        made.append(Remote(settings, {}))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.kill()
-
-
-def file_of(folder: Path, name: str) -> Path:
-    (found,) = (folder / "blocks" / FINGERPRINT).glob(f"*/{(name.encode() * 32).hex()}")
-    return found
+def start(folder: Path, at_end: ExitStack) -> Start:
+    settings = patient_objects(f"file://{folder}")
+    return lambda: at_end.enter_context(closing(Remote(settings, {})))
 
 
 def test_after_a_reset_or_a_clear_nothing_of_before_is_found(

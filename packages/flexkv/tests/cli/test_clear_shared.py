@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -18,6 +18,7 @@ from flexkv.tiers.objects.open_objects import connect
 from integration.harness.s3_server import BUCKET, S3Server
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.stores import Cache, Flexkv
+from packages.patience import patient_objects
 
 URL = f"s3://{BUCKET}/cleared"
 Start = Callable[[], Remote]
@@ -30,24 +31,12 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def start(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(server: S3Server, monkeypatch: pytest.MonkeyPatch, at_end: ExitStack) -> Start:
     """Nodes; the command has the same settings."""
     for name, value in (server.environ | {"FLEXKV_OBJECTS_URL": URL}).items():
         monkeypatch.setenv(name, value)
-    made: list[Remote] = []
-    settings: dict[str, Any] = {
-        "objects_url": URL,
-        "objects_question_seconds": PATIENCE_SECONDS,
-        "objects_timeout_seconds": PATIENCE_SECONDS,
-    }
-
-    def make() -> Remote:
-        made.append(Remote(settings, server.environ))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.kill()
+    settings = patient_objects(URL)
+    return lambda: at_end.enter_context(closing(Remote(settings, server.environ)))
 
 
 def test_nothing_of_before_is_found_and_running_nodes_go_on_sharing(

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,15 @@ from packages.flexkv.tests.service.served import Scheduler, Service
 
 
 @pytest.fixture
-def make_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
+def make_service(tmp_path: Path, at_end: ExitStack) -> Callable[..., Service]:
     """Makes services, and closes them."""
-    made: list[Service] = []
+    numbers = count()
 
     def make(slots: int = 32, **settings: Any) -> Service:
-        made.append(Service(tmp_path / f"{len(made)}", slots, **settings))
-        return made[-1]
+        service = Service(tmp_path / f"{next(numbers)}", slots, **settings)
+        return at_end.enter_context(closing(service))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 @pytest.fixture
@@ -33,17 +33,13 @@ def service(make_service: Callable[..., Service]) -> Service:
 
 
 @pytest.fixture
-def attach() -> Iterator[Callable[..., Scheduler]]:
+def attach(at_end: ExitStack) -> Callable[..., Scheduler]:
     """Makes schedulers, and closes them."""
-    made: list[Scheduler] = []
 
     def make(service: Service, **options: Any) -> Scheduler:
-        made.append(Scheduler(service.root, **options))
-        return made[-1]
+        return at_end.enter_context(closing(Scheduler(service.root, **options)))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 @pytest.fixture

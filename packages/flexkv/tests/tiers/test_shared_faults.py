@@ -7,7 +7,8 @@ from __future__ import annotations
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,13 @@ Start = Callable[..., Remote]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    made: list[Remote] = []
-
+def start(at_end: ExitStack) -> Start:
     def make(*arguments: Any) -> Remote:
-        made.append(Remote(*arguments))
-        return made[-1]
+        node = at_end.enter_context(closing(Remote(*arguments)))
+        at_end.callback(node.process.send_signal, signal.SIGCONT)
+        return node
 
-    yield make
-    for node in made:
-        node.process.send_signal(signal.SIGCONT)
-        node.kill()
+    return make
 
 
 @pytest.mark.skipif(bad_network.possible() is not None, reason=str(bad_network.possible()))

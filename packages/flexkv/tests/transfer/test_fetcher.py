@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 import pytest
 from memory_tier import MemoryTier
@@ -91,16 +92,8 @@ class Node:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
-    def start(*below: str, **options: int) -> Node:
-        made.append(Node(*below, **options))
-        return made[-1]
-
-    yield start
-    for node in made:
-        node.close()
+def make(at_end: ExitStack) -> Callable[..., Node]:
+    return lambda *below, **options: at_end.enter_context(closing(Node(*below, **options)))
 
 
 def read_keys(tier: MemoryTier) -> list[bytes]:

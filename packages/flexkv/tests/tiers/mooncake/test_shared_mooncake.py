@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -38,19 +39,14 @@ def master() -> Iterator[MooncakeMaster]:
 
 
 @pytest.fixture
-def start(master: MooncakeMaster) -> Iterator[Callable[..., Remote]]:
-    made: list[Remote] = []
-
+def start(master: MooncakeMaster, at_end: ExitStack) -> Callable[..., Remote]:
     def make(**settings: Any) -> Remote:
         patient = dict.fromkeys(
             ("mooncake_question_seconds", "mooncake_timeout_seconds"), PATIENCE_SECONDS
         )
-        made.append(Remote(master.settings | patient | settings, {}))
-        return made[-1]
+        return at_end.enter_context(closing(Remote(master.settings | patient | settings, {})))
 
-    yield make
-    for node in made:
-        node.kill()
+    return make
 
 
 def test_a_node_finds_what_another_has_stored(

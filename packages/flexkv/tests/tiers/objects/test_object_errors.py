@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,13 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
 
 
 @pytest.fixture
-def start(bucket: FaultyS3) -> Iterator[Callable[[], Node]]:
-    made: list[Node] = []
-
+def start(bucket: FaultyS3, at_end: ExitStack) -> Callable[[], Node]:
     def make() -> Node:
-        made.append(Node())
-        return made[-1]
+        node = Node()
+        at_end.callback(node.blocks.close)
+        return node
 
-    yield make
-    for node in made:
-        node.blocks.close()
+    return make
 
 
 class Node:

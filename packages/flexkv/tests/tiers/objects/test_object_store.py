@@ -9,7 +9,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def start(store: Any) -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
+def start(store: Any, at_end: ExitStack) -> Callable[..., Node]:
     def make(**options: Any) -> Node:
-        made.append(Node(store, **options))
-        return made[-1]
+        node = Node(store, **options)
+        at_end.callback(node.blocks.close)
+        return node
 
-    yield make
-    for node in made:
-        node.blocks.close()
+    return make
 
 
 def test_a_write_ends_when_no_block_is_read_any_more(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'flexkv[objects]'")
 
-from shared_node import FINGERPRINT, Remote
+from shared_node import FINGERPRINT, Remote, file_of
 
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects.object_store import ObjectBlocks
 from flexkv.tiers.objects.open_objects import connect
 from flexkv.types.errors import StoreSettingError
 from packages.conftest import PATIENCE_SECONDS
+from packages.patience import patient_objects
 
 Start = Callable[[], Remote]
 
@@ -33,26 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    made: list[Remote] = []
-    settings: dict[str, Any] = {
-        "objects_url": f"file://{folder}",
-        "objects_question_seconds": PATIENCE_SECONDS,
-        "objects_timeout_seconds": PATIENCE_SECONDS,
-    }
-
-    def make() -> Remote:
-        made.append(Remote(settings, {}))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.kill()
-
-
-def file_of(folder: Path, name: str) -> Path:
-    (found,) = (folder / "blocks" / FINGERPRINT).glob(f"*/{(name.encode() * 32).hex()}")
-    return found
+def start(folder: Path, at_end: ExitStack) -> Start:
+    settings = patient_objects(f"file://{folder}")
+    return lambda: at_end.enter_context(closing(Remote(settings, {})))
 
 
 def test_a_node_finds_what_another_has_stored(start: Start, folder: Path) -> None:

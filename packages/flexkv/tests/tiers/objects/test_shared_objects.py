@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -22,14 +23,10 @@ from integration.harness import bad_network
 from integration.harness.bad_network import BadNetwork
 from integration.harness.s3_server import BUCKET, KEY, SECRET, S3Server
 from packages.conftest import PATIENCE_SECONDS
-from packages.patience import wait_until
+from packages.patience import patient_objects, wait_until
 
 URL = f"s3://{BUCKET}/cache"
-SETTINGS: dict[str, Any] = {
-    "objects_url": URL,
-    "objects_question_seconds": PATIENCE_SECONDS,
-    "objects_timeout_seconds": PATIENCE_SECONDS,
-}
+SETTINGS = patient_objects(URL)
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +37,12 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def start(server: S3Server) -> Iterator[Callable[..., Remote]]:
-    made: list[Remote] = []
-
+def start(server: S3Server, at_end: ExitStack) -> Callable[..., Remote]:
     def make(environ: dict[str, str] | None = None, **settings: Any) -> Remote:
-        made.append(Remote(SETTINGS | settings, server.environ | (environ or {})))
-        return made[-1]
+        node = Remote(SETTINGS | settings, server.environ | (environ or {}))
+        return at_end.enter_context(closing(node))
 
-    yield make
-    for node in made:
-        node.kill()
+    return make
 
 
 def test_a_node_finds_what_another_has_stored(
