@@ -10,7 +10,7 @@ import pytest
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS
 from patience import PATIENCE_SECONDS
-from traffic import Traffic, loaded, make_stems, preempted, refused
+from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 from world_config import IN_MULTI, IN_TREE, PLUGIN
 
 from flexkv.types.mover import Direction, Status
@@ -217,7 +217,7 @@ def test_turned_off_it_does_nothing(make_world: MakeWorld, monkeypatch: pytest.M
 @BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_random_traffic_never_computes_on_a_wrong_byte(
     make_world: MakeWorld, entry: str, ranks: int, asynchronous: bool, seed: int
 ) -> None:

@@ -27,7 +27,7 @@ from disk_world import (
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
-from traffic import Traffic, fetched, make_stems
+from traffic import SEEDS, Traffic, fetched, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import DISK_TIMEOUT_SECONDS
 
@@ -269,7 +269,7 @@ def test_damage_on_disk_is_a_miss(make_world: MakeWorld, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("admission", ["write_through", "second_hit", "on_evict"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_random_traffic_over_a_failing_disk_never_computes_on_a_wrong_byte(
     make_world: MakeWorld,
     tmp_path: Path,

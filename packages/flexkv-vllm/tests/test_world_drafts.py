@@ -7,7 +7,7 @@ import random
 
 import pytest
 from engine_world import MakeWorld, random_prompt
-from traffic import Traffic, loaded, make_stems, preempted
+from traffic import SEEDS, Traffic, loaded, make_stems, preempted
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from world_config import Drafts
 
@@ -39,13 +39,13 @@ def test_the_models_own_prefix_comes_back(
 
 @WINDOWS
 @pytest.mark.parametrize("drafts", [Drafts.OWN_GROUP, Drafts.SHARED_GROUP])
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 def test_random_traffic_never_computes_on_a_wrong_byte(
     make_world: MakeWorld, windows: tuple[int, ...], drafts: Drafts, seed: int
 ) -> None:
     rng = random.Random(seed)
     world = make_world(
-        windows=windows, drafts=drafts, num_blocks=60, slots=(40, 100)[seed], budget=96
+        windows=windows, drafts=drafts, num_blocks=60, slots=(40, 100)[seed % 2], budget=96
     )
     world.slow_down(rng, failure_rate=0.05)
     Traffic(world, rng, make_stems(rng, 4)).run(80, until=[preempted, loaded])

@@ -14,7 +14,7 @@ from disk_world import delay_reads, drive_of, flip_a_byte, slabs
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
 from subscriber import DISK, HOST, Subscriber, drain, loadable
-from traffic import Traffic, make_stems
+from traffic import SEEDS, Traffic, make_stems
 from vllm.lora.request import LoRARequest
 from world_config import IN_TREE, PLUGIN
 
@@ -558,7 +558,7 @@ def live_and_compare(
 
 @pytest.mark.parametrize("admission", ["write_through", "on_evict"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 def test_random_traffic_tells_exactly_what_can_be_loaded(
     make_world: MakeWorld, tmp_path: Path, *, admission: str, asynchronous: bool, seed: int
 ) -> None:

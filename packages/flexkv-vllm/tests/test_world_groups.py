@@ -12,7 +12,7 @@ from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 from subscriber import DISK, HOST, Subscriber, loadable
-from traffic import Traffic, loaded, make_stems, preempted, refused
+from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 
 from flexkv.types.presence import Presence
 from flexkv_vllm.compat.core import fails_by_request
@@ -219,7 +219,7 @@ def test_events_tell_each_groups_blocks(make_world: MakeWorld) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 def test_random_traffic_never_computes_on_a_wrong_byte(
     make_world: MakeWorld, ranks: int, asynchronous: bool, seed: int
 ) -> None:
@@ -229,7 +229,7 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
         ranks=ranks,
         num_blocks=60,
         slots=(40, 150)[seed % 2],
-        disk_slots=(0, 300)[seed // 2],
+        disk_slots=(0, 300)[(seed + ranks) % 2],
         budget=96,
         windows=rng.choice([(20,), (70,), (30, 100)]),
         lag=rng if asynchronous else None,

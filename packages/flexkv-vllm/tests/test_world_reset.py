@@ -12,7 +12,7 @@ from injection import InjectedError
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 from subscriber import Subscriber, drain, loadable
-from traffic import Traffic, loaded, make_stems
+from traffic import SEEDS, Traffic, loaded, make_stems
 
 from flexkv.client import Reset
 from flexkv.types.mover import Direction
@@ -98,7 +98,7 @@ def test_a_reset_while_the_disk_reads(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 def test_new_weights_never_meet_old_bytes(
     make_world: MakeWorld, asynchronous: bool, seed: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_new_weights_never_meet_old_bytes(
     rng = random.Random(seed)
     world = make_world(
         events=True,
-        ranks=1 + seed,
+        ranks=1 + seed % 2,
         num_blocks=40,
         slots=30,
         disk_slots=60,

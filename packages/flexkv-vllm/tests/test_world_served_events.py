@@ -14,7 +14,7 @@ from kv_pages import BLOCK_TOKENS
 from patience import PATIENCE_SECONDS, wait_until
 from served_world import MakeService, ServedWorld
 from subscriber import DISK, HOST, Subscriber, drain, loadable
-from traffic import Traffic, make_stems
+from traffic import SEEDS, Traffic, make_stems
 
 from flexkv.service import attach as attaching
 from flexkv.service import attached, pool_changes
@@ -144,7 +144,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("windows", [(), (40,)], ids=["full", "hybrid"])
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 def test_a_router_knows_what_two_engines_load_through_resets_and_restarts(
     make_service: MakeService,
     make_world: MakeWorld,

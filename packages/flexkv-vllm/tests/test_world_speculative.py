@@ -10,7 +10,7 @@ import pytest
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
-from traffic import Traffic, loaded, make_stems, preempted, refused
+from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE, PLUGIN
 
@@ -154,7 +154,7 @@ def test_blocks_are_held_until_their_store_has_begun_and_ended(make_world: MakeW
     world.check_outputs()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 @pytest.mark.parametrize(
     ("entry", "mode", "windows"),
     [
@@ -185,7 +185,7 @@ def test_random_traffic_never_computes_on_a_wrong_byte(
     Traffic(world, rng, make_stems(rng, 4)).run(60, until=[preempted, loaded, refused])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 @pytest.mark.parametrize(
     ("entry", "windows"),
     [(PLUGIN, ()), (PLUGIN, (70,)), (PLUGIN, (3,)), (IN_TREE, ())],

@@ -14,7 +14,7 @@ from engine_world import MakeWorld, World
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, token_bytes
 from ranks import AdapterRank, Rank
 from texts import Text
-from traffic import Traffic, loaded, make_stems, preempted, refused
+from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
@@ -109,7 +109,7 @@ def copied(world: World) -> int:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 def test_random_traffic_never_computes_on_a_wrong_byte(
     make_world: MakeWorld, *, asynchronous: bool, seed: int
 ) -> None:

@@ -4,15 +4,20 @@ happen to them."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from engine_world import World, random_prompt
 
 from flexkv_vllm.weights import _pausing
+
+SEEDS = pytest.mark.parametrize("seed", range(int(os.environ.get("TRAFFIC_SEEDS", "2"))))
+"""Of random traffic. `nox -s nightly` tries more."""
 
 ROUNDS = 20
 """At most. What disk threads are in time for is up to the machine; a round is nearly always enough,

@@ -14,7 +14,7 @@ from offloading_release import HYBRID, WINDOW
 from offloading_world import MakeOffloadingWorld, OffloadingWorld
 from patience import wait_until
 from policy_checks import CheckedPolicy, UseOrderPolicy
-from traffic import Traffic, loaded, make_stems, preempted, refused
+from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from flexkv.client import Reset
@@ -419,7 +419,7 @@ def test_turned_off_it_does_nothing(
 @HYBRID
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 def test_random_traffic_never_computes_on_a_wrong_byte(
     make_offloading_world: MakeOffloadingWorld,
     ranks: int,

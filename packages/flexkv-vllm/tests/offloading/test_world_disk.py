@@ -14,7 +14,7 @@ from kv_pages import BLOCK_TOKENS
 from offloading_release import HYBRID
 from offloading_world import MakeOffloadingWorld
 from patience import wait_until
-from traffic import Traffic, fetched, make_stems
+from traffic import SEEDS, Traffic, fetched, make_stems
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from world_config import DISK_TIMEOUT_SECONDS
 
@@ -127,7 +127,7 @@ def test_a_hanging_disk_holds_no_request_up_for_long(
     world.check_outputs()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 @HYBRID
 def test_random_traffic_over_a_disk(
     make_offloading_world: MakeOffloadingWorld, seed: int, windows: tuple[int, ...]
@@ -137,7 +137,7 @@ def test_random_traffic_over_a_disk(
         num_blocks=60,
         slots=24,
         disk_slots=80,
-        ranks=1 + seed,
+        ranks=1 + seed % 2,
         windows=windows,
         budget=96,
         settings={"ssd_admission": rng.choice(["write_through", "on_evict"])},
