@@ -65,7 +65,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
     pytester.makeini(f"[pytest]\npythonpath = {Path(__file__).parents[3]}\ntestpaths = .")
     pytester.makeconftest(CONFTEST.format(whole=""))
     pytester.makepyfile(
-        test_busy=BUSY,
+        test_busy="def test_child(): pass",
         test_starts=STARTS,
         test_left="def test_left(): pass\ndef test_left_too(): pass",
         test_part=PART,
@@ -79,6 +79,7 @@ def outcome(run: pytest.Pytester, *options: str) -> pytest.RunResult:
 
 @WORKERS
 def test_a_run_writes_what_its_tests_took(run: pytest.Pytester, workers: str) -> None:
+    run.makepyfile(test_busy=BUSY)
     outcome(run, "-n", workers).assert_outcomes(passed=7)
     found = Record.read(run.path / "times.json")
     assert found.workers == max(1, int(workers))
