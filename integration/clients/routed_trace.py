@@ -15,19 +15,19 @@ import gzip
 import heapq
 import json
 import random
-import subprocess
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
+from integration.clients.dynamo import DynamoRouter
 from integration.clients.environment import python
 from integration.harness.ports import hold_port
 
@@ -167,44 +167,6 @@ class Worker:
         self._socket.close(linger=0)
 
 
-class Router:
-    """Dynamo's router in a process of its own; see `dynamo_choice`."""
-
-    def __init__(self, weights: tuple[float, float], events: Sequence[str], log: Path) -> None:
-        self._log = log.open("w")
-        arguments = [str(each) for each in (_ROUTED_TOKENS, *weights, *events)]
-        self._process = subprocess.Popen(
-            [python(), "-m", "integration.clients.dynamo_choice", *arguments],
-            cwd=_ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
-
-    def ask(self, **question: Any) -> Any:
-        """Ask one question, and return the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, Path(self._log.name).read_text()[-4000:]
-        return json.loads(line)
-
-
 def read_requests(path: Path, most: int) -> list[Request]:
     """The first requests of a trace in Mooncake's form."""
     packed = path.read_bytes()
@@ -246,7 +208,13 @@ def replay(
         ran = [Worker(number, sizes, address) for number, address in enumerate(events)]
         for each in ran:
             ending.callback(each.close)
-        router = ending.enter_context(Router(weights, events, folder / "router.log"))
+        router = ending.enter_context(
+            DynamoRouter(
+                python(),
+                (_TOPIC.decode(), _ROUTED_TOKENS, *weights, *events),
+                folder / "router.log",
+            )
+        )
         _await_events(router, ran)
         for number, request in enumerate(requests):
             while coming and coming[0][0] <= request.seconds:
@@ -273,7 +241,7 @@ def replay(
     return outcome
 
 
-def _await_events(router: Router, workers: Sequence[Worker]) -> None:
+def _await_events(router: DynamoRouter, workers: Sequence[Worker]) -> None:
     """Have each worker emit events until the router follows them."""
     for number, worker in enumerate(workers):
         for attempt in range(1, 100):
@@ -287,7 +255,7 @@ def _await_events(router: Router, workers: Sequence[Worker]) -> None:
         worker.free_at = 0.0
 
 
-def _knows(router: Router, workers: Sequence[Worker], blocks: Sequence[int]) -> bool:
+def _knows(router: DynamoRouter, workers: Sequence[Worker], blocks: Sequence[int]) -> bool:
     """Whether the router knows what each worker's own cache has of a prompt."""
     known = router.ask(known=_tokens(blocks))
     return all(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamo's KV router over workers that only emit events: it says where it would send a prompt.
 
-Run by the Python of `nox -s clients`. Arguments: the tokens of a block, the weight of hits in host
-memory, that of hits on disk, and each worker's ZeroMQ address of events. Each line of the input is
-one of these, and each has an answer:
+Run by the Python of `nox -s clients`. Arguments: the topic of events, the tokens of a block, the
+weight of hits in host memory, that of hits on disk, and each worker's ZeroMQ address of events.
+Each line of the input is one of these, and each has an answer:
 
     {"route": [token ids], "id": a name}    the worker's number, and its hit as the router counts it
     {"computed": a name}                    null: the prompt of this request is computed
@@ -22,6 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Read as the modules are imported: no server for discovery, requests or events.
+os.environ |= {
+    "DYN_DISCOVERY_BACKEND": "file",
+    "DYN_FILE_KV": tempfile.mkdtemp(),
+    "DYN_REQUEST_PLANE": "tcp",
+    "DYN_EVENT_PLANE": "zmq",
+}
+
 from dynamo.llm import (
     KvEventPublisher,
     KvRouter,
@@ -34,13 +42,43 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-from integration.clients.dynamo_index import PAUSE_SECONDS, generate_nothing, write_model
+PAUSE_SECONDS = 0.2
 
-TOPIC = "kv-events"
+# Dynamo reads a model's configuration and tokenizer. No prompt is a text here.
+MODEL = {
+    "config.json": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 2,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "tokenizer_config.json": {"chat_template": "{{ messages[0]['content'] }}"},
+    "tokenizer.json": {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+    },
+}
+
+
+async def generate_nothing(_: object) -> Any:
+    yield {}
+
+
+def write_model(folder: Path) -> str:
+    for name, content in MODEL.items():
+        (folder / name).write_text(json.dumps(content))
+    return str(folder)
 
 
 async def _start(
-    block_size: int, weights: tuple[float, float], events: Sequence[str]
+    topic: str, block_size: int, weights: tuple[float, float], events: Sequence[str]
 ) -> tuple[KvRouter, object]:
     """The router, and what must live as long. The workers are ranks of one endpoint."""
     runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
@@ -66,7 +104,7 @@ async def _start(
             kv_block_size=block_size,
             dp_rank=rank,
             zmq_endpoint=address,
-            zmq_topic=TOPIC,
+            zmq_topic=topic,
             enable_local_indexer=True,
         )
         for rank, address in enumerate(events)
@@ -98,8 +136,8 @@ async def main() -> None:
     """Answer until the input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    size, host, disk, *events = sys.argv[1:]
-    router, _alive = await _start(int(size), (float(host), float(disk)), events)
+    topic, size, host, disk, *events = sys.argv[1:]
+    router, _alive = await _start(topic, int(size), (float(host), float(disk)), events)
     print(json.dumps("ready"), file=answers, flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
