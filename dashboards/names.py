@@ -45,7 +45,9 @@ class Names:
         if metric is None:
             raise ValueError(f"no metric is called {name!r}; allowed: {', '.join(_METRICS)}")
         for label, value in labels.items():
-            allowed = metric.allowed(label)
+            names = metric.label_names
+            places = [names.index(label)] if label in names else []
+            allowed = {values[place] for values in metric.combinations for place in places}
             if not allowed.issuperset(value.split("|")):
                 known = ", ".join(sorted(allowed))
                 raise ValueError(f"{name} has no {label}={value!r}; allowed: {known}")

@@ -30,7 +30,6 @@ STEMS = {
 CLASSES = {
     "Answer": 2,
     "Job": 2,
-    "Kind": 2,
     "Level": 2,
     "Outcome": 2,
     "Pages": 2,

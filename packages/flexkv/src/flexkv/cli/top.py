@@ -26,15 +26,7 @@ from rich.text import Text
 
 from flexkv.cli.common import Command, number
 from flexkv.cli.top_metrics import Reading
-from flexkv.cli.top_sources import (
-    Kind,
-    Source,
-    address_of,
-    ask_service,
-    kinds_of,
-    read_folders,
-    scrape,
-)
+from flexkv.cli.top_sources import Source, read_folders, readers_of
 from flexkv.cli.top_view import EngineHistory, show_directory, show_engine
 from flexkv.tiers.disk.inspect import FolderState
 from flexkv.types.errors import ConfigError
@@ -90,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{target!r} is {targets.count(target)} times on the command line; allowed: once"
             )
-    shown = [_shown(target, kind) for target, kind in kinds_of(targets).items()]
+    shown = [_shown(target, read) for target, read in readers_of(targets).items()]
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPE_COLUMNS)
@@ -160,17 +152,12 @@ def _wait(shown: Sequence[_Shown], seconds: float) -> None:
         each.source.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _shown(target: str, kind: Kind) -> _Shown:
-    if kind is Kind.DIRECTORY:
+def _shown(target: str, read: Callable[[], Reading] | None) -> _Shown:
+    if read is None:
         folders = Source(target, functools.partial(read_folders, target))
         return _Shown(folders, lambda: show_directory(folders))
     history = EngineHistory()
-    ask = (
-        functools.partial(ask_service, target)
-        if kind is Kind.SERVICE
-        else functools.partial(scrape, address_of(target))
-    )
-    engine = Source(target, lambda: history.take(ask()))
+    engine = Source(target, lambda: history.take(read()))
     return _Shown(engine, lambda: show_engine(engine, history))
 
 

@@ -6,7 +6,6 @@ Each source is asked by a thread of its own, so that a hung source delays no oth
 
 from __future__ import annotations
 
-import enum
 import functools
 import os
 import stat
@@ -47,14 +46,6 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs without the proxies of the environment, which lead out of the engines' network."""
 
 Read = TypeVar("Read")
-
-
-class Kind(enum.Enum):
-    """The kind of a target of the command line."""
-
-    ENGINE = "engine"
-    SERVICE = "service"
-    DIRECTORY = "directory"
 
 
 class SourceError(Exception):
@@ -131,29 +122,29 @@ class Source(Generic[Read]):
             self._ended.wait(interval)
 
 
-def kinds_of(targets: Sequence[str]) -> dict[str, Kind]:
-    """The kind of each target of the command line, in their order. A path whose file system does
-    not answer within a second counts as a directory. Raises ConfigError if a target is neither an
-    engine's address nor a directory."""
-    found = call_within({target: functools.partial(_kind, target) for target in targets}, 1.0)
-    return {target: found.get(target, Kind.DIRECTORY) for target in targets}
+def readers_of(targets: Sequence[str]) -> dict[str, Callable[[], Reading] | None]:
+    """For each target of the command line, in their order, what reads the figures of the engine or
+    the service; None for a cache directory. A path whose file system does not answer within a
+    second counts as such a directory. Raises ConfigError if a target is none of these."""
+    found = call_within({target: functools.partial(_reader, target) for target in targets}, 1.0)
+    return {target: found.get(target) for target in targets}
 
 
-def _kind(target: str) -> Kind:
+def _reader(target: str) -> Callable[[], Reading] | None:
     if "://" in target:
-        return Kind.ENGINE
+        return functools.partial(scrape, address_of(target))
     try:
         mode = os.stat(target).st_mode
     except (FileNotFoundError, NotADirectoryError):
         host, colon, port = target.rpartition(":")
         if "/" not in target and host and colon and port.isdigit():
-            return Kind.ENGINE
+            return functools.partial(scrape, address_of(target))
         raise _refusal(target, "does not exist") from None
     except OSError as error:
         raise _refusal(target, f"cannot be read ({error.strerror})") from None
     if not stat.S_ISDIR(mode):
         raise _refusal(target, "is not a directory")
-    return Kind.SERVICE if is_service(target) else Kind.DIRECTORY
+    return functools.partial(ask_service, target) if is_service(target) else None
 
 
 def _refusal(target: str, problem: str) -> ConfigError:

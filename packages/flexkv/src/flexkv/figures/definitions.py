@@ -118,12 +118,6 @@ class Metric:
         below = (_named(labels, medium) for medium in self.media for labels in self.tiers)
         return [*self.counted, *self.own, *self.shared, *below]
 
-    def allowed(self, label: str) -> set[str]:
-        """All values of one label; empty if the metric has no such label."""
-        if label not in self.label_names:
-            return set()
-        return {labels[self.label_names.index(label)] for labels in self.combinations}
-
     def tier_reads(self, medium: Medium) -> dict[str, ReadTier]:
         """Reads the values of the tier `medium`, by name of the sample."""
         reads = self.tiers.items() if medium in self.media else ()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,11 +90,3 @@ class LRUCurve:
             return 0
         hits = max(1, int(np.ceil(share * len(self._depths))))
         return int(self._depths[hits - 1])
-
-
-def round_sizes(least: int, most: int, count: int) -> Sequence[int]:
-    """About `count` sizes from `least` to `most`, in equal ratios."""
-    if most <= least:
-        return [most]
-    sizes = np.geomspace(least, most, count).round().astype(int).tolist()
-    return sorted(set(map(int, sizes)))

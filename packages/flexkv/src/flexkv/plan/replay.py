@@ -88,8 +88,8 @@ def replay(trace: Trace, setup: Setup, savings: Savings | None = None) -> Outcom
         )
         own = 0
         if engine is not None:
-            own, _ = engine.run(_Prefix(prompt, chain, most, 0), context, request)
-        hits, disk = cache.run(_Prefix(prompt, chain, most, own), context, request)
+            own, _ = engine.run(prompt, chain, context, request, most=most, own=0)
+        hits, disk = cache.run(prompt, chain, context, request, most=most, own=own)
         hit_tokens += hits * size
         disk_tokens += disk * size
         if savings is not None:
@@ -100,22 +100,9 @@ def replay(trace: Trace, setup: Setup, savings: Savings | None = None) -> Outcom
         disk_tokens,
         hit_tokens / trace.prompt_tokens if trace.prompt_tokens else 0.0,
         saved if savings is not None else None,
-        cache.written_blocks,
-        cache.refused_blocks,
+        0 if cache.disk is None else cache.disk.written,
+        0 if cache.disk is None else cache.disk.refused,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """The keys of a request's blocks."""
-
-    prompt: Sequence[bytes]
-    chain: Sequence[bytes]
-    """Those of the prompt and of the answer."""
-    most: int
-    """How many blocks of the prompt a hit can save."""
-    own: int
-    """How many blocks, from the first on, the engine's own cache has."""
 
 
 class _Cache:
@@ -124,40 +111,39 @@ class _Cache:
     def __init__(self, setup: Setup, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._index = block_index(setup.memory_blocks, POLICIES[setup.policy](setup.memory_blocks))
-        self._disk: _Disk | None = None
+        self.disk: _Disk | None = None
         self._below: TierStack | None = None
         if setup.disk_blocks:
-            self._disk = _Disk(setup)
-            tier = AttachedTier(self._disk, ADMISSIONS[setup.admission])
+            self.disk = _Disk(setup)
+            tier = AttachedTier(self.disk, ADMISSIONS[setup.admission])
             self._below = TierStack(self._index, lambda slot: _NO_BYTES, [tier], Meter())
 
-    @property
-    def written_blocks(self) -> int:
-        return 0 if self._disk is None else self._disk.written
-
-    @property
-    def refused_blocks(self) -> int:
-        return 0 if self._disk is None else self._disk.refused
-
     def run(
-        self, prefix: _Prefix, context: RequestContext, request: TracedRequest
+        self,
+        prompt: Sequence[bytes],
+        chain: Sequence[bytes],
+        context: RequestContext,
+        request: TracedRequest,
+        *,
+        most: int,
+        own: int,
     ) -> tuple[int, int]:
-        """Replay one request from lookup to end. `context` is what the policy knows of it, without
-        the hit. Returns the number of blocks that were loaded, and how many of them came from disk.
-        """
+        """Replay one request from lookup to end, by the keys of the blocks of its prompt, and of
+        its prompt and answer. `context` is what the policy knows of it, without the hit. A hit can
+        save `most` blocks of the prompt, of which the engine's own cache has the first `own`.
+        Returns the number of blocks that were loaded, and how many of them came from disk."""
         index = self._index
-        if self._disk is not None:
-            self._disk.now = request.seconds
-        wanted = prefix.prompt[prefix.own : prefix.most]
+        if self.disk is not None:
+            self.disk.now = request.seconds
+        wanted = prompt[own:most]
         in_memory = index.lookup(wanted)
         hits = max(in_memory, self._fetch(wanted))
-        found = prefix.prompt[: prefix.own + hits]
+        found = prompt[: own + hits]
         known = replace(context, hit_tokens=len(found) * self._block_tokens)
-        index.began(prefix.prompt, known, request.seconds)
-        if self._disk is not None:
-            self._disk.began(prefix.prompt, known, request.seconds)
+        index.began(prompt, known, request.seconds)
+        if self.disk is not None:
+            self.disk.began(prompt, known, request.seconds)
         self._use(found, known)
-        chain = prefix.chain
         if self._below is None:
             index.publish(index.reserve_all(chain, range(len(chain)), (0,)))
         else:
@@ -165,10 +151,10 @@ class _Cache:
             blocks = self._below.reserve(chain, [i for i, has in enumerate(there) if not has], (0,))
             index.publish(blocks)
             self._below.stored(blocks.keys, True)
-        self._use(prefix.chain, None)
+        self._use(chain, None)
         index.ended(context.request_id, request.output_tokens, request.seconds)
-        if self._disk is not None:
-            self._disk.ended(context.request_id, request.output_tokens, request.seconds)
+        if self.disk is not None:
+            self.disk.ended(context.request_id, request.output_tokens, request.seconds)
         return hits, hits - in_memory
 
     def _fetch(self, keys: Sequence[bytes]) -> int:

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from flexkv.plan.curve import LRUCurve, Point, round_sizes
+import numpy as np
+
+from flexkv.plan.curve import LRUCurve, Point
 from flexkv.plan.replay import Outcome, Setup
 from flexkv.plan.replayer import Replayer
 from flexkv.plan.saving import Savings
@@ -146,7 +148,8 @@ def size_up(
     memory = settable(memory, most_memory)
     disk = settable(curve.smallest_with(_MOST_SHARE), most_disk)
     largest = max(1, most.blocks)
-    wanted = {*round_sizes(max(1, largest // _SMALLEST_SHARE), largest, _SIZES), *sizes}
+    in_ratios = np.geomspace(max(1, largest // _SMALLEST_SHARE), largest, _SIZES)
+    wanted = {*map(int, in_ratios.round()), *sizes}
     wanted |= {memory, disk, 0 if knee is None else knee.blocks}
     wanted.discard(0)
     others = [each for each in policies if each != LRU]
