@@ -167,7 +167,7 @@ class KVCache:
             info.slot_bytes,
             self.pinned_blocks,
             self._trouble,
-            self._device.unreported,
+            len(self._device.unreported),
             info.policy_name,
             self._policy.guard_state(),
         )
@@ -197,7 +197,7 @@ class KVCache:
             has_changes=bool(index.changes or (index.stale_blocks and index.changes is not None))
             or (self._has_tiers and any(tier.has_changes for tier in self._below.indexed)),
             awaits_changes=False,
-            under_way=self._device.under_way.copy(),
+            under_way=self._device.under_way,
             publishing=(),
         )
 

@@ -125,7 +125,7 @@ class ServedCache:
     @property
     def status(self) -> CacheStatus:
         """See `CacheClient.status`. A store takes granted slots, and evicts nothing itself."""
-        stores, under_way = self._stores, self._device.under_way.copy()
+        stores, under_way = self._stores, self._device.under_way
         is_silent = self._is_silent
         return CacheStatus(
             disabled=self._off,
@@ -503,7 +503,7 @@ class ServedCache:
             self.info.slot_bytes,
             0,
             self._trouble,
-            self._device.unreported,
+            len(self._device.unreported),
             self.info.policy_name,
             NO_GUARD,
         )

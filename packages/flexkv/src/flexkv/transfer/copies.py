@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -49,21 +48,28 @@ RowType = TypeVar("RowType", bound=TransferRow)
 
 @dataclass(slots=True, eq=False)
 class DeviceCopy(Generic[RowType]):
-    """A transfer under way, with what only the cache knows of it.
+    """A transfer that `DeviceLink.poll` has not returned, with what only the cache knows of it.
 
     Attributes:
         held: whether `DeviceLink.poll` passes over it.
         keeps_cell: whether its cell stays in use after the end, until `DeviceLink.free_cell`,
             because another process reads it.
-        done: whether all ranks have copied all blocks; set once they have reported.
+        status: PENDING until all ranks have reported; its cell belongs to it until then.
+        finished: whether `poll` has finished it, and returns it next.
     """
 
     transfer: Transfer
     blocks: RowType = field(repr=False)
     held: bool = False
     keeps_cell: bool = False
-    done: bool = False
+    status: Status = Status.PENDING
+    finished: bool = False
     begun: float = field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks have copied all blocks."""
+        return self.status is Status.DONE
 
 
 class DeviceLink(Generic[RowType]):
@@ -71,8 +77,7 @@ class DeviceLink(Generic[RowType]):
     whose cells no other object acquires. Single-threaded.
 
     Attributes:
-        unreported: the number of transfers that `poll` has not returned.
-        under_way: the transfers whose end no rank, or not every rank, has reported, by id.
+        unreported: by id the transfers that `poll` has not returned. Only this object changes it.
     """
 
     def __init__(self, board: CompletionBoard, meter: Meter) -> None:
@@ -81,19 +86,19 @@ class DeviceLink(Generic[RowType]):
             Direction.LOAD: meter.histogram(LOAD_SECONDS),
             Direction.STORE: meter.histogram(STORE_SECONDS),
         }
-        self._pending: dict[int, DeviceCopy[RowType]] = {}
-        self.under_way: dict[int, Transfer] = {}
-        self._ending: deque[DeviceCopy[RowType]] = deque()
-        self._ended: list[DeviceCopy[RowType]] = []
+        self.unreported: dict[int, DeviceCopy[RowType]] = {}
         self._kept_cells: set[int] = set()
-        self.unreported = 0
         self._next_id = 1
+
+    @property
+    def under_way(self) -> dict[int, Transfer]:
+        """The transfers whose end no rank, or not every rank, has reported, by id."""
+        return {copy.transfer.id: copy.transfer for copy in self._pending}
 
     @property
     def stores(self) -> list[DeviceCopy[RowType]]:
         """The stores under way."""
-        pending = self._pending.values()
-        return [each for each in pending if each.transfer.direction is Direction.STORE]
+        return [each for each in self._pending if each.transfer.direction is Direction.STORE]
 
     @property
     def stopped_ranks(self) -> list[int]:
@@ -119,25 +124,23 @@ class DeviceLink(Generic[RowType]):
             keys = blocks.keys
         transfer = Transfer(self._next_id, direction, cell, keys, blocks.slots)
         self._next_id += 1
-        self.under_way[transfer.id] = transfer
-        self._pending[transfer.id] = DeviceCopy(transfer, blocks, held, keeps_cell)
-        self.unreported += 1
+        self.unreported[transfer.id] = DeviceCopy(transfer, blocks, held, keeps_cell)
         return transfer
 
     def confirm(self, transfer_id: int) -> None:
         """Let `poll` report the end of a held transfer, if it is under way."""
-        copy = self._pending.get(transfer_id)
+        copy = self.unreported.get(transfer_id)
         if copy is not None:
             copy.held = False
 
     def cancel(self, transfer_id: int) -> DeviceCopy[RowType] | None:
         """Take back a transfer that was never ordered, and return it; None if it is not under
         way."""
-        copy = self._pending.pop(transfer_id, None)
-        self.under_way.pop(transfer_id, None)  # after an error in between, the next call does it
-        if copy is not None:
-            self.unreported -= 1
-            self._board.give_back(copy.transfer.cell)
+        copy = self.unreported.get(transfer_id)
+        if copy is None or copy.status is not Status.PENDING:
+            return None
+        del self.unreported[transfer_id]
+        self._board.give_back(copy.transfer.cell)
         return copy
 
     def free_cell(self, cell: int) -> None:
@@ -148,53 +151,46 @@ class DeviceLink(Generic[RowType]):
 
     def blocks_of(self, transfer_id: int) -> RowType | None:
         """The blocks of a transfer that is not finished; None for another."""
-        copy = self._pending.get(transfer_id)
-        if copy is None:
-            ending = (each for each in self._ending if each.transfer.id == transfer_id)
-            copy = next(ending, None)
-        return None if copy is None else copy.blocks
+        copy = self.unreported.get(transfer_id)
+        return None if copy is None or copy.finished else copy.blocks
 
     def rows_in_use(self, direction: Direction) -> list[RowType]:
         """The blocks of the loads or the stores that have not been finished, after an error that
-        may have lost some; frees the cells of all others, and counts anew."""
-        pending = {each.transfer.cell for each in self._pending.values()}
-        self._board.keep(pending | self._kept_cells)
-        self.unreported = len(self._pending) + len(self._ending) + len(self._ended)
-        self.under_way = {number: each.transfer for number, each in self._pending.items()}
-        copies = [*self._pending.values(), *self._ending]
+        may have lost some; frees the cells of all others."""
+        self._board.keep({copy.transfer.cell for copy in self._pending} | self._kept_cells)
+        copies = [copy for copy in self.unreported.values() if not copy.finished]
         return [each.blocks for each in copies if each.transfer.direction is direction]
 
     def poll(self, finish: Callable[[DeviceCopy[RowType]], None]) -> list[Ended]:
         """The transfers that all ranks have reported since the last call, apart from held ones.
         Does not wait. Calls `finish` with each of them, once. If that raises, this raises; the next
         call goes on with the other transfers and returns all."""
-        reported = []
-        for copy in self._pending.values():
-            if copy.held:
-                continue
-            status = self._board.status(copy.transfer.cell)
-            if status is not Status.PENDING:
-                copy.done = status is Status.DONE
-                reported.append(copy)
-        for copy in reported:
-            transfer = copy.transfer
-            if copy.done:
-                seconds = time.monotonic() - copy.begun
-                self._seconds[transfer.direction].observe(seconds)
-            self.under_way.pop(transfer.id, None)
-            self._ending.append(self._pending.pop(transfer.id))
-            if copy.keeps_cell:
-                self._kept_cells.add(transfer.cell)
-            else:
-                self._board.give_back(transfer.cell)
-        while self._ending:
-            self._ended.append(self._ending.popleft())
-            finish(self._ended[-1])
-        if not self._ended:
+        copies = self.unreported
+        if not copies:
             return []
-        ended = [
-            Ended(each.transfer.id, each.transfer.direction, each.done) for each in self._ended
-        ]
-        self._ended.clear()
-        self.unreported -= len(ended)
-        return ended
+        for copy in copies.values():
+            if copy.held or copy.status is not Status.PENDING:
+                continue
+            cell = copy.transfer.cell
+            status = self._board.status(cell)
+            if status is Status.PENDING:
+                continue
+            if copy.keeps_cell:
+                self._kept_cells.add(cell)
+            copy.status = status
+            if not copy.keeps_cell:
+                self._board.give_back(cell)
+            if copy.done:
+                self._seconds[copy.transfer.direction].observe(time.monotonic() - copy.begun)
+        ended = [copy for copy in copies.values() if copy.status is not Status.PENDING]
+        for copy in ended:
+            if not copy.finished:
+                copy.finished = True
+                finish(copy)
+        if ended:
+            self.unreported = {i: copy for i, copy in copies.items() if not copy.finished}
+        return [Ended(each.transfer.id, each.transfer.direction, each.done) for each in ended]
+
+    @property
+    def _pending(self) -> list[DeviceCopy[RowType]]:
+        return [each for each in self.unreported.values() if each.status is Status.PENDING]
