@@ -14,7 +14,6 @@ from flexkv.index.block_index import Block, block_index
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.demote import _BLOCKS, _LEAVING_SHARE, Demoter, EvictionWriteback
 from flexkv.transfer.sources import Source
-from flexkv.types.admission import ADMISSIONS
 from packages.inside_tiers import assert_idle, leaving_blocks
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks
 
@@ -38,9 +37,10 @@ class Arena:
         tier = QueriedMemoryTier(self.tier, 1.0) if asked else self.tier
         source = Source(tier, 0, 1.0)
         self.counters = source.counters
-        on_evict = ADMISSIONS["on_evict"]
-        self.demoter = Demoter(self.index, lambda slot: memory[slot : slot + 1], source, on_evict)
-        self.leaving = EvictionWriteback(self.index, [self.demoter])
+        self.leaving = EvictionWriteback(self.index)
+        self.demoter = Demoter(
+            self.index, lambda slot: memory[slot : slot + 1], source, self.leaving
+        )
 
     def add(self, names: str, parent: str = "") -> list[Block]:
         """Blocks of a prefix become ready, behind the block `parent`."""
@@ -68,20 +68,16 @@ class Arena:
 
     def clear(self) -> None:
         self.index.clear()
-        for block in self.demoter.clear():
-            self.leaving.wrote(self.demoter, block)
+        self.demoter.clear()
         self.tier.clear()
 
     def drop_newest(self) -> str:
         """The blocks that give way."""
-        blocks = self.demoter.drop_newest()
-        for block in blocks:
-            self.leaving.wrote(self.demoter, block)
-        return b"".join(block.key for block in blocks).decode()
+        return b"".join(block.key for block in self.demoter.drop_newest()).decode()
 
     def poll(self) -> None:
         for result in self.tier.poll():
-            self.leaving.wrote(self.demoter, self.demoter.take(result))
+            self.demoter.take(result)
 
     def offer(self, names: str) -> str:
         """What is being written once these were offered."""
@@ -89,13 +85,12 @@ class Arena:
         return self.write()
 
     def make_room(self) -> str:
-        self.leaving.make_room()
+        self.leaving.make_room([self.demoter])
         return self.write()
 
     def write(self) -> str:
         """What is being written once some blocks that wait are."""
-        for block in self.demoter.write_waiting():
-            self.leaving.wrote(self.demoter, block)
+        self.demoter.write_waiting()
         return self.writing()
 
     def writing(self) -> str:

@@ -19,7 +19,6 @@ from flexkv.tiers.job import Outcome
 from flexkv.transfer import demote
 from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.sources import Source
-from flexkv.types.admission import ADMISSIONS
 from packages.conftest import StillClock
 from packages.inside_tiers import assert_idle, leaving_blocks
 from packages.tier_blocks import assert_no_slot_is_lost, ready_blocks, writing_blocks
@@ -74,16 +73,17 @@ class LeavingModel(RuleBasedStateMachine):
         self.index = block_index(SLOTS, LRUPolicy())
         memory = memoryview(bytearray(SLOTS))
         self.tiers = [CheckedTier(), CheckedTier()]
+        self.leaving = EvictionWriteback(self.index)
         self.demoters = [
             Demoter(
                 self.index,
                 lambda slot: memory[slot : slot + 1],
                 Source(tier, place, 1.0),
-                ADMISSIONS["on_evict"],
+                self.leaving,
             )
             for place, tier in enumerate(self.tiers)
         ]
-        self.leaving = EvictionWriteback(self.index, self.demoters[: 1 + both])
+        self.evicting = self.demoters[: 1 + both]
         self.storing: list[Block] = []
 
     def teardown(self) -> None:
@@ -140,18 +140,15 @@ class LeavingModel(RuleBasedStateMachine):
     def poll(self) -> None:
         for tier, demoter in zip(self.tiers, self.demoters, strict=True):
             for result in tier.poll():
-                self.leaving.wrote(demoter, demoter.take(result))
+                demoter.take(result)
         self.index.sweep(3)
-        self.leaving.make_room()
+        self.leaving.make_room(self.evicting)
         for demoter in self.demoters:
-            for block in demoter.write_waiting():
-                self.leaving.wrote(demoter, block)
+            demoter.write_waiting()
 
     @rule(number=st.integers(0, 1))
     def give_way(self, number: int) -> None:
-        demoter = self.demoters[number]
-        for block in demoter.drop_newest():
-            self.leaving.wrote(demoter, block)
+        self.demoters[number].drop_newest()
 
     @precondition(lambda self: self.tasks)
     @rule(data=st.data(), outcome=OUTCOMES)
@@ -172,8 +169,7 @@ class LeavingModel(RuleBasedStateMachine):
         stored = list(ready_blocks(self.index))
         self.index.clear()
         for demoter in self.demoters:
-            for block in demoter.clear():
-                self.leaving.wrote(demoter, block)
+            demoter.clear()
         for tier in self.tiers:
             tier.clear()
         if again:

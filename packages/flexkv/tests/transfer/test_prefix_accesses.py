@@ -13,10 +13,9 @@ from memory_tier import MemoryTier
 from flexkv.eviction import UNKNOWN_REQUEST, LRUPolicy
 from flexkv.index.block_index import BlockIndex, block_index
 from flexkv.tiers.disk import DiskTier, open_disk_tier
-from flexkv.transfer.demote import Demoter
+from flexkv.transfer.demote import Demoter, EvictionWriteback
 from flexkv.transfer.sources import Source
 from flexkv.transfer.stack import _COUNTED_BLOCKS, PrefixAccesses
-from flexkv.types.admission import ADMISSIONS
 from flexkv.types.backlog import BACKLOG_SHARE
 
 
@@ -103,7 +102,7 @@ def test_a_prefix_is_offered_whole_to_each_tier_that_lacks_what_the_arena_has() 
             index,
             lambda slot: memory[slot : slot + 1],
             Source(tier, place, 1.0),
-            ADMISSIONS["second_hit"],
+            EvictionWriteback(index),
         )
         for place, tier in enumerate((full, empty))
     ]

@@ -17,18 +17,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flexkv.index.block_index import Block, BlockIndex, BlockState
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Outcome
 from flexkv.transfer.sources import Source
-from flexkv.types.admission import Admission
 from flexkv.types.backlog import share_of
 
 _CHAIN_SHARE = 2
 """The predecessors of blocks that leave are written, too, up to half of the arena. The other half
-holds the blocks that are stored and fetched meanwhile. Not tuned."""
+holds the blocks that are stored and fetched meanwhile."""
 
 _BLOCKS = 16
 """The least number of waiting blocks that one poll begins to write. To begin one takes about
@@ -36,11 +34,11 @@ _BLOCKS = 16
 
 _WAITING_SHARE = 2
 """A poll begins more if more than half of the arena waits, because blocks that wait cannot be
-evicted. Not tuned."""
+evicted."""
 
 _PAUSE_SECONDS = 1.0
 """After a tier has dropped a block, FlexKV offers it only newly stored blocks for this time. Else a
-tier whose budget is spent would be offered blocks, and drop them, in every step. Not tuned."""
+tier whose budget is spent would be offered blocks, and drop them, in every step."""
 
 _PREFIXES = 64
 """The most prefixes at which one poll looks that clients want in lower tiers."""
@@ -59,7 +57,7 @@ unwritten. Not tuned."""
 
 class Demoter:
     """Writes blocks of the arena to one lower tier. Each block is leased from its offer until its
-    write has ended. Single-threaded.
+    write has ended, which `writeback` gets to know. Single-threaded.
 
     A prompt may have more blocks than one step of the engine has time for. So blocks that are
     offered wait, and each poll begins to write some of them.
@@ -75,35 +73,44 @@ class Demoter:
         index: BlockIndex,
         slot_view: Callable[[int], memoryview],
         source: Source,
-        admission: Admission,
+        writeback: EvictionWriteback,
     ) -> None:
         self.source = source
-        self.admission = admission
         self._index = index
         self._slot_view = slot_view
-        self._waiting: deque[Block] = deque()
-        self._leaving: deque[Block] = deque()
-        self._unwritten: list[Block] = []  # until a call of `write_waiting` returns them
-        self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
+        self._writeback = writeback
+        self._paused_until = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard all blocks that wait or leave, and take no result of a write under way: the index
+        ends all leases but those that the caller keeps."""
         self.reads: list[BlockResult] = []
         self.writes: dict[int, dict[int, Block]] = {}
+        self._waiting: deque[Block] = deque()
+        self._leaving: deque[Block] = deque()
+        self._chain: list[Block] = []  # the first that leaves, then its predecessors, backwards
         self._unsure: list[Block] = []  # whether the tier has them is not known
         # By key, without the writes from before a reset. Another block may have the key since; the
         # write of the earlier block is then not in here.
         self._held: dict[bytes, Block] = {}  # in the chain, waiting, or being written
         self._writing: dict[bytes, Block] = {}
-        self._paused_until = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether a block waits, its write has no result yet, or `write_waiting` has to return
-        it."""
-        return bool(self._waiting or self.writes or self._leaving or self._unwritten)
+        """Whether a block waits or leaves, or its write has no result yet."""
+        return bool(self._waiting or self.writes or self._leaving)
 
     @property
     def waiting_blocks(self) -> int:
         """Number of blocks that wait for their writes to begin."""
         return len(self._held) - len(self._writing)
+
+    @property
+    def borrowed(self) -> list[Block]:
+        """The blocks, each once, whose memory the tier may still read."""
+        batches = (batch.values() for batch in self.writes.values())
+        return list(dict.fromkeys(itertools.chain(*batches, self._unsure)))
 
     @property
     def paused(self) -> bool:
@@ -137,15 +144,26 @@ class Demoter:
         held.update(zip(keys, blocks, strict=True))
         self._waiting.extend(blocks)
 
-    def write_waiting(self, *, all_blocks: bool = False) -> list[Block]:
+    def complete(self, keys: Sequence[bytes]) -> None:
+        """`offer` a prefix that a request used, because the tier may have dropped or lost some of
+        its blocks. Does nothing while the tier is `paused`."""
+        if not self.paused:
+            self.offer(keys)
+
+    def write_leaving(self, victims: Iterable[Block]) -> None:
+        """Queue blocks that are about to be evicted, which the caller has leased until it knows
+        that their writes have ended. `write_waiting` writes each after those of its predecessors
+        that the tier lacks."""
+        self._leaving.extend(victims)
+
+    def write_waiting(self, *, all_blocks: bool = False) -> None:
         """Begin to write some of the waiting blocks, or all of them. Called once each poll, after
-        the tier's results, so that no child of a dropped block is written. Returns blocks that
-        waited or leave and are not written, because the tier has them or does not get their parent.
-        If the tier raises, so does this, and the next call returns the blocks of this one, too."""
+        the tier's results, so that no child of a dropped block is written. Blocks that the tier has
+        or whose parent it does not get are not written."""
         waiting = self._waiting
-        if not (waiting or self._leaving or self._chain or self._unwritten):
-            return []
-        ended = self._follow_leaving(all_blocks)
+        if not (waiting or self._leaving or self._chain):
+            return
+        self._follow_leaving(all_blocks)
         beyond = len(waiting) - self._index.num_slots // _WAITING_SHARE
         most = len(waiting) if all_blocks else max(share_of(len(waiting), _BLOCKS), beyond)
         blocks = [waiting.popleft() for _ in range(min(most, len(waiting)))]
@@ -174,13 +192,11 @@ class Demoter:
             unwritten.append(block)
             del self._held[key]
         self._index.release_unused(unwritten)
-        self._unwritten += ended + unwritten
+        self._report(unwritten)
         if there and self.source.indexed is not None:
             # A request computed these again: writes must not evict them first.
             self.source.indexed.touch([key for key in keys if key in there])
         self._write(list(batch.values()))
-        ended, self._unwritten = self._unwritten, []
-        return ended
 
     def drop_newest(self) -> list[Block]:
         """Drop the newest of the blocks that leave, about as many as a poll begins to write. If
@@ -191,71 +207,44 @@ class Demoter:
         elif not newest:
             newest = [self._waiting.pop() for _ in range(min(len(self._waiting), _BLOCKS))]
             self._release(newest)
+        self._report(newest)
         self.source.counters.dropped_demotions += len(newest)
         return newest
 
-    def clear(self) -> list[Block]:
-        """Drop and return the blocks that wait or leave, because the arena and the tier are
-        cleared. Writes under way continue, but the tier keeps no block of them."""
-        ended = [*self._waiting, *self._chain]
-        self._index.release_unused(ended)
-        ended += self._leaving
+    def clear(self) -> None:
+        """Drop the blocks that wait or leave, because the arena and the tier are cleared. Writes
+        under way continue, but the tier keeps no block of them."""
+        held, leaving = [*self._waiting, *self._chain], [*self._leaving]
         for known in (self._waiting, self._chain, self._leaving, self._held, self._writing):
             known.clear()
-        return ended
+        self._index.release_unused(held)
+        self._report(held + leaving)
 
-    @property
-    def borrowed(self) -> list[Block]:
-        """The blocks, each once, whose memory the tier may still read."""
-        batches = (batch.values() for batch in self.writes.values())
-        return list(dict.fromkeys(itertools.chain(*batches, self._unsure)))
-
-    def forget(self) -> None:
-        """Discard all blocks that wait or leave, and take no result of a write under way: the index
-        ends all leases but those that the caller keeps."""
-        known: tuple[deque[Block] | list[Any] | dict[Any, Any], ...] = (
-            *(self._waiting, self._chain, self._leaving, self._unwritten),
-            *(self._held, self._writing, self.writes, self._unsure, self.reads),
-        )
-        for each in known:
-            each.clear()
-
-    def complete(self, keys: Sequence[bytes]) -> None:
-        """`offer` a prefix that a request used, because the tier may have dropped or lost some of
-        its blocks. Does nothing while the tier is `paused`."""
-        if not self.paused:
-            self.offer(keys)
-
-    def write_leaving(self, victims: Iterable[Block]) -> None:
-        """Queue blocks that are about to be evicted, which the caller has leased until their writes
-        end. `write_waiting` writes each after those of its predecessors that the tier lacks, and
-        returns the blocks that it does not write."""
-        self._leaving.extend(victims)
-
-    def poll(self) -> list[Block]:
-        """Take the results of the tier. Returns the blocks whose writes have ended. Results of
-        reads are kept, because the caller may be in the middle of a fetch."""
-        ended = []
+    def poll(self) -> bool:
+        """Take the results of the tier. Returns whether a write has ended. Results of reads are
+        kept, because the caller may be in the middle of a fetch."""
+        ended = False
         for result in self.source.tier.poll():
             if result.ticket in self.writes:
-                ended.append(self.take(result))
+                self.take(result)
+                ended = True
             else:
                 self.reads.append(result)
         return ended
 
-    def reclaim(self) -> list[Block]:
+    def reclaim(self) -> bool:
         """Cancel writes, the newest first, because a block is of use only after its predecessors.
-        Stops after some, and returns the blocks whose writes have ended by that."""
-        ended = self.drop_newest()
-        for ticket in reversed([] if ended else list(self.writes)):
+        Stops after some. Returns whether any has ended by that."""
+        if self.drop_newest():
+            return True
+        for ticket in reversed(list(self.writes)):
             self.source.tier.cancel(ticket)
-            ended = self.poll()
-            if ended:
-                break
-        return ended
+            if self.poll():
+                return True
+        return False
 
-    def take(self, result: BlockResult) -> Block:
-        """Count a result of a write, end the write's lease, and return the block."""
+    def take(self, result: BlockResult) -> None:
+        """Count a result of a write, and end the write's lease."""
         batch = self.writes[result.ticket]
         block = batch.pop(result.position)
         if not batch:
@@ -271,7 +260,7 @@ class Demoter:
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
         counters.failed_demotions += outcome is Outcome.FAILED
         self._index.release_unused([block])
-        return block
+        self._writeback.wrote(self, block)
 
     def _parent_comes(self, block: Block) -> bool:
         """Whether the parent of a block is still being stored or fetched, or waits to be
@@ -289,11 +278,10 @@ class Demoter:
         has = self.source.contains([key])[0]
         return unknown if has is None else has
 
-    def _follow_leaving(self, all_blocks: bool) -> list[Block]:
+    def _follow_leaving(self, all_blocks: bool) -> None:
         """Find some of the predecessors that must be written before a block that leaves, back to
-        one that the tier has or gets. Queue these blocks in the order of their prefix. Returns the
-        blocks that leave and are not written."""
-        chain, ended = self._chain, []
+        one that the tier has or gets. Queue these blocks in the order of their prefix."""
+        chain, ended = self._chain, list[Block]()
         steps = share_of(len(self._leaving) + len(chain), _BLOCKS)
         while self._leaving and (steps > 0 or all_blocks):
             steps -= 1
@@ -314,7 +302,7 @@ class Demoter:
             self._waiting.extend(chain)
             chain.clear()
             self._leaving.popleft()
-        return ended
+        self._report(ended)
 
     def _extend_chain(self, block: Block, victim: Block) -> bool:
         """Lease `block`, the next of the chain of `victim`. False if the arena has lost it, or may
@@ -339,6 +327,10 @@ class Demoter:
         for block in blocks:
             del self._held[block.key]
         self._index.release_unused(blocks)
+
+    def _report(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._writeback.wrote(self, block)
 
     def _gets(self, key: bytes) -> bool:
         """Whether the tier has the block of `key`, is writing it, or will be given it."""
@@ -365,23 +357,20 @@ class Demoter:
 
 
 class EvictionWriteback:
-    """Writes blocks to lower tiers before the arena evicts them, those whose admission is on
-    eviction. It leases the blocks that would be evicted next, and evicts each block when every tier
-    that admits it has written it. The end of a prefix goes first, because a used block keeps all
-    blocks that it builds on. Single-threaded."""
+    """Writes blocks to lower tiers before the arena evicts them. It leases the blocks that would be
+    evicted next, and evicts each block when every tier that is to get it has written it. The end of
+    a prefix goes first, because a used block keeps all blocks that it builds on.
+    Single-threaded."""
 
-    def __init__(self, index: BlockIndex, demoters: Sequence[Demoter]) -> None:
+    def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        self._demoters = demoters
-        self._leaving: dict[Block, set[Demoter]] = {}
-        self._asked: dict[Block, Sequence[Demoter]] = {}
-        self._behind: Counter[Block] = Counter()  # how many of these build on a block
+        self.forget()
 
-    def make_room(self) -> None:
+    def make_room(self, demoters: Sequence[Demoter]) -> None:
         """Choose some of the blocks that would be evicted next, and let demoters write them. Once
         each poll."""
-        demoters = [demoter for demoter in self._demoters if not demoter.paused]
-        if not demoters:
+        writers = [demoter for demoter in demoters if not demoter.paused]
+        if not writers:
             return
         goal = -(-self._index.num_slots // _LEAVING_SHARE)
         lacking = goal - self._index.free_slots - len(self._leaving)
@@ -391,7 +380,7 @@ class EvictionWriteback:
             if victim is None:
                 break
             victims.append(victim)
-        self._write(victims, demoters)
+        self._write(victims, writers)
 
     def demote(self, victims: Sequence[Block], demoters: Sequence[Demoter]) -> None:
         """Let demoters write blocks of `BlockIndex.lease_to_leave`, in its order, and evict each
@@ -401,9 +390,9 @@ class EvictionWriteback:
 
     def forget(self) -> None:
         """Discard all blocks that leave, because the index has ended all leases."""
-        self._leaving.clear()
-        self._asked.clear()
-        self._behind.clear()
+        self._leaving: dict[Block, set[Demoter]] = {}
+        self._asked: dict[Block, Sequence[Demoter]] = {}
+        self._behind: Counter[Block] = Counter()  # how many of these build on a block
 
     def wrote(self, demoter: Demoter, block: Block) -> None:
         """Note that `demoter` has written `block` or does not write it, and evict the block if no
@@ -460,10 +449,14 @@ class AskedDemotions:
     def __init__(
         self, index: BlockIndex, demoters: Sequence[Demoter], writeback: EvictionWriteback
     ) -> None:
-        self.due = False
         self._index = index
         self._demoters = demoters
         self._writeback = writeback
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard all prefixes, because the arena was cleared."""
+        self.due = False
         self._waiting: deque[_Asked] = deque()
         self._count = 0
         self._unseen = 0  # prefixes at which no poll has looked since blocks were last given back
@@ -503,11 +496,6 @@ class AskedDemotions:
                 self._count += len(asked.keys)
         self._unseen = max(0, self._unseen - looked)
         self.due = bool(self._waiting and demoters) and (most <= 0 or self._unseen > 0)
-
-    def clear(self) -> None:
-        """Discard all prefixes, because the arena was cleared."""
-        self._waiting.clear()
-        self._count, self._unseen, self.due = 0, 0, False
 
     def _take(self, asked: _Asked, most: int) -> list[Block]:
         """Lease up to `most` of the blocks, up to one that may not leave now."""

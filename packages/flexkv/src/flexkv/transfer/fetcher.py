@@ -42,7 +42,7 @@ class Fetcher:
 
     Args:
         sources: lower tiers, the fastest first.
-        seconds: histograms by tier. Each takes the seconds of fetches that its tier gave blocks.
+        seconds: histograms of the seconds of fetches, by the tier that gave blocks.
         make_room: called if a request waits and the arena has no slot. Returns whether to try
             again.
     """
@@ -62,9 +62,7 @@ class Fetcher:
         self._seconds = seconds
         self.reads = Reads(index, slot_view, sources, self._urgency_of, self.complete)
         self._ids = itertools.count(1)
-        self._fetches: dict[FetchId, RunningFetch] = {}
-        self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
-        self._came: dict[RunningFetch, int] = {}
+        self._forget_fetches()
         self._announced: Counter[bytes] = Counter()
         self._longest_stall = max((source.stall_seconds for source in sources), default=0.0)
 
@@ -256,15 +254,18 @@ class Fetcher:
         for fetch in self._fetches.values():
             self._index.release([block for block in fetch.blocks if block is not None])
         self.reads.clear()
-        for known in (self._fetches, self._waiting, self._came):
-            known.clear()
+        self._forget_fetches()
 
     def forget(self) -> None:
         """End all fetches without a block: the index has ended all leases, and no tier reads any
         more."""
         self.reads.forget()
-        for known in (self._fetches, self._waiting, self._came):
-            known.clear()
+        self._forget_fetches()
+
+    def _forget_fetches(self) -> None:
+        self._fetches: dict[FetchId, RunningFetch] = {}
+        self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
+        self._came: dict[RunningFetch, int] = {}
 
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
         """The keys that tiers have to be queried about, by the fastest tier that may have the

@@ -52,7 +52,6 @@ class Reads:
     Args:
         slot_view: returns the memory of an arena slot, which tiers borrow until the block has a
             result.
-        sources: lower tiers, the fastest first.
         wanted: returns how urgently fetches wait for the block of a key; None if none waits.
         completed: called with keys whose blocks have arrived and the tier that gave them, or with
             None if no tier gives the blocks.
@@ -74,6 +73,11 @@ class Reads:
         self._sources = sources
         self._wanted = wanted
         self._completed = completed
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all batches: the index ends all writes but those that the caller keeps, and no
+        result of these batches will be taken."""
         self.by_key: dict[bytes, Read] = {}
         self._reads: dict[tuple[Source, int], Read] = {}
         self._between: dict[Block, int] = {}
@@ -186,7 +190,7 @@ class Reads:
         for block in list(read.blocks.values()):
             known = self.by_key.get(block.key) is read
             hangs = known and (block.key in hung or source.contains([block.key])[0] is False)
-            if hangs and self._may_come(block.key, source):
+            if hangs and self._next(block.key, source.tier_rank + 1)[0] is not None:
                 self._replace(block, read)
         return self.by_key.get(key) is not read
 
@@ -201,15 +205,6 @@ class Reads:
         batches = [read.blocks.values() for (of, _), read in self._reads.items() if of is source]
         unsure = self._unsure.get(source, [])
         return list(dict.fromkeys(itertools.chain(*batches, unsure)))
-
-    def forget(self) -> None:
-        """Forget all batches: the index ends all writes but those that the caller keeps, and no
-        result of these batches will be taken."""
-        for known in (
-            *(self._reads, self.by_key, self._between),
-            *(self._delivered, self._unsure),
-        ):
-            known.clear()
 
     def _fail(self, read: Read, block: Block, outcome: Outcome) -> None:
         source = read.source
@@ -257,10 +252,6 @@ class Reads:
             if has is not False:
                 return source, bool(has)
         return None, False
-
-    def _may_come(self, key: bytes, source: Source) -> bool:
-        """Whether a tier behind `source` may have the block."""
-        return self._next(key, source.tier_rank + 1)[0] is not None
 
     def _replace(self, block: Block, read: Read) -> None:
         """Reserve another slot for a block, because a read that hangs borrows the block's own."""

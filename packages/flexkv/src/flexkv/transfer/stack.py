@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,14 +136,14 @@ class TierStack:
         self._sources = [
             Source(each.tier, tier_rank, each.stall_seconds) for tier_rank, each in enumerate(tiers)
         ]
+        self._writeback = EvictionWriteback(index)
         self._demoters = [
-            Demoter(index, slot_view, source, each.admission)
-            for source, each in zip(self._sources, tiers, strict=True)
+            Demoter(index, slot_view, source, self._writeback) for source in self._sources
         ]
-        self._on_store = [each for each in self._demoters if each.admission.on_store]
-        on_hit = [each for each in self._demoters if each.admission.on_hit]
-        on_evict = [each for each in self._demoters if each.admission.on_evict]
-        self._writeback = EvictionWriteback(index, on_evict)
+        admitted = [(each, of.admission) for each, of in zip(self._demoters, tiers, strict=True)]
+        self._on_store = [each for each, admission in admitted if admission.on_store]
+        self._on_evict = [each for each, admission in admitted if admission.on_evict]
+        on_hit = [each for each, admission in admitted if admission.on_hit]
         self._to_stores = [each for each in self._demoters if each.source.queried is not None]
         seconds = {
             each.medium: meter.histogram(FETCH_SECONDS, each.medium.value) for each in self._sources
@@ -276,18 +276,18 @@ class TierStack:
             if source.left_out:
                 self._try_to_rejoin(source)
                 continue
-            self._wrote(demoter, demoter.poll())
+            demoter.poll()
             results, demoter.reads = demoter.reads, []
             if results:
                 reads.take(source, results)
         self.fetcher.poll()
         for demoter in self._demoters:
-            self._wrote(demoter, demoter.write_waiting())
+            demoter.write_waiting()
         # After the writes: in a tier, the beginning of a prefix must not be older than its end.
         # Before the victims are chosen.
         self.uses.count()
         self._asked.follow()
-        self._writeback.make_room()
+        self._writeback.make_room(self._on_evict)
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
         """Which of these blocks each tier has; see `Source.contains`. Any thread may call it."""
@@ -324,7 +324,7 @@ class TierStack:
         self.uses.clear()
         self._asked.clear()
         for demoter in self._demoters:
-            self._wrote(demoter, demoter.clear())
+            demoter.clear()
 
     def clear(self) -> None:
         """Clear all tiers and discard all reads and writes under way."""
@@ -416,15 +416,9 @@ class TierStack:
         if self._index.has_room:
             return False
         for demoter in reversed(demoters):
-            ended = demoter.reclaim()
-            self._wrote(demoter, ended)
-            if ended:
+            if demoter.reclaim():
                 return True
         return False
-
-    def _wrote(self, demoter: Demoter, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self._writeback.wrote(demoter, block)
 
     def _try_to_rejoin(self, source: Source) -> None:
         """Use a tier again that was left out, if the call that hung has ended."""
