@@ -41,7 +41,7 @@ def open_cache(
     device: Device | None = None,
     flush_seconds: float = FLUSH_SECONDS,
 ) -> PageCache:
-    """Open a cache for the pages of this process.
+    """Open a cache for the pages of this process. The caller closes it, for instance by `with`.
 
     Args:
         config: the settings. A mapping takes precedence over the settings file and the
@@ -53,11 +53,7 @@ def open_cache(
             dtype. Lower tiers find only blocks of the same identity, and so do programs that use
             the node's service. For the service, the first text is the name of the model.
         device: the device of the pages; None for host memory.
-        flush_seconds: seconds in which lower tiers may write waiting blocks when the cache is
-            closed.
-
-    Returns:
-        The open cache. The caller closes it, for instance by `with`.
+        flush_seconds: how long lower tiers may write waiting blocks when the cache is closed.
 
     Raises:
         TypeError: `config` is neither settings nor None.

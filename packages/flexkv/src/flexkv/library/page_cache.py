@@ -9,7 +9,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import SupportsIndex
 
 from flexkv.client import CacheClient
@@ -47,6 +46,11 @@ class PageCache:
     Used as a context manager, it is closed at the end of the block. A process that forks keeps the
     cache to itself: every method raises in the child, except `close`.
 
+    Keys of a call are those of a prefix from some block on, first block first. Methods raise
+    TypeError or ValueError if a key or a page is not allowed or is there twice, and FlexKVError if
+    the cache is closed. Copies raise RuntimeError or MemoryError if the device of the pages has
+    failed, or memory is short.
+
     It owns the session, the cache over its arena, and the mover between that and the pages. The
     layout keeps the arrays alive that it was made from.
     """
@@ -83,15 +87,7 @@ class PageCache:
     def lookup(self, keys: Sequence[bytes]) -> int:
         """How many blocks of this prefix the cache has, from the first key on. Waits only for
         shared stores, which have to be asked, and for each of them up to its deadline
-        (`mooncake_question_seconds`, `objects_question_seconds`).
-
-        Args:
-            keys: keys of the prefix from some block on, first block first.
-
-        Raises:
-            TypeError, ValueError: a key is not allowed, or is there twice.
-            FlexKVError: the cache is closed.
-        """
+        (`mooncake_question_seconds`, `objects_question_seconds`)."""
         return leading(find_pages(self._copier, _checked_keys(keys)))
 
     def store(
@@ -102,7 +98,6 @@ class PageCache:
         to it again when they are used.
 
         Args:
-            keys: keys of the blocks, in the order of the prefix.
             pages: number of the page of each block.
             after: key of the block that the first one builds on; None if `keys` begin a prefix.
                 If host memory lacks that block, nothing is stored.
@@ -112,29 +107,13 @@ class PageCache:
             a block that it has no room for, nor any block behind that. Of the node's service, only
             blocks that it has in host memory count. The method waits no longer for a service that
             has ended, or has not answered for a second.
-
-        Raises:
-            TypeError, ValueError: a key or a page is not allowed, or a key is there twice.
-            FlexKVError: the cache is closed.
-            RuntimeError, MemoryError: the device of the pages has failed, or memory is short.
         """
         return _finish(self.begin_store(keys, pages, after))
 
     def load(self, keys: Sequence[bytes], pages: Iterable[SupportsIndex]) -> int:
-        """Load the blocks of a prefix, as far as the cache has them, and wait for that.
-
-        Args:
-            keys: keys of the prefix from some block on, first block first.
-            pages: number of the page to fill with each block.
-
-        Returns:
-            How many blocks were loaded, from the first on. Pages behind them hold undefined bytes.
-
-        Raises:
-            TypeError, ValueError: a key or a page is not allowed, or is there twice.
-            FlexKVError: the cache is closed.
-            RuntimeError, MemoryError: the device of the pages has failed, or memory is short.
-        """
+        """Load the blocks of a prefix, as far as the cache has them, into the pages of these
+        numbers, and wait for that. Returns how many blocks were loaded, from the first on. Pages
+        behind them hold undefined bytes."""
         return _finish(self.begin_load(keys, pages))
 
     def begin_store(
@@ -166,14 +145,8 @@ class PageCache:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until lower tiers have written, or dropped, the blocks that wait to be written; or
         until the node's service, whose lower tiers go on without this process, has all blocks.
-        While the service hangs, blocks whose fate it has not reported wait.
-
-        Args:
-            timeout: seconds to wait at most; None for as long as it takes.
-
-        Returns:
-            Whether nothing waits any more.
-        """
+        While the service hangs, blocks whose fate it has not reported wait. The wait ends after
+        `timeout` seconds; None: as long as it takes. Returns whether nothing waits any more."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._copier.use() as cache:
@@ -193,11 +166,7 @@ class PageCache:
     def close(self, flush_seconds: float | None = None) -> None:
         """End the copies under way, let lower tiers write the blocks that wait, and free the
         memory. Idempotent. In a forked child it does nothing. Errors are logged, never raised.
-
-        Args:
-            flush_seconds: how long lower tiers may write; None takes the time that `open_cache` was
-                given.
-        """
+        `flush_seconds`: how long lower tiers may write; None takes the time of `open_cache`."""
         copier = self._copier
         if copier.gone:
             return
@@ -221,12 +190,7 @@ class PageCache:
         self._copier.check()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -35,9 +35,7 @@ _WAIT_SECONDS = 0.1
 
 class Copier:
     """Copies blocks between pages and slots by the transfers of a cache. Any thread may call it.
-
-    Args:
-        epoch: that of the keys; None for one of this object's own.
+    `epoch` is that of the keys; None for one of this object's own.
 
     Attributes:
         cache: used within `use` only.
@@ -67,18 +65,14 @@ class Copier:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[CacheClient]:
-        """Lock the cache for this thread, and return it.
-
-        Raises:
-            FlexKVError: the cache is closed, or belongs to a process that this one was forked from.
-        """
+        """Lock the cache for this thread, and return it. See `check` for what this raises."""
         self.check()  # in a forked child the lock may be held by a thread of the parent
         with self._lock:
             self.check()
             yield self.cache
 
     def check(self) -> None:
-        """Raise a FlexKVError if `gone` says why nothing can be copied."""
+        """Raise a FlexKVError if nothing can be copied any more."""
         if self.gone:
             raise FlexKVError(f"the cache is {self.gone}; allowed: a cache that is open")
 
@@ -100,9 +94,8 @@ class Copier:
                 self._epoch.renew()
 
     def submit(self, copy: PageCopy, transfer: Transfer, pages: Sequence[int]) -> int:
-        """Begin to copy between pages and the blocks of a transfer, a part of `copy`, whose
-        `transfer_ended` is called. Returns the mover's ticket. If the mover refuses, this raises,
-        and the transfer fails."""
+        """Copy between pages and the blocks of a transfer of `copy`. Returns the mover's ticket. If
+        the mover refuses, this raises, and the transfer fails."""
         self._copying[transfer.id] = copy
         try:
             offsets, after = self._slots.offsets(transfer.slots), self._work_so_far()
@@ -146,15 +139,13 @@ class PageCopy(ABC):
         ended: whether the copy has ended, with or without an error.
     """
 
-    _counts_copies = True
-
     def __init__(self, copier: Copier) -> None:
         self.blocks = 0
         self.ended = False
         self._copier = copier
-        self._copying_blocks = 0
-        self._ticket = 0
-        self._copies = False
+        self._transfer: Transfer | None = None  # copied or being copied, and not counted
+        self._is_copying = False
+        self._ticket: int | None = None
         self._error: Exception | None = None
         copier.under_way[self] = None
 
@@ -174,12 +165,8 @@ class PageCopy(ABC):
         return self.ended
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the copy has ended, and return how many blocks were copied.
-
-        Raises:
-            TimeoutError: the copy has not ended by then. It goes on; `cancel` ends it.
-            FlexKVError, RuntimeError, MemoryError: see `done`.
-        """
+        """Wait until the copy has ended, and return how many blocks were copied. Raises TimeoutError
+        after `timeout` seconds: the copy goes on, and `cancel` ends it. For others see `done`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()
@@ -190,11 +177,7 @@ class PageCopy(ABC):
 
     def cancel(self) -> None:
         """End the copy early, and wait until it reads and writes no page. Blocks that were copied
-        stay. Idempotent.
-
-        Raises:
-            FlexKVError: see `done`.
-        """
+        stay. Idempotent. Raises FlexKVError; see `done`."""
         if self.ended:
             return
         with self._copier.use():
@@ -206,6 +189,8 @@ class PageCopy(ABC):
 
     def advance(self) -> None:
         """See `Copier.advance`."""
+        if self.ended or self._is_copying:
+            return
         try:
             self._advance()
         except Exception as error:  # noqa: BLE001 - raised where this copy is waited for
@@ -217,7 +202,7 @@ class PageCopy(ABC):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Go on as far as possible without waiting."""
+        """No transfer is under way: count the last one, and begin the next."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -225,23 +210,19 @@ class PageCopy(ABC):
 
     def _pause(self, seconds: float) -> None:
         """Wait until the mover has copied, or for at most `seconds`."""
-        if self._copies:
+        if self._ticket is not None:
             self._copier.mover.wait(self._ticket, seconds)
         else:
             time.sleep(min(seconds, _PAUSE_SECONDS))
 
     def transfer_ended(self, *, done: bool) -> None:
         """The transfer under way has ended. If it failed, the copy ends."""
-        count, self._copying_blocks, self._copies = self._copying_blocks, 0, False
-        if not done:
-            self.ended = True
-        elif self._counts_copies:
-            self.blocks += count
+        self._is_copying, self._ticket = False, None
+        self.ended = self.ended or not done
 
     def _begin(self, transfer: Transfer, pages: Sequence[int]) -> None:
-        self._copying_blocks = len(transfer.slots)
+        self._transfer, self._is_copying = transfer, True
         self._ticket = self._copier.submit(self, transfer, pages)
-        self._copies = True
 
 
 class PageStore(PageCopy):
@@ -270,24 +251,19 @@ class PageStore(PageCopy):
         self._pages = dict(zip(own, pages.values(), strict=True))
         self._starts = range(len(chain)) if is_scattered else (0,)
         self._next = len(chain) - len(pages)
-        self._copied: Transfer | None = None  # copied or being copied, and not counted
-        self._counts_copies = not copier.cache.info.is_shared
         self._slot_seconds = slot_seconds
         self._late = time.monotonic() + slot_seconds
         self._store()
 
     def _advance(self) -> None:
-        if self.ended or self._copying_blocks:
+        cache, copied = self._copier.cache, self._transfer
+        status = cache.status
+        if copied is not None and copied.id in status.publishing and not status.is_silent:
             return
-        cache = self._copier.cache
-        copied, status = self._copied, cache.status
-        is_silent = status.is_silent
-        if copied is not None and copied.id in status.publishing and not is_silent:
-            return
-        if copied is not None and not self._counts_copies:
+        if copied is not None:
             self.blocks += sum(map(bool, cache.where(copied.keys)[Medium.HOST]))
-            self._copied = None
-        self.ended = is_silent or (copied is not None and self._counts_copies)
+            self._transfer = None
+        self.ended = status.is_silent or (copied is not None and not cache.info.is_shared)
         if not self.ended:
             self._store()
 
@@ -298,7 +274,6 @@ class PageStore(PageCopy):
         absent = cache.missing(self._chain, self._next)
         transfer = cache.store(self._chain, absent, self._starts) if absent else None
         if transfer is not None:
-            self._copied = transfer
             self._next = 1 + self._chain.index(transfer.keys[-1])
             self._late = time.monotonic() + self._slot_seconds
             self._begin(transfer, [self._pages[key] for key in transfer.keys])
@@ -306,7 +281,6 @@ class PageStore(PageCopy):
             self.ended = True
 
     def stop(self) -> None:
-        """Store no further block."""
         self._next = len(self._chain)
 
 
@@ -322,8 +296,9 @@ class PageLoad(PageCopy):
         self._stopped = False
 
     def _advance(self) -> None:
-        if self._copying_blocks or self.ended:
-            return
+        if self._transfer is not None:
+            self.blocks += len(self._transfer.slots)
+            self._transfer = None
         cache, rest = self._copier.cache, self._keys[self.blocks :]
         if rest and not self._stopped:
             if self._fetch is None:
