@@ -16,35 +16,29 @@ from typing import NamedTuple
 
 from flexkv.system.mounts import read_lines, read_mounts
 
-_MEMINFO = "proc/meminfo"
 _POOL = "sys/kernel/mm/hugepages/hugepages-2048kB"
 _ROOT = Path("/")
 
 _LIMITS = {
-    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-}
-"""By version of cgroups: the files of limits, the file of the usage, and the entry of memory.stat
-that counts droppable page cache. Above memory.high the kernel stalls a process and does not end
-it."""
-
-_POOL_LIMITS = {
-    1: (("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"),),
-    2: (
+    ("memory", 1): (("memory.limit_in_bytes", "memory.usage_in_bytes"),),
+    ("memory", 2): (("memory.max", "memory.current"), ("memory.high", "memory.current")),
+    ("hugetlb", 1): (("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes"),),
+    ("hugetlb", 2): (
         ("hugetlb.2MB.max", "hugetlb.2MB.current"),
         ("hugetlb.2MB.rsvd.max", "hugetlb.2MB.rsvd.current"),
     ),
 }
+"""By controller and version of cgroups: the files of limits, each with the file of what counts.
+Above memory.high the kernel stalls a process and does not end it."""
+
+_DROPPABLE = {1: "total_inactive_file", 2: "inactive_file"}
+"""By version of cgroups: the entry of memory.stat that counts page cache that can be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Memory that another process is about to take.
-
-    Attributes:
-        size: bytes that it has not taken yet.
-        groups: the control groups whose limits count them; see `memory_groups`.
-    """
+    """Memory that another process is about to take: `size` bytes that it has not taken yet, which
+    the limits of the control groups `groups` count; see `memory_groups`."""
 
     size: int
     groups: frozenset[str]
@@ -57,12 +51,9 @@ def available_memory(root: Path = _ROOT, promised: Sequence[Promise] = ()) -> in
     `MemAvailable` is the memory that the kernel can provide without swapping (proc(5)). A group's
     usage includes all processes below it; page cache that the kernel can drop is subtracted.
 
-    Args:
-        promised: memory that other processes are about to take. Read it first: what they take
-            meanwhile then counts twice and not never.
-
-    Raises:
-        OSError: /proc/meminfo cannot be read or has no `MemAvailable`.
+    `promised` is what other processes are about to take. Read it first: what they take meanwhile
+    then counts twice and not never. Raises OSError if /proc/meminfo cannot be read or has no
+    `MemAvailable`.
     """
     machine = _meminfo(root, "MemAvailable") - sum(each.size for each in promised)
     return max(0, min([machine, *_left_in_groups(root, promised)]))
@@ -70,17 +61,14 @@ def available_memory(root: Path = _ROOT, promised: Sequence[Promise] = ()) -> in
 
 def total_memory(root: Path = _ROOT) -> int:
     """Bytes that this process may have at most: the machine's memory, or the lowest limit of its
-    control groups; or the kernel's pool of 2 MiB pages, which does not count in these.
-
-    Raises:
-        OSError: /proc/meminfo cannot be read or has no `MemTotal`.
-    """
+    control groups; or the kernel's pool of 2 MiB pages, which does not count in these. Raises
+    OSError if /proc/meminfo cannot be read or has no `MemTotal`."""
     limits = (
-        _limit(folder / name)
+        _number(folder / name)
         for folder, version in levels("memory", root)
-        for name in _LIMITS[version][0]
+        for name, _ in _LIMITS["memory", version]
     )
-    pool = (_limit(root / _POOL / "nr_hugepages") or 0) * (2 << 20)
+    pool = (_number(root / _POOL / "nr_hugepages") or 0) * (2 << 20)
     ordinary = [_meminfo(root, "MemTotal"), *(each for each in limits if each is not None)]
     return max(min(ordinary), pool)
 
@@ -96,24 +84,22 @@ def free_huge_pages(root: Path = _ROOT) -> int:
     Limits of control groups count too (hugetlb.2MB.max and the like). Kubernetes sets them to 0 for
     a pod that requests no huge pages.
     """
-    try:
-        free, reserved = (
-            int((root / _POOL / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
-        )
-    except (OSError, ValueError):
+    free, reserved = (_number(root / _POOL / each) for each in ("free_hugepages", "resv_hugepages"))
+    if free is None or reserved is None:
         return 0
-    return max(0, min([(free - reserved) * (2 << 20), *_left_in_pools(root)]))
+    left = (left for _, left in _left("hugetlb", root))
+    return max(0, min([(free - reserved) * (2 << 20), *left]))
 
 
 def _left_in_groups(root: Path, promised: Sequence[Promise]) -> Iterator[int]:
-    for folder, version in levels("memory", root):
-        limits, usage, droppable = _LIMITS[version]
-        for limit in limits:
-            left = _left(folder, limit, usage)
-            if left is not None:
-                name = _name_of(folder)
-                others = sum(each.size for each in promised if name in each.groups)
-                yield left + _stat(folder / "memory.stat", droppable) - others
+    for (folder, version), left in _left("memory", root):
+        name = _name_of(folder)
+        others = sum(each.size for each in promised if name in each.groups)
+        try:
+            droppable = _entry(folder / "memory.stat", _DROPPABLE[version])
+        except (OSError, ValueError):
+            droppable = None
+        yield left + (droppable or 0) - others
 
 
 def _name_of(folder: Path) -> str:
@@ -124,24 +110,16 @@ def _name_of(folder: Path) -> str:
         return ""
 
 
-def _left_in_pools(root: Path) -> Iterator[int]:
-    for folder, version in levels("hugetlb", root):
-        for limit, usage in _POOL_LIMITS[version]:
-            left = _left(folder, limit, usage)
-            if left is not None:
-                yield left
+def _left(controller: str, root: Path) -> Iterator[tuple[Level, int]]:
+    """For each limit the bytes left below it, less than 0 above it."""
+    for level in levels(controller, root):
+        for limit, usage in _LIMITS[controller, level.version]:
+            most, used = _number(level.folder / limit), _number(level.folder / usage)
+            if most is not None and used is not None:
+                yield level, most - used
 
 
-def _left(folder: Path, limit: str, usage: str) -> int | None:
-    """Bytes left below a limit, less than 0 above it; None without a limit."""
-    most = _limit(folder / limit)
-    try:
-        return None if most is None else most - int((folder / usage).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _limit(path: Path) -> int | None:
+def _number(path: Path) -> int | None:
     """A number in a file; None if there is none, as of the word `max`."""
     try:
         return int(path.read_text())
@@ -150,22 +128,16 @@ def _limit(path: Path) -> int | None:
 
 
 def _meminfo(root: Path, wanted: str) -> int:
-    for line in (root / _MEMINFO).read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == wanted:
-            return int(rest.split()[0]) * 1024
-    raise OSError(f"/{_MEMINFO} has no {wanted} line")
+    kibibytes = _entry(root / "proc/meminfo", f"{wanted}:")
+    if kibibytes is None:
+        raise OSError(f"/proc/meminfo has no {wanted} line")
+    return kibibytes * 1024
 
 
-def _stat(path: Path, name: str) -> int:
-    try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+def _entry(path: Path, name: str) -> int | None:
+    """The number behind a name in a file of the kernel with a name and a number in each line."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return next((int(line[1]) for line in lines if line[:1] == [name]), None)
 
 
 class Level(NamedTuple):
