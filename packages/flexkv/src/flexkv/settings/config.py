@@ -7,6 +7,7 @@ import dataclasses
 import os
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from flexkv.settings.kinds import (
     shares,
     tenant,
 )
-from flexkv.settings.setting import ReadBy, declared, setting
+from flexkv.settings.setting import Given, ReadBy, declared, setting
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from flexkv.types.errors import ConfigError
@@ -430,18 +431,13 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        given = {each.name: getattr(self, each.name) for each in SETTINGS.values()}
-        for each in SETTINGS.values():
-            if given[each.name] is not each.default:
-                read = each.read(given[each.name], f"CacheConfig({each.name}=...)")
-                object.__setattr__(self, each.name, read)
-        for each in SETTINGS.values():
-            lacks = each.needs and getattr(self, each.needs) == SETTINGS[each.needs].default
-            if not lacks or getattr(self, each.name) == each.default:
-                continue
-            if given[each.needs] is SETTINGS[each.needs].default:
-                raise each.lacks_needed(given[each.name], f"CacheConfig({each.name}=...)")
-            object.__setattr__(self, each.name, each.default)  # a size of 0 turns it off
+        given = {}
+        for name, each in SETTINGS.items():
+            value = getattr(self, name)
+            if value is not each.default:
+                given[name] = each.given(value, f"CacheConfig({name}=...)")
+        for name, value in values_of(given).items():
+            object.__setattr__(self, name, value)
         if self.max_age_seconds is not None and self.names_shared_store:
             store = next(each for each in _ADDRESSES if getattr(self, each) is not None)
             raise ConfigError(
@@ -474,6 +470,20 @@ class CacheConfig:
 
 SETTINGS = declared(CacheConfig)
 """The settings by name, in the order of the settings page."""
+
+
+def values_of(given: Mapping[str, Given]) -> dict[str, Any]:
+    """The values in force, by the names of settings. A size of 0 turns off the settings that need
+    it. Raises ConfigError if a setting lacks the one that it needs."""
+    values = {name: each.read for name, each in given.items()}
+    changed = [name for name, read in values.items() if read != SETTINGS[name].default]
+    for name in changed:
+        needed = SETTINGS[name].needs
+        if needed and needed not in changed:
+            if needed not in given or given[needed].read is not None:
+                raise SETTINGS[name].lacks_needed(given[name])
+            values[name] = SETTINGS[name].default
+    return values
 
 
 def address_setting(medium: Medium) -> str:

@@ -13,10 +13,10 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from flexkv.settings.config import SETTINGS, CacheConfig
-from flexkv.settings.setting import shorten, show
+from flexkv.settings.config import SETTINGS, CacheConfig, values_of
+from flexkv.settings.setting import Given, shorten, show
 from flexkv.settings.settings_file import CONFIG_PATH_VARIABLE, read_file
 from flexkv.settings.tencents_names import is_ignored
 from flexkv.types.errors import ConfigError
@@ -45,9 +45,8 @@ def load_config(
     extra_source: str = "load_config",
     environ: Mapping[str, str] | None = None,
 ) -> CacheConfig:
-    """Read all sources and return the settings in force.
-
-    May block as long as the file system of the settings' file does.
+    """Read all sources and return the settings in force. May block as long as the file system of
+    the settings' file does.
 
     Args:
         extra: settings from the engine's own command line, by name; they win over all others. None
@@ -67,12 +66,9 @@ def load_config(
     if path:
         given |= _from_mapping(read_file(path), f"file {path} ({CONFIG_PATH_VARIABLE})", ignored)
     given |= _from_mapping(extra or {}, extra_source, ignored)
-    # A size of 0 turns off what needs it.
-    off = {name for name, each in given.items() if each.read is None}
-    given = {name: each for name, each in given.items() if SETTINGS[name].needs not in off}
-    _check_needs(given)
+    values = values_of(given)
     _report(ignored)
-    return CacheConfig(**{name: each.read for name, each in given.items()})
+    return CacheConfig(**values)
 
 
 def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = None) -> None:
@@ -81,7 +77,6 @@ def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = N
 
     If the logger has no handler, it gets one that writes to standard error, and its messages no
     longer reach the root logger.
-
     """
     flexkv = logging.getLogger("flexkv")
     level = logging.CRITICAL + 1 if config.log_level == "OFF" else config.log_level
@@ -106,22 +101,14 @@ def configure_logging(config: CacheConfig, environ: Mapping[str, str] | None = N
         )
 
 
-class _Given(NamedTuple):
-    """A value that a source gives a setting: as the user wrote it, and as it was read."""
-
-    value: object
-    source: str
-    read: Any
-
-
-def _from_environment(environ: Mapping[str, str], ignored: list[str]) -> dict[str, _Given]:
+def _from_environment(environ: Mapping[str, str], ignored: list[str]) -> dict[str, Given]:
     variables = {each.variable: each for each in SETTINGS.values()}
     known = {CONFIG_PATH_VARIABLE, *variables}
-    given: dict[str, _Given] = {}
+    given: dict[str, Given] = {}
     for name, text in environ.items():
         if name in variables and text and not _is_injected(name, text):
             setting, source = variables[name], f"environment variable {name}"
-            given[setting.name] = _Given(text, source, setting.read(text, source))
+            given[setting.name] = setting.given(text, source)
         elif name in known or not name.upper().startswith(PREFIX):
             continue
         elif is_ignored(_setting_of(name), text, f"environment variable {name}"):
@@ -133,8 +120,8 @@ def _from_environment(environ: Mapping[str, str], ignored: list[str]) -> dict[st
 
 def _from_mapping(
     mapping: Mapping[Any, object], source: str, ignored: list[str]
-) -> dict[str, _Given]:
-    given: dict[str, _Given] = {}
+) -> dict[str, Given]:
+    given: dict[str, Given] = {}
     for key, value in mapping.items():
         if isinstance(key, str) and key not in SETTINGS and is_ignored(key, value, source):
             ignored.append(key)
@@ -142,8 +129,7 @@ def _from_mapping(
             name = key if isinstance(key, str) else show(key)
             raise ConfigError(f"unknown key {show(key)} in {source}{_known(name, SETTINGS)}")
         elif value is not None:
-            where = f"key {key!r} in {source}"
-            given[key] = _Given(value, where, SETTINGS[key].read(value, where))
+            given[key] = SETTINGS[key].given(value, f"key {key!r} in {source}")
     return given
 
 
@@ -169,14 +155,6 @@ def _report(ignored: Iterable[str]) -> None:
             "ignored, because they are off or tune Tencent's FlexKV only: %s",
             shorten(", ".join(new)),
         )
-
-
-def _check_needs(given: Mapping[str, _Given]) -> None:
-    changed = [name for name, each in given.items() if each.read != SETTINGS[name].default]
-    for name in changed:
-        needed = SETTINGS[name].needs
-        if needed and needed not in changed:
-            raise SETTINGS[name].lacks_needed(given[name].value, given[name].source)
 
 
 def _known(name: str, known: Iterable[str]) -> str:

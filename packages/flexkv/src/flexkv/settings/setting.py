@@ -8,7 +8,7 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from flexkv.types.errors import ConfigError
 
@@ -43,6 +43,14 @@ class ValueKind(Generic[Value_co]):
     shows_place: bool = False
 
 
+class Given(NamedTuple):
+    """A value that a source gives a setting: as the user wrote it, and as it was read."""
+
+    value: object
+    source: str
+    read: Any
+
+
 class ReadBy(enum.Enum):
     """The part of FlexKV that a setting concerns."""
 
@@ -63,7 +71,7 @@ class Setting:
             is worked out at start.
         needs: name of the setting without which this one is an error; empty for none.
         acts_with: name of the setting without which this one has no effect; empty for none.
-        variable: name of the environment variable.
+        variable: of the environment.
     """
 
     name: str
@@ -81,11 +89,8 @@ class Setting:
         return f"{self.kind.allowed}, and {self.needs}" if self.needs else self.kind.allowed
 
     def read(self, value: object, source: str) -> Any:
-        """Parse a value from `source`, which an error names.
-
-        Raises:
-            ConfigError: the value is not allowed.
-        """
+        """Parse a value from `source`. Raises a ConfigError that names both if the value is not
+        allowed."""
         try:
             return self.kind.parse(value)
         except ValueError:
@@ -93,10 +98,14 @@ class Setting:
                 f"{show(value)} from {source} is not a valid {self.name}; allowed: {self.allowed}"
             ) from None
 
-    def lacks_needed(self, value: object, source: str) -> ConfigError:
-        """The error of a value from `source` without the setting that it needs."""
+    def given(self, value: object, source: str) -> Given:
+        """`read` a value, and keep what an error may have to name."""
+        return Given(value, source, self.read(value, source))
+
+    def lacks_needed(self, given: Given) -> ConfigError:
+        """The error of a value without the setting that it needs."""
         return ConfigError(
-            f"{self.name} is {show(value)} from {source}, but {self.needs} is not set; "
+            f"{self.name} is {show(given.value)} from {given.source}, but {self.needs} is not set; "
             f"allowed: both set, or neither"
         )
 
