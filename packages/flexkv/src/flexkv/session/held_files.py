@@ -13,11 +13,11 @@ import fcntl
 import json
 import os
 import secrets
-import stat
 from collections.abc import Iterator, Mapping
 
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.system.forks import close_in_children
+from flexkv.system.regular_files import open_regular
 from flexkv.types.errors import ArenaError
 
 _DRAFT = ".new"
@@ -54,8 +54,8 @@ class HeldFile:
                         os.unlink(other, dir_fd=folder)
         # The file gets its name once it is locked. Before, it would look like that of a killed
         # engine.
-        draft, flags = self._name + _DRAFT, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        fd = os.open(draft, flags | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        draft = self._name + _DRAFT
+        fd = open_regular(folder, draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.rename(draft, self._name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -111,14 +111,13 @@ def _names(folder: int, suffix: str) -> list[str]:
 @contextlib.contextmanager
 def _opened(folder: int, name: str) -> Iterator[int | None]:
     """Open a file of a directory for the block. None if it is gone or no regular file."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, dir_fd=folder)
+        fd = open_regular(folder, name, os.O_RDONLY)
     except OSError:
         yield None
         return
     try:
-        yield fd if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        yield fd
     finally:
         os.close(fd)
 

@@ -31,7 +31,7 @@ Plan: TypeAlias = Callable[[BlockFormat, Sequence[Promise]], ArenaSpec]
 """Sizes an arena for a format of blocks, beside what other processes are about to take."""
 
 _RETRY_SECONDS = 0.02
-"""Pause between two attempts to connect to rank 0. Not tuned."""
+"""Pause between two attempts to connect to rank 0."""
 
 
 class Closeable(Protocol):
@@ -105,11 +105,7 @@ def alone(
     root: str, mine: Shard, plan: Plan, *, threads: int, share: Share | None = None
 ) -> Session:
     """Make the session of a process that is its own scheduler and only rank. No process can join.
-    See `lead`; `share` gets the number of the process as the engine's id.
-
-    Raises:
-        ArenaError: memory is missing, or nobody shares an arena.
-    """
+    See `lead`; `share` gets the number of the process as the engine's id. Raises ArenaError."""
     return _make_session(root, f"process {os.getpid()}", [mine], plan, threads, share)
 
 
@@ -142,23 +138,15 @@ def _make_session(  # noqa: PLR0917 - what an engine starts with
 
 
 def join(root: str, name: str, mine: Shard, patience: float = MEET_SECONDS) -> Session:
-    """Join the session `name` as a rank other than 0. Waits for rank 0 to open it.
-
-    Raises:
-        ArenaError: rank 0 did not open the session in time, refused this rank, or could not create
-            the arena.
-    """
+    """Join the session `name` as a rank other than 0. Waits for rank 0 to open it. Raises
+    ArenaError if rank 0 does not in time, refuses this rank, or cannot create the arena."""
     return _enter(root, name, Greeting(rank=mine), patience)
 
 
 def attach(root: str, name: str, patience: float = MEET_SECONDS) -> Session:
     """Attach to the session `name` as the engine's scheduler. Waits until all ranks have joined. An
-    arena has one scheduler in its life.
-
-    Raises:
-        ArenaError: rank 0 did not open the session in time, its arena has had a scheduler, or rank
-            0 could not create the arena.
-    """
+    arena has one scheduler in its life. Raises ArenaError if rank 0 does not open the session in
+    time, its arena has had a scheduler, or rank 0 cannot create the arena."""
     return _enter(root, name, Greeting(scheduler=os.getpid()), patience)
 
 

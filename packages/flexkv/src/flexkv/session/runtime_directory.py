@@ -22,7 +22,6 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 from flexkv.session.wire import peer_of
 from flexkv.system.directories import check_creatable, open_directory
@@ -31,13 +30,12 @@ from flexkv.types.errors import ArenaError
 
 _LOCK = "lock"
 _LOCK_SECONDS = 30.0
-"""Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped meanwhile.
-Not tuned."""
+"""Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped meanwhile."""
 
 _RETRY_SECONDS = 0.02
-"""Pause between two attempts to lock. Not tuned."""
+"""Pause between two attempts to lock."""
 _BACKLOG = 64
-"""Connections that wait for rank 0: more than ranks of an engine connect at once. Not tuned."""
+"""Connections that wait for rank 0: more than ranks of an engine connect at once."""
 
 
 class RuntimeDirectory:
@@ -63,12 +61,7 @@ class RuntimeDirectory:
     def __enter__(self) -> RuntimeDirectory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -79,12 +72,8 @@ class RuntimeDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the directory's lock for the block, as every process does that creates or removes
-        files there.
-
-        Raises:
-            ArenaError: another process holds the lock for too long.
-            OSError: a system call failed, or the lock is no file of this user's with one name.
-        """
+        files there. Raises ArenaError if another process holds it for too long, and OSError if it
+        is no file of this user's with one name."""
         fd = open_regular(self._fd, _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             self._lock(fd)
@@ -97,12 +86,8 @@ class RuntimeDirectory:
 
     def hold(self, file: str) -> int:
         """Show by a lock on a file that this process lives; see `is_held`. Returns the file's
-        descriptor, which the caller closes to end this.
-
-        Raises:
-            OSError: a system call failed, or the file is none of this user's with one name.
-            BlockingIOError: `is_held` is being asked.
-        """
+        descriptor, which the caller closes to end this. Raises OSError if the file is none of this
+        user's with one name, and BlockingIOError while `is_held` looks."""
         fd = open_regular(self._fd, file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -112,11 +97,7 @@ class RuntimeDirectory:
         return fd
 
     def is_held(self, file: str) -> bool:
-        """Whether a living process called `hold` for this file.
-
-        Raises:
-            OSError: see `hold`.
-        """
+        """Whether a living process called `hold` for this file. Raises OSError; see `hold`."""
         fd = open_regular(self._fd, file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,11 +109,8 @@ class RuntimeDirectory:
 
     def listen(self, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """Create the socket of the engine `name`, of a kind of socket(2), and listen on it. Removes
-        the sockets of killed engines. The caller closes the listening socket.
-
-        Raises:
-            ArenaError: a living process listens there already, or the directory cannot be used.
-        """
+        the sockets of killed engines. The caller closes the listening socket. Raises ArenaError if
+        a living process listens there already, or the directory cannot be used."""
         file = _file_of(name)
         try:
             with self.locked():
@@ -169,10 +147,7 @@ class RuntimeDirectory:
     @staticmethod
     def has_socket(path: str, name: str) -> bool:
         """Whether the directory at `path` has a socket of `name`; its owner may have been killed.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
+        Raises OSError if the directory cannot be read."""
         try:
             return stat.S_ISSOCK(os.stat(os.path.join(path, _file_of(name))).st_mode)
         except (FileNotFoundError, NotADirectoryError):

@@ -19,11 +19,10 @@ from flexkv.types.errors import ArenaError
 logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 5.0
-"""Seconds within which a peer must send its greeting. Peers send it at once. Not tuned."""
+"""Seconds within which a peer must send its greeting. Peers send it at once."""
 
 _PAUSE_SECONDS = 0.1
-"""Seconds before the next attempt to accept, if the process has no descriptor or memory left. Not
-tuned."""
+"""Seconds before the next attempt to accept, if the process has no descriptor or memory left."""
 
 
 class Guest(NamedTuple):
@@ -38,11 +37,8 @@ class Server:
     """Listens for the other ranks of the engine `name`, and for its scheduler.
 
     One thread accepts connections. Each connection has a thread of its own until its greeting is
-    read, so a slow or wrong peer does not affect the others.
-
-    Raises:
-        ArenaError: the directory cannot be used, or a living engine owns `name`.
-    """
+    read, so a slow or wrong peer does not affect the others. Raises ArenaError if the directory
+    cannot be used, or a living engine owns `name`."""
 
     def __init__(self, root: str, name: str, ranks: int) -> None:
         self._name = name
@@ -66,11 +62,8 @@ class Server:
 
     def gather(self, mine: Shard, patience: float) -> list[Shard]:
         """Wait `patience` seconds for the shards of the other ranks; `mine` is rank 0's. Returns
-        all, in the order of ranks.
-
-        Raises:
-            ArenaError: a rank did not join in time, or its shard does not fit the others.
-        """
+        all, in the order of ranks. Raises ArenaError if a rank did not join in time, or its shard
+        does not fit the others."""
         deadline = time.monotonic() + patience
         with self._changed:
             while len(self._shards) < self._ranks - 1:

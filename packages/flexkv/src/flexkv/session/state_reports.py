@@ -24,7 +24,7 @@ from flexkv.types.errors import ArenaError
 logger = logging.getLogger(__name__)
 
 SECONDS = 1.0
-"""Seconds between two updates of the file, the most that a reader sees it late. Not tuned."""
+"""Seconds between two updates of the file, the most that a reader sees it late."""
 
 
 class Subject(enum.StrEnum):
@@ -44,11 +44,8 @@ class StateReport:
     """Keeps one report up to date, from a thread of its own because the engine may be idle.
 
     If the file cannot be created, this logs a warning, and retries with each update. The engine
-    works without it.
-
-    Args:
-        root: path of the runtime directory.
-        about: the fields that do not change. Together with the states they fit into 4 KiB of JSON.
+    works without it. `about` has the fields that do not change. Together with the states they fit
+    into 4 KiB of JSON.
     """
 
     def __init__(
@@ -104,11 +101,7 @@ class StateReport:
 
 def read_states(root: str, subject: Subject = Subject.STORE) -> list[dict[str, object]]:
     """Read the reports of this user's running engines, in no particular order. A missing runtime
-    directory gives no reports.
-
-    Raises:
-        ArenaError: the directory cannot be used.
-    """
+    directory gives no reports. Raises ArenaError if it cannot be used."""
     try:
         with RuntimeDirectory(root) as directory:
             return list(read_held(directory, subject))

@@ -29,15 +29,16 @@ _Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 class Shard:
     """The part of each block that one rank holds, as the rank describes it to rank 0.
 
+    All ranks have the same `kind`, and those of a stage the same fingerprint.
+
     Attributes:
-        fingerprint: see `flexkv.layout.fingerprint`; must be the same in all ranks of a stage.
-        engine_blocks: engine blocks per FlexKV block; must be the same in all ranks.
+        fingerprint: see `flexkv.layout.fingerprint`.
+        engine_blocks: engine blocks per FlexKV block.
         shard_bytes: bytes of the rank's part of one block.
-        replicas: how many ranks in a row hold the same part; must be the same in all ranks.
-        numa_node: NUMA node of the rank's GPU; None if there is no GPU or its node is unknown.
-        durable: whether equal keys mean equal blocks in the next process too; must be the same in
-            all ranks.
-        stage: stage of the pipeline; the ranks of a stage have consecutive numbers.
+        replicas: how many ranks in a row hold the same part.
+        numa_node: of the rank's GPU; None if there is no GPU or its node is unknown.
+        durable: whether equal keys mean equal blocks in the next process too.
+        stage: of the pipeline; the ranks of a stage have consecutive numbers.
         identity: the parts of the fingerprint, for people to read.
     """
 
@@ -58,15 +59,9 @@ class Shard:
 
 
 class ServiceTicket(NamedTuple):
-    """The proof of an engine's processes that the node's service has given it an arena.
-
-    Attributes:
-        root: the service's runtime directory.
-        client: the service's number of the engine.
-        token: secret of the engine, in hex.
-        engine: the engine's id, for logs.
-        model: the name by which the engine serves its model.
-    """
+    """The proof of an engine's processes that the node's service has given it an arena: the
+    service's runtime directory and its number of the engine, a secret in hex, the engine's id for
+    logs, and the name by which the engine serves its model."""
 
     root: str
     client: _Whole
@@ -77,13 +72,8 @@ class ServiceTicket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """The description of a session that rank 0 sends to all processes.
-
-    Attributes:
-        fingerprint: fingerprint of the blocks of all stages.
-        durable, identity: see `Shard`.
-        service: what the node's service knows the engine by; None if the arena is the engine's own.
-    """
+    """The description of a session that rank 0 sends to all processes. `fingerprint` is that of the
+    blocks of all stages; `service` is None if the arena is the engine's own."""
 
     fingerprint: str
     spec: ArenaSpec
@@ -131,12 +121,8 @@ _Message = TypeVar("_Message", Greeting, Answer)
 
 def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message | None, int | None]:
     """Receive a message: None if the peer closed the connection and sent nothing; and the
-    descriptor in it, which the caller closes, or None.
-
-    Raises:
-        OSError: the connection broke or timed out, or this process has too many open files.
-        ValueError: the peer sent no message of this kind.
-    """
+    descriptor in it, which the caller closes, or None. Raises OSError as `receive_packet` does, and
+    ValueError if the peer sent no message of this kind."""
     packet, fds = receive_packet(connection, _MAX_PACKET, 1)
     try:
         message = msgspec.json.decode(packet, type=kind) if packet else None

@@ -20,7 +20,7 @@ from flexkv.types.changes import Medium
 from flexkv.types.tenants import NO_TENANT
 
 _ASK_SECONDS = 0.05
-"""Pause between two queries for a block that another node is writing to a store. Not tuned."""
+"""Pause between two queries for a block that another node is writing to a store."""
 
 _ANNOUNCED_SECONDS = 10.0
 """A fetch waits so long for the next block that another node is said to write. Then that node has
@@ -85,15 +85,10 @@ class Fetcher:
         announced: int = 0,
     ) -> FetchId | None:
         """Begin to bring the blocks of a prefix into the arena, as many as tiers have and the arena
-        has room for. Does not wait. None if no lower tier has a block to add.
+        has room for; see `CacheClient.fetch`. None if no lower tier has a block to add.
 
         Prefetches bring no blocks that take all fetches beyond half of the arena. So requests in
-        the queue do not evict the blocks that running requests store.
-
-        Args:
-            urgency: of its reads; LOAD if a request waits, PREFETCH if it is still queued.
-            announced: how many of the blocks, from the first on, another node writes to a store.
-        """
+        the queue do not evict the blocks that running requests store."""
         first = self._index.lookup(keys)
         if first == len(keys):
             return None
@@ -118,13 +113,8 @@ class Fetcher:
     def extend(
         self, fetch_id: FetchId, keys: Sequence[bytes], *, raise_priority: bool = False
     ) -> bool:
-        """Bring the blocks behind a fetch's prefix into the arena, too; see
-        `CacheClient.extend_fetch`. Does not wait.
-
-        Returns:
-            Whether blocks behind these can be of use: the fetch has not ended, and all its blocks
-            have arrived or may arrive.
-        """
+        """See `CacheClient.extend_fetch`. Returns whether blocks behind these can be of use: the
+        fetch has not ended, and all its blocks have arrived or may arrive."""
         fetch = self._fetches.get(fetch_id)
         if fetch is None:
             return False
@@ -149,8 +139,7 @@ class Fetcher:
         return FetchState(time.monotonic()) if fetch is None else fetch.state
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
-        """Query tiers which of these blocks they have, as far as that is unknown. Does not wait.
-        Returns whether an answer is awaited. The arguments are those of `CacheClient.query`."""
+        """See `CacheClient.query`."""
         first, others = self._unknown(keys), self._unknown(scattered)
         for source, unknown in first.items():
             # Without an answer for the first block, the other blocks may be of use.
@@ -237,9 +226,9 @@ class Fetcher:
             self._end_stalled()
 
     def drain_arrivals(self) -> list[tuple[Sequence[bytes], int]]:
-        """The blocks that have arrived since the last call, if a tier gave one that is not the
-        fastest. For each fetch: the keys in the order of the prefix, and the `tier_rank` of the
-        slowest tier that gave a block."""
+        """The blocks that have arrived since the last call: for each fetch their keys in order, and
+        the `tier_rank` of the slowest tier that gave one. Without fetches from the fastest tier
+        alone."""
         came, self._came = self._came, {}
         arrivals: list[tuple[Sequence[bytes], int]] = []
         for fetch, start in came.items():
@@ -358,11 +347,9 @@ class Fetcher:
         """Choose the tier that each block is read from, and query tiers about blocks for which that
         is unknown. Another node writes the first `announced` of the blocks to a store.
 
-        Returns:
-            For each key up to the first unknown one, the tier that reads its block, or None if the
-            arena has the block, a read of it is under way, or an engine of this node stores it; how
-            many of `wanted` can arrive, from the first on; and the first tier that is queried.
-        """
+        Returns for each key up to the first unknown one the tier that reads its block, or None if
+        the arena has the block, a read of it is under way, or an engine of this node stores it; how
+        many of `wanted` can arrive, from the first on; and the first tier that is queried."""
         answers = [source.contains(wanted) for source in self._sources]
         end = self._reroute_hung(wanted, answers) if self.reads.by_key else len(wanted)
         absent = set(self._index.missing(wanted))

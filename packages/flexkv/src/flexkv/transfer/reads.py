@@ -24,7 +24,7 @@ class Read:
     """A batch that a tier reads.
 
     Attributes:
-        blocks: the blocks without a result, by position in the batch.
+        blocks: those without a result, by position in the batch.
         progressed: time.monotonic(), in seconds, when the batch began, or when it or a batch
             before it last gave a block. A stall is measured from then.
         cancelled: whether no fetch waits for a block of the batch any more.

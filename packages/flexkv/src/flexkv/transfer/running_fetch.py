@@ -18,9 +18,10 @@ from flexkv.types.changes import Medium
 class RunningFetch:
     """A prefix that a request wants in the arena. Times are time.monotonic(), in seconds.
 
+    For `begun`, `arrived`, `stop`, `first`, `queried` and `gave` see `FetchState`.
+
     Attributes:
-        keys: keys of the prefix, first block first. The list grows if the fetch is extended.
-        begun, arrived, stop, first, queried, gave: see `FetchState`.
+        keys: of the prefix, first block first; those of an extension follow.
         progressed: when `arrived` last grew or another tier was tried; `begun` before that.
         blocks: the blocks by position; None for one that the arena lacks. The fetch leases the
             others. The list is shorter than `keys` while tiers are queried.
@@ -111,13 +112,8 @@ class RunningFetch:
     def complete(
         self, positions: Sequence[int], blocks: Sequence[Block | None], medium: Medium | None
     ) -> None:
-        """The blocks at `positions` are no longer being written.
-
-        Args:
-            positions: positions of blocks.
-            blocks: these blocks, leased; None for one that nobody gave.
-            medium: the tier that gave them; None if none did.
-        """
+        """The blocks at `positions` are no longer being written: `blocks` are leased, None for one
+        that nobody gave; `medium` is that of the tier that gave them, None if none did."""
         came = medium or Medium.HOST
         for position, block in zip(positions, blocks, strict=True):
             expected = self.media[position]

@@ -12,12 +12,12 @@ from flexkv.tiers.base import AnyTier, IndexedTier, QueriedTier
 
 HAS_SECONDS = 60.0
 """Seconds for which a block counts as present after the tier has reported or written it. If the
-tier has evicted the block since, a read finds nothing. Not tuned."""
+tier has evicted the block since, a read finds nothing."""
 
 LACKS_SECONDS = 5.0
 """Seconds for which a block counts as absent after the tier has reported that. An engine may look
 a waiting request up in every step; the tier is queried once in this time. A block that another node
-writes meanwhile is a miss until then. Not tuned."""
+writes meanwhile is a miss until then."""
 
 ANSWERS = 1 << 17
 """The most answers that are remembered, about 20 MB."""
