@@ -41,12 +41,11 @@ engine and lru, 11.2 % of all blocks are hits without host memory and with 5,000
 21.2 % with 10,000."""
 
 _ELSEWHERE_SHARE = 0.1
-"""If more than this part of the arena is not on the wanted NUMA nodes, a warning is logged. Not
-tuned."""
+"""If more than this part of the arena is not on the wanted NUMA nodes, a warning is logged."""
 
 _LEFT_FREE = 2 << 30
 """Bytes that stay available to other programs while an arena waits for memory: more than eight
-starting engines take at a time. Not tuned."""
+starting engines take at a time."""
 
 _GROWTH_SECONDS = 60.0
 """Time limit for growth of the available memory. A balloon gives memory back within seconds."""
@@ -81,11 +80,6 @@ class ArenaSpec:
     def ranks(self) -> int:
         """The number of ranks of the engine."""
         return self.format.ranks
-
-    @property
-    def board_offset(self) -> int:
-        """The place of this engine's board: bytes from the start of the memory."""
-        return self.board * board_bytes(self.ranks)
 
     @property
     def slots_offset(self) -> int:
@@ -141,7 +135,7 @@ def plan_arena(
     pages: int = 0,
     grows: bool = False,
 ) -> ArenaSpec:
-    """Size the arena.
+    """Size the arena. Raises ArenaError if the memory is not available, or too small for a block.
 
     Args:
         cpu_cache_gb: the setting, in GiB; None for the default.
@@ -150,9 +144,6 @@ def plan_arena(
             host memory is no larger, a warning is logged.
         engines: engines of a server, of which each is about to take an arena of the default size.
         pages: engine blocks of a program without an engine, which decide the default; else 0.
-
-    Raises:
-        ArenaError: the memory is not available, or too small for a single block.
     """
     # Available memory does not include the pool of huge pages. The whole arena must fit into the
     # pool, with the board and the padding at its end.
@@ -207,11 +198,8 @@ class Arena:
     """
 
     def __init__(self, fd: int, spec: ArenaSpec) -> None:
-        """Map an existing arena. Owns `fd` from now on; closes it on failure.
-
-        Raises:
-            ArenaError: `fd` is not an arena of this size, can be resized, or cannot be mapped.
-        """
+        """Map an existing arena. Owns `fd` from now on; closes it on failure. Raises ArenaError if
+        `fd` is not an arena of this size, can be resized, or cannot be mapped."""
         self.spec = spec
         self.fd = fd
         try:
@@ -250,7 +238,7 @@ class Arena:
         reservation: Reservation,
     ) -> Arena:
         """Create the arena and allocate all of its memory. If memory is missing, this fails now,
-        and not by SIGBUS later.
+        and not by SIGBUS later. Raises ArenaError.
 
         Args:
             plan: sizes the arena beside what other processes are about to take; may raise.
@@ -259,9 +247,6 @@ class Arena:
                 than one node's memory delivers, and an arena may be larger than a node's memory.
                 If empty, any node gives memory.
             reservation: shows other processes what this one takes; borrowed.
-
-        Raises:
-            ArenaError: the machine has too little memory.
         """
         with reservation.turn() as promised:
             spec = plan(promised)

@@ -31,8 +31,7 @@ HUGE_PAGE = 2 << 20
 
 _POPULATE_CHUNK = 16 << 20
 """Bytes that one thread requests from the kernel at a time. A call costs some microseconds, little
-against filling this much. An arena has many such pieces, which spread it over NUMA nodes. Not
-tuned."""
+against filling this much. An arena has many such pieces, which spread it over NUMA nodes."""
 
 _CHUNKS_AT_A_TIME = 16
 """Pieces that are requested at a time where memory is waited for: 256 MiB."""
@@ -70,13 +69,8 @@ def create_file(size: int, pages: Pages) -> int:
 
 
 def check_seals(fd: int) -> None:
-    """Refuse a file that another process could shrink. An access behind its new end would end this
-    process with SIGBUS.
-
-    Raises:
-        ArenaError: the file is not a memory file, or lacks a seal of `create_file`.
-        OSError: the seals cannot be read.
-    """
+    """Refuse a file that another process could shrink, by an ArenaError. An access behind its new
+    end would end this process with SIGBUS. Raises OSError if the seals cannot be read."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -100,7 +94,8 @@ def populate(  # noqa: PLR0917 - one mapping and how to fill it
     wait: Callable[[int], None] | None = None,
 ) -> None:
     """Allocate the memory of a file that is mapped whole at `address`, and fill this process's page
-    table, so that copies cause no page faults.
+    table, so that copies cause no page faults. Raises OSError, and causes no SIGBUS, if the kernel
+    has too little memory.
 
     Args:
         nodes: NUMA nodes that give memory in equal parts. Memory that is already allocated stays
@@ -108,9 +103,6 @@ def populate(  # noqa: PLR0917 - one mapping and how to fill it
         filled: called in this thread with numbers of bytes that have been filled since.
         wait: called in this thread before the kernel is asked for so many bytes, at most 256 MiB,
             when all before are filled. None: all bytes are asked for at once.
-
-    Raises:
-        OSError: the kernel has too little memory. The process gets no SIGBUS.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 

@@ -22,12 +22,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 class MemoryLock:
     """A lock on one byte of the memory file, or behind its end, held until `close` or the end of
     the process. `alone`: no other may hold a lock on the byte; else all may that do not want it
-    alone.
-
-    Raises:
-        BlockingIOError: another holds the lock.
-        ArenaError: the file cannot be opened again.
-    """
+    alone. Raises BlockingIOError if another holds the lock, and ArenaError if the file cannot be
+    opened again."""
 
     def __init__(self, fd: int, byte: int, *, alone: bool = False) -> None:
         # A lock belongs to an open file. The descriptor's may be that of other processes, too.

@@ -16,7 +16,6 @@ FORMAT_VERSION = 2
 SLOT_ALIGNMENT = 4096
 """Slots start at multiples of this many bytes, as O_DIRECT requires."""
 
-
 USUAL_BLOCK = 2 << 20
 """Bytes that a block has at least, unless `block_tokens` or a small model makes it smaller."""
 
@@ -26,10 +25,7 @@ class Sharding:
     """Which part of a block each rank holds: `ranks / replicas` parts, each of them held by
     `replicas` ranks in a row.
 
-    Attributes:
-        heads: KV heads of a block over all parts; None if parts are not made of heads.
-        replicas: ranks that hold the same bytes.
-    """
+    `heads` are the KV heads of a block over all parts; None if parts are not made of heads."""
 
     ranks: int
     heads: int | None = None
@@ -61,11 +57,7 @@ class BlockFormat:
     stage's layers, then those of the next. A head holds `engine_blocks` engine blocks, each as its
     pages in all layers. If heads cannot be divided, each rank's bytes count as one head.
 
-    Attributes:
-        engine_blocks: engine blocks per FlexKV block.
-        shard_bytes: bytes of each part of a block, which are a rank's heads.
-        replicas: ranks in a row that hold the same part.
-    """
+    `shard_bytes` are those of each part of a block, which `replicas` ranks in a row hold."""
 
     engine_blocks: int
     shard_bytes: tuple[int, ...]
@@ -98,10 +90,7 @@ def choose_engine_blocks(
     Without `block_tokens`, chooses as the help text of that setting says. From `USUAL_BLOCK` on,
     larger I/O is hardly faster on NVMe. 128 tokens bound the uncached end of a prompt: with 256, a
     prompt of 1,000 tokens of which the engine had 896 took 40 ms instead of 24 ms on 2 cores.
-
-    Raises:
-        LayoutError: `block_tokens` is not a multiple of the engine's block size.
-    """
+    Raises LayoutError if `block_tokens` is not a multiple of the engine's block size."""
     if block_tokens is not None:
         if block_tokens % engine_block_tokens:
             raise LayoutError(
@@ -127,8 +116,7 @@ def block_identity(
         model: everything that determines the bytes of a block apart from its key: model, revision,
             dtype, hash scheme and the like, in a fixed order.
         layout: one rank's layout; its geometry counts, its addresses do not.
-        sharding: by head, the number of ranks is left out, because their
-            blocks are equal.
+        sharding: by head, the number of ranks is left out, because their blocks are equal.
         apart: layouts of pages that have slots of their own.
     """
     if sharding.heads is None:

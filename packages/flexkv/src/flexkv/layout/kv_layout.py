@@ -8,13 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexkv.layout.planes import (
-    Plane,
-    TensorView,
-    geometry,
-    head_planes,
-    opaque_planes,
-)
+from flexkv.layout.planes import Plane, TensorView, geometry, head_planes, opaque_planes
 from flexkv.types.errors import LayoutError
 
 SHARD_ALIGNMENT = 64
@@ -48,8 +42,7 @@ class KVLayout:
 
     Attributes:
         heads: the planes of each KV head of this rank, all heads alike; a single entry with all
-            planes if the heads cannot be divided.
-        by_head: whether `heads` are KV heads.
+            planes if the heads cannot be divided, so that not `by_head`.
         geometry: the meaning of the bytes of one head. Equal geometries have the same content at
             the same places.
         starts: by the name of the tensors, where their pieces of block 0 begin, of all heads.
@@ -83,14 +76,12 @@ class KVLayout:
         return len(self.heads) * self.head_stride(engine_blocks)
 
     def place(self, engine_blocks: int, head_stride: int = 0) -> list[PlacedPlane]:
-        """Place all planes in a shard of `engine_blocks` engine blocks. Without bytes from one head
-        to the next, they are those of `head_stride`.
+        """Place all planes in a shard of `engine_blocks` engine blocks, by default with as many bytes
+        from one head to the next as the method `head_stride` says.
 
-        Returns:
-            The planes in the order of the tensors: those of all heads of the first tensor, then of
-            the next. A place is the plane's distance, in bytes, from where the engine block begins
-            in the shard. Engine block e begins `e * head_bytes` after the shard's start.
-        """
+        Returns the planes in the order of the tensors: those of all heads of the first tensor, then
+        of the next. A place is the distance, in bytes, from where the engine block begins in the
+        shard. Engine block e begins `e * head_bytes` after the shard's start."""
         by_head = []
         stride = head_stride or self.head_stride(engine_blocks)
         for head, planes in enumerate(self.heads):
@@ -114,10 +105,8 @@ class KVLayout:
                 of one name belong to one layer.
             num_blocks: number of the engine's blocks. One dimension of every tensor has this
                 extent, or a multiple of it if the engine's kernels use smaller blocks. If several
-                may, `page_dim` of the view names it.
-
-        Raises:
-            LayoutError: a tensor has no such dimension, or several, or its pages overlap.
+                may, `page_dim` of the view names it. Raises LayoutError if there is none, if there
+                are several, or if pages overlap.
         """
         if num_blocks <= 0:
             raise LayoutError(f"the engine reports {num_blocks} KV blocks; allowed: 1 or more")
@@ -195,14 +184,10 @@ def _merge_adjacent(planes: Iterable[Plane]) -> tuple[Plane, ...]:
 
 
 def check_disjoint(names: Mapping[Plane, str], num_blocks: int) -> None:
-    """Refuse planes of one row each that share bytes.
+    """Refuse planes of one row each that share bytes, by a LayoutError.
 
     Planes whose address ranges do not meet are valid with any strides. Planes that do meet
-    interleave block by block, so each must have its own place within a common stride.
-
-    Raises:
-        LayoutError: two share bytes.
-    """
+    interleave block by block, so each must have its own place within a common stride."""
     cluster: list[Plane] = []
     end = 0
     for plane in sorted(names):
@@ -231,11 +216,8 @@ def share_of(
     planes: Sequence[PlacedPlane], replica: int, replicas: int
 ) -> tuple[list[PlacedPlane], range]:
     """Cut planes, in the order of the slot, so that each of `replicas` ranks that hold the same
-    stores about as many bytes of them.
-
-    Returns:
-        The planes, up to two of them cut in two, and the numbers of those that rank `replica`,
-        counted from 0, stores. Over all replicas the latter are all planes, each byte once.
+    stores about as many bytes of them. Returns the planes, up to two of them cut in two, and the
+    numbers of those that rank `replica`, counted from 0, stores: over all replicas each byte once.
     """
     total = sum(plane.page_bytes for plane in planes)
     begin = _snap(planes, total * replica // replicas)

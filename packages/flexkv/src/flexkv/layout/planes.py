@@ -27,14 +27,10 @@ _NUMBERS = "biufcV"
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One engine tensor as seen from outside.
+    """One engine tensor as seen from outside. `shape` and `stride` count elements, of `itemsize`
+    bytes. Errors show the name.
 
     Attributes:
-        name: for errors.
-        data_ptr: address of the first element, in bytes.
-        shape: extent of each dimension, in elements.
-        stride: distance of neighbours in each dimension, in elements.
-        itemsize: bytes of one element.
         head_dim: the dimension that counts this rank's KV heads; None if there is none, or if its
             entries cannot be divided.
         page_dim: the dimension that counts blocks; None if only one has a fitting extent.
@@ -53,18 +49,11 @@ class TensorView:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        array: object,
-        head_dim: int | None = None,
-        page_dim: int | None = None,
+        cls, name: str, array: object, head_dim: int | None = None, page_dim: int | None = None
     ) -> TensorView:
         """The view of a writable numpy array of numbers, or of another object with
-        `__array_interface__`, in host memory. The view keeps the array alive.
-
-        Raises:
-            LayoutError: `array` is not such an array.
-        """
+        `__array_interface__`, in host memory. The view keeps the array alive. Raises LayoutError
+        for anything else."""
         about = getattr(array, "__array_interface__", None)
         if not isinstance(about, Mapping):
             raise LayoutError(
@@ -120,11 +109,8 @@ def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:
 
 
 def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:
-    """The pieces of each block as they lie in memory, each as long as possible.
-
-    Raises:
-        LayoutError: the tensor is not paged by block.
-    """
+    """The pieces of each block as they lie in memory, each as long as possible. Raises LayoutError
+    if the tensor is not paged by block."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
     dims = _dims_within(view, block_dim, ratio)
     dims.sort(key=lambda dim: dim.stride, reverse=True)
@@ -137,14 +123,9 @@ def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:
 
 
 def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
-    """The pieces of each block by KV head, each head's in the order of the tensor's dimensions.
-
-    None if the tensor has no dimension of heads, or if its heads lie interleaved in memory in
-    pieces too short to copy one by one.
-
-    Raises:
-        LayoutError: the tensor is not paged by block.
-    """
+    """The pieces of each block by KV head, each head's in the order of the tensor's dimensions. None
+    if the tensor has no dimension of heads, or if its heads lie interleaved in memory in pieces too
+    short to copy one by one. Raises LayoutError if the tensor is not paged by block."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
     if view.head_dim is None:
         return None
@@ -232,10 +213,8 @@ _FIRST = 2
 
 
 def _fold(dims: Sequence[Dim], itemsize: int) -> tuple[int, list[Dim]]:
-    """Fold the last dimensions that lie densely into one run.
-
-    Returns the run's bytes and the dimensions left before it.
-    """
+    """Fold the last dimensions that lie densely into one run. Returns the run's bytes and the
+    dimensions left before it."""
     run = itemsize
     rest = list(dims)
     while rest and rest[-1].stride == run:
