@@ -85,12 +85,9 @@ class CacheConfig:
     """All settings, in the order of the settings page. `load_config` builds it from all sources.
 
     A program may make one, too. Every value is read as one of a file is: a folder may be given as a
-    text, and one that is not allowed is an error.
+    text, and one that is not allowed is a ConfigError, as is a setting without one that it needs.
 
     A new setting is a new field. Its kind has the parser, the unit and the allowed values.
-
-    Raises:
-        ConfigError: a value is not allowed, or a setting lacks the one that it needs.
     """
 
     enable: bool = setting(

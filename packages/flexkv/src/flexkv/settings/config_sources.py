@@ -50,14 +50,12 @@ def load_config(
 
     Args:
         extra: settings from the engine's own command line, by name; they win over all others. None
-            as a value counts as not set.
-        extra_source: the name of `extra` in errors, as the user knows it.
-        environ: the environment; `os.environ` if None. Empty variables count as not set.
+            as a value counts as not set. Errors call them `extra_source`.
+        environ: `os.environ` if None. Empty variables count as not set.
 
-    Raises:
-        ConfigError: a key is unknown, a value is malformed or out of range, a setting lacks the one
-            that it needs, or the file named by `FLEXKV_CONFIG_PATH` cannot be read. The error names
-            value, source and what is allowed.
+    Raises ConfigError if a key is unknown, a value is malformed or out of range, a setting lacks the
+    one that it needs, or the file named by `FLEXKV_CONFIG_PATH` cannot be read. The error names
+    value, source and what is allowed.
     """
     environ = os.environ if environ is None else environ
     ignored: list[str] = []

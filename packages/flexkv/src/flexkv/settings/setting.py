@@ -24,13 +24,11 @@ Value_co = TypeVar("Value_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ValueKind(Generic[Value_co]):
-    """A kind of values.
+    """A kind of values. Error messages and the settings page show `unit` and `allowed`.
 
     Attributes:
-        unit: unit of a value, for the settings page.
-        allowed: the values that `parse` accepts, for error messages and the settings page.
         parse: parses a value of a JSON or YAML file, or a string of any source. Raises ValueError
-            without a message if the value is not allowed. May look at files for about a second.
+            without a message if the value is not allowed.
         written: writes a value as a user would, so that `parse` reads it again.
         shows_place: whether a value names a place of the user's, such as a path. Metrics and
             reports may have other readers, and leave such values out.
@@ -124,11 +122,8 @@ def setting(
     read_by: ReadBy = ReadBy.CACHE,
     variable: str = "",
 ) -> Value:
-    """Declare a field of the settings. The arguments are the attributes of `Setting`.
-
-    Without `variable`, the variable is `FLEXKV_` and the name in upper case. The return type is
-    that of the attribute, so that mypy compares kind, default and annotation.
-    """
+    """Declare a field of the settings; see `Setting`. Without `variable`, the variable is `FLEXKV_`
+    and the name in upper case. mypy compares kind, default and annotation."""
     about = {"kind": kind, "help": help, "needs": needs, "acts_with": acts_with}
     about |= {"read_by": read_by, "variable": variable}
     return dataclasses.field(default=default, metadata=about)

@@ -36,11 +36,8 @@ _PARSE_ERRORS = (
 
 
 def read_file(path: str, named_by: str = CONFIG_PATH_VARIABLE) -> Mapping[Any, object]:
-    """The mapping in a file; empty if the file sets nothing. Errors say what names the file.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, or holds no mapping.
-    """
+    """The mapping in a file; empty if the file sets nothing. Raises ConfigError, which says what
+    names the file, if the file cannot be read or parsed, or holds no mapping."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -65,14 +62,9 @@ def read_file(path: str, named_by: str = CONFIG_PATH_VARIABLE) -> Mapping[Any, o
 
 
 def read_text(path: str) -> str:
-    """The text of a regular file.
-
-    Opening a FIFO would wait for a writer, and a device may never end.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file or is too large.
-        ValueError: the file is not UTF-8, or `path` is not a path.
-    """
+    """The text of a regular file: opening a FIFO would wait for a writer, and a device may never
+    end. Raises OSError, also if the file is too large, and ValueError if it is not UTF-8, or `path`
+    is not a path."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         mode = os.fstat(fd).st_mode

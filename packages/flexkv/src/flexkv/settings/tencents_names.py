@@ -56,11 +56,8 @@ _TUNING_BEGINS = ("transfer_", "use_ce_transfer_", "ce_", "radix_", "mooncake_st
 
 def is_ignored(name: str, value: object, source: str) -> bool:
     """Whether `name`, in lower case and without the prefix of variables, is a setting of Tencent's
-    FlexKV that changes nothing here; False if it is no name of Tencent's.
-
-    Raises:
-        ConfigError: it is a switch that is on.
-    """
+    FlexKV that changes nothing here; False if it is no name of Tencent's. Raises ConfigError if it
+    is a switch that is on."""
     if name == "instance_num":
         if str(value).strip() in ("0", "1"):
             return True

@@ -56,11 +56,7 @@ def own_variables(environ: Mapping[str, str] | None = None) -> str:
 
 
 def lmcaches_variables(environ: Mapping[str, str] | None = None) -> str:
-    """A sentence about LMCache's variables that are set beside FlexKV; empty for none.
-
-    Args:
-        environ: the environment; `os.environ` if None.
-    """
+    """A sentence about LMCache's variables that are set beside FlexKV; empty for none."""
     names = os.environ if environ is None else environ
     theirs = _given((name for name in names if name.startswith(_LMCACHE)), environ)
     if not theirs:

@@ -29,24 +29,10 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 _FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
-
-_LASTING = frozenset(
-    {
-        errno.EACCES,
-        errno.EEXIST,
-        errno.EFBIG,
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.EMLINK,
-        errno.ENAMETOOLONG,
-        errno.ENOSYS,
-        errno.ENOTDIR,
-        errno.ENXIO,
-        errno.EOPNOTSUPP,
-        errno.EPERM,
-    }
-)
+_LASTING = {
+    *(errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK),
+    *(errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.EPERM),
+}
 """Errors that say something about a path, a setting or a right: somebody has to change it. All
 others may pass, such as EIO, ENOENT of a mount that comes late, ENOSPC and EROFS."""
 
@@ -64,7 +50,6 @@ def open_directory(path: str, *, mode_above: int | None = None, private: bool = 
     components below.
 
     Args:
-        path: path of the directory.
         mode_above: if given, missing directories are created: the last one with mode 0700, those
             above with this mode, from which the umask may take bits. It gives no other user the
             right to write.
@@ -72,12 +57,9 @@ def open_directory(path: str, *, mode_above: int | None = None, private: bool = 
             above that is neither root's nor sticky, and the last component must be this user's own
             directory to which no other user can write, no symbolic link.
 
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        PermissionError: with EPERM and the path of the component if one is refused.
-        OSError: a directory is missing, is none or cannot be opened or created.
+    Returns the descriptor, which the caller closes. Raises PermissionError with EPERM and the path
+    of the component if one is refused, and OSError if a directory is missing, is none or cannot be
+    opened or created.
     """
     walk = _Walk(path, mode_above, private)
     try:
@@ -98,11 +80,8 @@ def nearest_directory(path: str) -> str:
 
 def check_creatable(path: str) -> None:
     """Check that this user can create a missing directory, and those above it that are missing.
-    Changes nothing.
-
-    Raises:
-        OSError: with the path of the component that cannot be created, or under which nothing can.
-    """
+    Changes nothing. Raises OSError with the path of the component that cannot be created, or under
+    which nothing can."""
     there = nearest_directory(path)
     if not os.path.isdir(there):
         raise _not_a_directory(there)
@@ -130,11 +109,8 @@ def refused(path: str, why: str) -> PermissionError:
 
 
 class _Walk:
-    """A walk along a path. See `open_directory`.
-
-    Attributes:
-        fd: descriptor of the directory that was reached; the caller closes it in the end.
-    """
+    """A walk along a path. See `open_directory`. The caller closes `fd`, the descriptor of the
+    directory that was reached, in the end."""
 
     def __init__(self, path: str, mode_above: int | None, private: bool) -> None:
         self._mode_above = mode_above

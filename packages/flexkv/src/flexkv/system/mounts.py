@@ -17,14 +17,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(NamedTuple):
-    """A mount of this process's namespace; see proc(5), mountinfo.
-
-    Attributes:
-        device: numbers of its device, as `8:1`.
-        root: path that is mounted, within its file system.
-        point: path that it is mounted at.
-        options: options of the file system, separated by commas.
-    """
+    """A mount of this process's namespace; see proc(5), mountinfo. The path `root` of its file
+    system is mounted at `point`."""
 
     number: str
     device: str
@@ -36,11 +30,7 @@ class Mount(NamedTuple):
 
 def read_mounts(root: Path = Path("/")) -> list[Mount]:
     """The mounts, in the kernel's order: of two at one place, the later hides the earlier. Tests
-    give another root of the file system.
-
-    Raises:
-        OSError: the list cannot be read.
-    """
+    give another root of the file system. Raises OSError."""
     found = []
     for line in read_lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
@@ -52,11 +42,7 @@ def read_mounts(root: Path = Path("/")) -> list[Mount]:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a file of the kernel, without their ends. Bytes that are no text stay in paths
-    as Python's own functions give and take them (`os.fsdecode`).
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    as Python's own functions give and take them (`os.fsdecode`). Raises OSError."""
     return [line for line in os.fsdecode(path.read_bytes()).split("\n") if line]
 
 

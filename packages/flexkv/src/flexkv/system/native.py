@@ -10,11 +10,7 @@ from flexkv.types.errors import ConfigError
 
 
 def kernels(name: str) -> ModuleType:
-    """Import a module of the package `flexkv_kernels`.
-
-    Raises:
-        ConfigError: the package is not installed, or cannot be imported.
-    """
+    """Import a module of the package `flexkv_kernels`. Raises ConfigError if that fails."""
     try:
         return import_module(f"flexkv_kernels.{name}")
     except ImportError as error:

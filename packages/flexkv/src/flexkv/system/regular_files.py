@@ -20,11 +20,9 @@ def open_regular(folder: int, name: str, flags: int) -> int:
     With O_CREAT, a missing file is created with mode 0600. Returns the descriptor, which the caller
     closes.
 
-    Raises:
-        OSError: open(2) failed, or `name` is no regular file: ELOOP for a symbolic link, else
-            ENXIO. EPERM if the file belongs neither to this user nor to root nor to the owner of
-            the directory, and EMLINK if it is for writing and has a second name.
-    """
+    Raises OSError: ELOOP for a symbolic link, ENXIO for what else is no regular file, EPERM if the
+    file belongs neither to this user nor to root nor to the owner of the directory, and EMLINK if
+    it is for writing and has a second name."""
     # Without O_NONBLOCK, opening a FIFO would wait. The flag has no effect on regular files.
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

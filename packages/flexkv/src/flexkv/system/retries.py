@@ -23,12 +23,8 @@ def pause_after(failures: int, shortest: float, longest: float) -> float:
 
 
 class Failures:
-    """The failures in a row of work that is tried again.
-
-    Attributes:
-        count: the failures since the last success.
-        text: of the last failure; empty after a success.
-    """
+    """The failures in a row of work that is tried again: their `count` since the last success, and
+    the `text` of the last one, empty after a success."""
 
     __slots__ = ("count", "text")
 

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """When a block is offered to the lower tiers. A tier does not write a block that it has.
-
-    Attributes:
-        on_store: once the block is complete in host memory.
-        on_hit: each time a request uses the block in host memory.
-        on_evict: shortly before its eviction.
-    """
+    """When a block is offered to the lower tiers: once it is complete in host memory, each time a
+    request uses it there, or shortly before its eviction. A tier does not write a block that it
+    has."""
 
     on_store: bool
     on_hit: bool

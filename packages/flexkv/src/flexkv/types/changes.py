@@ -34,15 +34,15 @@ BELOW = tuple(medium for medium in Medium if medium is not Medium.HOST)
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed in one medium. A reader that applies all changes knows which blocks are there.
+    """What changed in one medium, the oldest change first. A reader that applies all changes knows
+    which blocks are there. In host memory, a block comes after those that it builds on.
 
     Attributes:
         removed: keys of blocks that an earlier drain has returned as added, and that cannot be
-            loaded any more. The oldest change comes first.
-        added: keys of blocks that can be loaded and could not at the last drain. The oldest change
-            comes first: in host memory, a block comes after those that it builds on.
-        texts: the descriptions that an earlier process, or another engine, has left of the added
-            blocks, by key. Blocks without a description are missing.
+            loaded any more.
+        added: keys of blocks that can be loaded and could not at the last drain.
+        texts: the descriptions of added blocks that an earlier process, or another engine, has
+            left, by key.
     """
 
     medium: Medium

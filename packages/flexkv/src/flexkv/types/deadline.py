@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 
 ANSWER_SECONDS = 15.0
 """Seconds that a directory may take for its first answer. A drive or a server that is slower is of
-no use. Not tuned."""
+no use."""
 
 HANGS = "the drive, the network or the driver behind it hangs; see the kernel's log (dmesg)"
 
 _LOOK_SECONDS = 1.0
 """Seconds between two questions whether the directory of a running call still answers. The first
-is asked after as long. Not tuned."""
+is asked after as long."""
 
 
 class HungError(DiskError):
@@ -33,13 +33,11 @@ class HungError(DiskError):
 
 
 def call_within(calls: Mapping[str, Callable[[], Result]], seconds: float) -> dict[str, Result]:
-    """Make calls side by side, each in a thread of its own.
+    """Make calls side by side, each in a thread of its own. Returns the results of those that ended
+    within `seconds`, by name and in the order of `calls`.
 
     The first error of a call that ended in time is raised, whatever its type. Calls that do not end
     in time are left behind in their threads, which do not keep the process. Their errors are lost.
-
-    Returns:
-        The results of the calls that ended within `seconds`, by name and in the order of `calls`.
     """
     started = {name: _start(call) for name, call in calls.items()}
     done: set[Future[Result]] = set()
@@ -73,10 +71,7 @@ def call_beside(path: str, call: Callable[[], Result], seconds: float = ANSWER_S
     The call may take any time: the limit is for statvfs(2), which the server of a network file
     system and the daemon of a FUSE file system answer themselves. Ctrl-C ends the wait. The
     call runs in a thread of its own, which does not keep the process. Its error is raised, whatever
-    its type.
-
-    Raises:
-        HungError: the file system does not answer. The call is left behind in its thread.
+    its type, and HungError if the file system does not answer.
     """
 
     def ask() -> None:
