@@ -96,6 +96,7 @@ def test_enable_flexkv(text: str, expected: bool) -> None:
         ({"eviction_policy": "lfu"}, ["'lfu'", "eviction_policy", "lru"]),
         ({"log_level": "loud"}, ["'loud'", "log_level", "INFO"]),
         ({"runtime_dir": "/a\0"}, ["runtime_dir", "absolute"]),
+        ({"service": "/\udcff"}, ["/\\udcff", "service", "UTF-8"]),
         ({"runtime_dir": "relative"}, ["'relative'", "runtime_dir", "absolute"]),
         ({"enable": "maybe"}, ["'maybe'", "enable", "true"]),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from flexkv.settings.setting import ValueKind
 from flexkv.types.tenants import MOST_TENANTS, NAME_CHARACTERS, tenant_number
@@ -27,7 +28,7 @@ _OTHER_SEPARATOR = re.compile(r"[,:]\s*/")
 a path of that name."""
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_BUCKET = re.compile(
+_BUCKET = (
     rf"(?:(?:s3|gs|az)://{_NAME}|abfss?://{_NAME}@{_NAME}|file://(?=/[^/]))"
     r"(?:/(?!\.\.?(?:/|$))[A-Za-z0-9._-]+)*/?"
 )
@@ -40,10 +41,12 @@ _HOST_PORT = rf"{_ANY_HOST}:[0-9]{{1,5}}"
 _ETCD = rf"etcd://{_HOST_PORT}(?:[;,]{_HOST_PORT})*"
 _HTTP_URL = rf"https?://{_ANY_HOST}(?::[0-9]{{1,5}})?(?:/[A-Za-z0-9._-]+)+"
 _PORT = re.compile(r":([0-9]{1,5})(?=[;,/]|$)")
-_DEVICES = re.compile(r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?")
+_DEVICES = r"(?:[A-Za-z0-9_.-]+(?:,[A-Za-z0-9_.-]+)*)?"
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _WORDS |= {"0": False, "false": False, "no": False, "off": False}
+
+Number = TypeVar("Number", int, float)
 
 
 def flag() -> ValueKind[bool]:
@@ -55,35 +58,38 @@ def flag() -> ValueKind[bool]:
             raise ValueError
         return _WORDS[word]
 
-    def written(value: bool) -> str:
-        return str(value).lower()
-
-    return ValueKind("boolean", "1, 0, true, false, yes, no, on, off", parse, written)
+    allowed = "1, 0, true, false, yes, no, on, off"
+    return ValueKind("boolean", allowed, parse, lambda value: str(value).lower())
 
 
 def number(least: float, most: float, unit: str, limit: str = "") -> ValueKind[float]:
     """A number from `least` to `most`, but never NaN. `limit` is a further bound, in words."""
+    return _in_range(float, least, most, unit, "a number", limit)
 
-    def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
+
+def count(least: int, most: int, unit: str, limit: str = "") -> ValueKind[int]:
+    """A whole number from `least` to `most`. `limit` is a further condition, in words."""
+    return _in_range(int, least, most, unit, "a whole number", limit)
+
+
+def _in_range(  # noqa: PLR0917 - the arguments of `number` and `count`
+    of: type[Number], least: Number, most: Number, unit: str, what: str, limit: str
+) -> ValueKind[Number]:
+    def parse(value: object) -> Number:
+        if isinstance(value, bool) or not isinstance(value, (int, str, of)):
             raise ValueError
-        _refuse_underscores(value)
+        if isinstance(value, str) and "_" in value:
+            raise ValueError  # Python takes `1_6` for 16, which nobody means who mistypes `1.6`
         try:
-            number = float(value)
+            number = of(value)
         except OverflowError:  # an int with hundreds of digits
             raise ValueError from None
         if not least <= number <= most:
             raise ValueError
         return number
 
-    allowed = f"a number from {exact(least)} to {exact(most)}{limit and f', {limit}'}"
+    allowed = f"{what} from {exact(least)} to {exact(most)}{limit and f', {limit}'}"
     return ValueKind(unit, allowed, parse, exact)
-
-
-def _refuse_underscores(value: object) -> None:
-    """Python takes `1_6` for 16, which nobody means who mistypes `1.6`."""
-    if isinstance(value, str) and "_" in value:
-        raise ValueError
 
 
 def gib(least: float = _LEAST_GIB, unit: str = "GiB", limit: str = "") -> ValueKind[float]:
@@ -105,22 +111,6 @@ def gib_or_none(limit: str) -> ValueKind[float | None]:
 def seconds(least: float) -> ValueKind[float]:
     """A time limit, of a day at most."""
     return number(least, _DAY_SECONDS, "seconds")
-
-
-def count(least: int, most: int, unit: str, limit: str = "") -> ValueKind[int]:
-    """A whole number from `least` to `most`. `limit` is a further condition, in words."""
-
-    def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError
-        _refuse_underscores(value)
-        number = int(value)
-        if not least <= number <= most:
-            raise ValueError
-        return number
-
-    allowed = f"a whole number from {least} to {most}{limit and f', {limit}'}"
-    return ValueKind(unit, allowed, parse)
 
 
 def choice(names: Collection[str]) -> ValueKind[str]:
@@ -150,11 +140,8 @@ def choices(names: Collection[str]) -> ValueKind[tuple[str, ...]]:
             raise ValueError
         return tuple(name for name in names if name in wanted)
 
-    def written(value: tuple[str, ...]) -> str:
-        return ",".join(value) or "none"
-
-    return ValueKind("names", f"all, none, or names of {', '.join(names)}", parse, written)
-
+    allowed = f"all, none, or names of {', '.join(names)}"
+    return ValueKind("names", allowed, parse, lambda value: ",".join(value) or "none")
 
 def tenant() -> ValueKind[str]:
     """The name of a tenant."""
@@ -214,7 +201,14 @@ def _parse_tenant(value: object) -> str:
 
 def path(of: str) -> ValueKind[str]:
     """An absolute path. Nothing has to exist there. `of` describes what the path leads to."""
-    return ValueKind("absolute path", f"an absolute path of {of}", _parse_path, shows_place=True)
+
+    def parse(value: object) -> str:
+        read = _parse_path(value)
+        read.encode()  # raises a ValueError; processes send each other paths as UTF-8
+        return read
+
+    allowed = f"an absolute path, in UTF-8, of {of}"
+    return ValueKind("absolute path", allowed, parse, shows_place=True)
 
 
 def paths() -> ValueKind[tuple[str, ...]]:
@@ -238,19 +232,15 @@ def paths() -> ValueKind[tuple[str, ...]]:
 
 def server_or_etcd() -> ValueKind[str]:
     """The address of a server with its port, or the servers of etcd that know the address."""
-    pattern = re.compile(f"{_HOST_PORT}|{_ETCD}")
     allowed = "HOST:PORT, [IPv6]:PORT, or etcd://HOST:PORT;HOST:PORT"
-    return _matching("HOST:PORT", allowed, pattern)
+    return _matching("HOST:PORT", allowed, f"{_HOST_PORT}|{_ETCD}")
 
 
 def http_or_etcd(example: str, word: str) -> ValueKind[str]:
     """The URL of a path on a server, with a port or without, and without credentials; servers of
     etcd; or `word`, in any case."""
-    kind = _matching(
-        "URL",
-        f"{word}, {example}, the same with https, or etcd://HOST:PORT;HOST:PORT",
-        re.compile(f"{_HTTP_URL}|{_ETCD}"),
-    )
+    allowed = f"{word}, {example}, the same with https, or etcd://HOST:PORT;HOST:PORT"
+    kind = _matching("URL", allowed, f"{_HTTP_URL}|{_ETCD}")
 
     def parse(value: object) -> str:
         is_word = isinstance(value, str) and value.strip().upper() == word
@@ -274,11 +264,11 @@ def devices() -> ValueKind[str]:
     return _matching("names", "names of devices, separated by commas", _DEVICES)
 
 
-def _matching(unit: str, allowed: str, pattern: re.Pattern[str]) -> ValueKind[str]:
+def _matching(unit: str, allowed: str, pattern: str) -> ValueKind[str]:
     """Texts that `pattern` matches, without slashes at the end. Their ports are valid ones."""
 
     def parse(value: object) -> str:
-        found = pattern.fullmatch(value) if isinstance(value, str) else None
+        found = re.fullmatch(pattern, value) if isinstance(value, str) else None
         if found is None:
             raise ValueError
         if not all(0 < int(port) < 1 << 16 for port in _PORT.findall(found[0])):
