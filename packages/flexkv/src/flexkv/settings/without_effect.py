@@ -52,21 +52,19 @@ def own_variables(environ: Mapping[str, str] | None = None) -> str:
     """The variables of FlexKV's settings that are set in an environment, by default this process's,
     as text; empty for none. Those that turn FlexKV on or off are left out."""
     known = (each.variable for each in SETTINGS.values() if each.variable.startswith("FLEXKV_"))
-    return _given((*known, CONFIG_PATH_VARIABLE), environ)
+    return _given((*known, CONFIG_PATH_VARIABLE), os.environ if environ is None else environ)
 
 
-def lmcaches_variables(environ: Mapping[str, str] | None = None) -> str:
+def lmcaches_variables() -> str:
     """A sentence about LMCache's variables that are set beside FlexKV; empty for none."""
-    names = os.environ if environ is None else environ
-    theirs = _given((name for name in names if name.startswith(_LMCACHE)), environ)
+    theirs = _given((name for name in os.environ if name.startswith(_LMCACHE)), os.environ)
     if not theirs:
         return ""
     return f"{theirs}: set, but without effect on FlexKV; see the page 'Coming from other caches'"
 
 
-def _given(names: Iterable[str], environ: Mapping[str, str] | None) -> str:
-    values = os.environ if environ is None else environ
-    return shorten(", ".join(sorted(name for name in names if values.get(name))))
+def _given(names: Iterable[str], environ: Mapping[str, str]) -> str:
+    return shorten(", ".join(sorted(name for name in names if environ.get(name))))
 
 
 def _reason(config: CacheConfig, name: str, ignored: Mapping[str, str]) -> str:
