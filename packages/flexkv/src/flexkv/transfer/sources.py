@@ -6,8 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexkv.figures.counters import TierCounters
+from flexkv.index.block_index import Block
 from flexkv.tiers.base import AnyTier, IndexedTier, QueriedTier
 
 HAS_SECONDS = 60.0
@@ -32,6 +34,15 @@ class _TierQuery:
     late: bool = False
 
 
+class KeptBlocks(NamedTuple):
+    """Blocks of a tier whose call hangs. The call may still write to the memory of those to be
+    `read`, which have a slot and cannot be found, and read that of the `written` ones, which are
+    leased."""
+
+    read: list[Block]
+    written: list[Block]
+
+
 class Source:
     """One of the tiers of a cache; the cache owns it. An `IndexedTier` is never queried, and
     nothing is remembered of it. Single-threaded.
@@ -40,8 +51,8 @@ class Source:
         tier_rank: the position among the tiers; 0 for the fastest.
         stall_seconds: see `AttachedTier`.
         counters: counts of the blocks fetched from the tier and written to it.
-        left_out: whether the tier counts as empty and is not called, because a call of it has hung
-            since before the cache recovered from an error.
+        kept: the blocks that a call may use which has hung since before the cache recovered from an
+            error. The tier counts as empty then, and is not called. None for a tier in use.
     """
 
     def __init__(self, tier: AnyTier, tier_rank: int, stall_seconds: float) -> None:
@@ -50,7 +61,7 @@ class Source:
         self.tier_rank = tier_rank
         self.stall_seconds = stall_seconds
         self.counters = TierCounters()
-        self.left_out = False
+        self.kept: KeptBlocks | None = None
         self.indexed: IndexedTier | None = None
         self.queried: QueriedTier | None = None
         if isinstance(tier, QueriedTier):
@@ -62,23 +73,28 @@ class Source:
         self._queries: dict[int, _TierQuery] = {}
 
     @property
+    def left_out(self) -> bool:
+        """Whether the tier is not used; see `kept`."""
+        return self.kept is not None
+
+    @property
     def busy(self) -> bool:
         """Whether a query awaits its answer or its deadline, which `poll` notices, or the tier has
         news."""
         if self.indexed is not None:
-            return self.indexed.has_news and not self.left_out
+            return self.indexed.has_news and self.kept is None
         return any(not query.late for query in self._queries.values())
 
     @property
     def may_get(self) -> bool:
         """Whether other processes write to the tier, and it can be queried now."""
-        return self.queried is not None and self.queried.readable and not self.left_out
+        return self.queried is not None and self.queried.readable and self.kept is None
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         """For each key whether the tier can give its block now; None if the tier has to be queried,
         or is being queried. No side effect."""
         if self.indexed is not None:
-            return [False] * len(keys) if self.left_out else self.indexed.contains(keys)
+            return [False] * len(keys) if self.kept is not None else self.indexed.contains(keys)
         now, readable = time.monotonic(), self.may_get
         return [self._has(key, now, readable) for key in keys]
 

@@ -25,7 +25,7 @@ from flexkv.tiers.base import AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
 from flexkv.transfer.demote import AskedDemotions, Demoter, EvictionWriteback
 from flexkv.transfer.fetcher import Fetcher
-from flexkv.transfer.sources import Source
+from flexkv.transfer.sources import KeptBlocks, Source
 from flexkv.types.backlog import share_of
 from flexkv.types.changes import Changes, Medium, changes_of
 
@@ -155,11 +155,6 @@ class TierStack:
         self.uses = PrefixAccesses(index, self.indexed, on_hit)
         self._asked = AskedDemotions(index, self._demoters, self._writeback)
         self._drains_since: float | None = None
-        self._kept: dict[Source, _Kept] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there is a tier."""
-        return bool(self.tiers)
 
     @property
     def must_query(self) -> bool:
@@ -273,8 +268,8 @@ class TierStack:
             self._promote(keys, tier_rank)
         reads = self.fetcher.reads
         for source, demoter in zip(self._sources, self._demoters, strict=True):
-            if source.left_out:
-                self._try_to_rejoin(source)
+            if source.kept is not None:
+                self._try_to_rejoin(source, source.kept)
                 continue
             demoter.poll()
             results, demoter.reads = demoter.reads, []
@@ -353,10 +348,9 @@ class TierStack:
             return False
         for source, demoter in zip(self._sources, self._demoters, strict=True):
             if source not in hung:
-                self._kept.pop(source, None)
-            elif source not in self._kept:
-                self._kept[source] = _Kept(self.fetcher.reads.borrowed(source), demoter.borrowed)
-            if source in hung and not source.left_out:
+                source.kept = None
+            elif source.kept is None:
+                source.kept = KeptBlocks(self.fetcher.reads.borrowed(source), demoter.borrowed)
                 logger.error(
                     "FlexKV recovers from an error, and a call of the %s tier has not ended for "
                     "%g s; FlexKV goes on without this tier until the call ends; check the device "
@@ -364,9 +358,7 @@ class TierStack:
                     source.medium.value,
                     now - since,
                 )
-            source.left_out = source in hung
-        for kept in self._kept.values():
-            self._index.discard(kept.read)
+        self._index.discard(self.kept[0])
         self._drains_since = None
         self.fetcher.forget()
         self.uses.clear()
@@ -382,7 +374,7 @@ class TierStack:
     def kept(self) -> tuple[list[Block], list[Block]]:
         """The blocks whose memory tiers that are left out may still write to, and those whose
         memory they may still read. Each tier has one lease of each of the latter."""
-        kept = self._kept.values()
+        kept = [each.kept for each in self._sources if each.kept is not None]
         return [b for each in kept for b in each.read], [b for each in kept for b in each.written]
 
     def close(self, flush_seconds: float) -> bool:
@@ -420,15 +412,14 @@ class TierStack:
                 return True
         return False
 
-    def _try_to_rejoin(self, source: Source) -> None:
+    def _try_to_rejoin(self, source: Source, kept: KeptBlocks) -> None:
         """Use a tier again that was left out, if the call that hung has ended."""
         if not source.tier.drain():
             return
-        kept = self._kept.pop(source)
         self._index.abandon(kept.read)
         self._index.release_unused(kept.written)
         source.forget()
-        source.left_out = False
+        source.kept = None
         logger.info("the %s tier works again", source.medium.value)
 
     def _promote(self, keys: Sequence[bytes], tier_rank: int) -> None:
@@ -437,19 +428,6 @@ class TierStack:
         for demoter in self._on_store:
             if demoter.source.tier_rank < tier_rank:
                 demoter.offer(keys)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Blocks of a tier that is left out, whose memory it may still use.
-
-    Attributes:
-        read: blocks that it may write to. They have a slot and cannot be found.
-        written: blocks that it may read. They are leased.
-    """
-
-    read: list[Block]
-    written: list[Block]
 
 
 def _as_open(circuits: Mapping[CircuitState, int]) -> Mapping[CircuitState, int]:
