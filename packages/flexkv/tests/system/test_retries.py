@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from flexkv.system import retries
-from flexkv.system.retries import Retried, pause_after
+from flexkv.system.retries import Failures, Retried
 from flexkv.tiers.disk import upkeep
 from packages.conftest import PATIENCE_SECONDS
 
@@ -15,9 +15,13 @@ LONG = 1100
 
 
 def test_each_failure_doubles_the_pause_up_to_the_longest() -> None:
-    pauses = [pause_after(failures, 0.05, 5.0) for failures in range(1, 10)]
+    failures, pauses = Failures(), []
+    for _ in range(9):
+        failures.note(OSError())
+        pauses.append(failures.pause)
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    assert pause_after(1 << 40, 0.05, 5.0) == 5.0
+    failures.count = 1 << 40
+    assert failures.pause == 5.0
 
 
 def test_a_reset_reaches_a_store_that_was_gone_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:

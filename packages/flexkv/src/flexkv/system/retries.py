@@ -13,13 +13,7 @@ OverflowError: 1,025 failures, 5 s apart, are an outage of 85 minutes."""
 
 _RETRY_SECONDS = 0.05
 _LONGEST_RETRY_SECONDS = 5.0
-"""The shortest and the longest pause between two tries; see `pause_after`."""
-
-
-def pause_after(failures: int, shortest: float, longest: float) -> float:
-    """Seconds to wait before the next try: `shortest` after the first failure in a row. Each
-    failure doubles them, up to `longest`."""
-    return min(shortest * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest)
+"""The shortest and the longest pause between two tries."""
 
 
 class Failures:
@@ -44,8 +38,9 @@ class Failures:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next try."""
-        return pause_after(self.count, _RETRY_SECONDS, _LONGEST_RETRY_SECONDS)
+        """Seconds to wait before the next try. Each failure in a row doubles them, up to a limit."""
+        pause = _RETRY_SECONDS * 2.0 ** min(self.count - 1, _MOST_DOUBLINGS)
+        return min(pause, _LONGEST_RETRY_SECONDS)
 
 
 class Retried:
