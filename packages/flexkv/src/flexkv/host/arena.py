@@ -248,30 +248,26 @@ class Arena:
                 If empty, any node gives memory.
             reservation: shows other processes what this one takes; borrowed.
         """
-        with reservation.turn() as promised:
-            spec = plan(promised)
-            # The kernel reserves pages of the pool at once, so others see that they are taken.
-            arena = cls._in_pool(spec)
-            pooled = arena is not None
-            if arena is None:
-                arena = cls._in_ordinary_memory(spec, promised)
-                reservation.promise(spec.total_bytes)
-        if pooled:
-            try:
-                arena.populate(threads, numa_nodes)
-            except ArenaError as error:
-                arena.close()
-                _log_no_pool(error)
-                with reservation.turn() as promised:
+        spec: ArenaSpec | None = None
+        pooled = True
+        while True:
+            with reservation.turn() as promised:
+                spec = spec or plan(promised)
+                # The kernel reserves pages of the pool at once, so others see that they are taken.
+                arena = cls._in_pool(spec) if pooled else None
+                pooled = arena is not None
+                if arena is None:
                     arena = cls._in_ordinary_memory(spec, promised)
                     reservation.promise(spec.total_bytes)
-                pooled = False
-        if not pooled:
             try:
-                arena.populate(threads, numa_nodes, reservation.filled)
-            except ArenaError:
+                arena.populate(threads, numa_nodes, None if pooled else reservation.filled)
+                break
+            except ArenaError as error:
                 arena.close()
-                raise
+                if not pooled:
+                    raise
+                _log_no_pool(error)
+                pooled = False
         arena._warn_if_elsewhere(numa_nodes)
         return arena
 

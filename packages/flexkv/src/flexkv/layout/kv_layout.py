@@ -42,7 +42,7 @@ class KVLayout:
 
     Attributes:
         heads: the planes of each KV head of this rank, all heads alike; a single entry with all
-            planes if the heads cannot be divided, so that not `by_head`.
+            planes, and `by_head` is False, if the heads cannot be divided.
         geometry: the meaning of the bytes of one head. Equal geometries have the same content at
             the same places.
         starts: by the name of the tensors, where their pieces of block 0 begin, of all heads.

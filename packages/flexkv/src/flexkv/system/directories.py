@@ -159,19 +159,17 @@ class _Walk:
 
     def _open(self, name: str) -> int:
         try:
-            return self._open_component(name)
-        except FileNotFoundError as error:
-            if self._mode_above is None or len(self._parts) >= self._link_end:
-                raise _at(error, self._path(name)) from None
-        except OSError as error:
-            raise _at(error, self._path(name)) from None
-        try:
+            try:
+                return self._open_component(name)
+            except FileNotFoundError:
+                if self._mode_above is None or len(self._parts) >= self._link_end:
+                    raise
             # Another process may create it at the same moment.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, self._mode_above if self._parts else stat.S_IRWXU, dir_fd=self.fd)
             return self._open_component(name)
         except OSError as error:
-            raise _at(error, self._path(name)) from None
+            raise OSError(error.errno, error.strerror, self._path(name)) from None
 
     def _open_component(self, name: str) -> int:
         try:
@@ -222,11 +220,6 @@ def _is_open(status: os.stat_result) -> bool:
 
 def _open_to_others(status: os.stat_result) -> str:
     return f"has mode {stat.S_IMODE(status.st_mode):o}, others can write to it"
-
-
-def _at(error: OSError, path: str) -> OSError:
-    """The same error with the whole path."""
-    return OSError(error.errno, error.strerror, path)
 
 
 def _not_a_directory(path: str) -> NotADirectoryError:

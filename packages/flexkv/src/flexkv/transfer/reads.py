@@ -37,14 +37,6 @@ class Read:
     progressed: float
     cancelled: bool = False
 
-    def has_stalled(self, now: float) -> bool:
-        """Whether the batch gave no block for as long as its tier may stall."""
-        return self.progressed < now - self.source.stall_seconds
-
-    def goes_before(self, other: Read) -> bool:
-        """Whether `other`, of the same tier, may have to wait for this one."""
-        return self.ticket <= other.ticket or self.urgency < other.urgency
-
 
 class Reads:
     """All batches under way, and the blocks between two tiers. Single-threaded.
@@ -163,7 +155,12 @@ class Reads:
         now = time.monotonic()
         delivered, self._delivered = self._delivered, {}
         for read in self._reads.values() if delivered else ():
-            if any(each.source is read.source and each.goes_before(read) for each in delivered):
+            # The tier may have to read an earlier or more urgent batch first.
+            if any(
+                each.source is read.source
+                and (each.ticket <= read.ticket or each.urgency < read.urgency)
+                for each in delivered
+            ):
                 read.progressed = now
         if self._between:
             self._find_next()
@@ -171,8 +168,8 @@ class Reads:
     def hung_in(self, read: Read, now: float) -> set[bytes]:
         """Keys of the blocks of a batch that nobody should wait for: those that hang, and all if
         the batch has stalled."""
-        blocks = read.blocks
-        positions = blocks if read.has_stalled(now) else read.source.tier.hung(read.ticket)
+        blocks, stalled = read.blocks, read.progressed < now - read.source.stall_seconds
+        positions = blocks if stalled else read.source.tier.hung(read.ticket)
         return {blocks[position].key for position in positions if position in blocks}
 
     def is_hung(self, key: bytes, now: float) -> bool:
