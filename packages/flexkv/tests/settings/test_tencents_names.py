@@ -15,7 +15,7 @@ from flexkv.types.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_sources, "_said", set())
+    monkeypatch.setattr(config_sources, "_logged", set())
 
 
 def test_the_file_of_dynamos_guide_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "FLEXKV_"
 """A variable with this prefix, in upper or lower case, that is no setting is an error."""
 
-_said: set[str] = set()
+_logged: set[str] = set()
 """Ignored names that the log has; a process reads the settings more than once."""
 
 _MOST_COMPARED = 100
@@ -146,9 +146,9 @@ def _setting_of(variable: str) -> str:
 
 def _report(ignored: Iterable[str]) -> None:
     """Log once a process which names of Tencent's FlexKV were ignored."""
-    new = [name for name in ignored if name not in _said]
+    new = [name for name in ignored if name not in _logged]
     if new:
-        _said.update(new)
+        _logged.update(new)
         logger.warning(
             "ignored, because they are off or tune Tencent's FlexKV only: %s",
             shorten(", ".join(new)),

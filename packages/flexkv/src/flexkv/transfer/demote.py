@@ -385,13 +385,13 @@ class EvictionWriteback:
     def demote(self, victims: Sequence[Block], demoters: Sequence[Demoter]) -> None:
         """Let demoters write blocks of `BlockIndex.lease_to_leave`, in its order, and evict each
         block that then is in a tier. The others stay."""
-        self._asked.update((victim, demoters) for victim in victims)
+        self._demoted.update((victim, demoters) for victim in victims)
         self._write(victims, demoters)
 
     def forget(self) -> None:
         """Discard all blocks that leave, because the index has ended all leases."""
         self._leaving: dict[Block, set[Demoter]] = {}
-        self._asked: dict[Block, Sequence[Demoter]] = {}
+        self._demoted: dict[Block, Sequence[Demoter]] = {}
         self._behind: Counter[Block] = Counter()  # how many of these build on a block
 
     def wrote(self, demoter: Demoter, block: Block) -> None:
@@ -404,7 +404,7 @@ class EvictionWriteback:
         last: Block | None = block
         while last is not None and self._leaving.get(last) == set() and last not in self._behind:
             del self._leaving[last]
-            writers_of = self._asked.pop(last, None)
+            writers_of = self._demoted.pop(last, None)
             if writers_of is None or _is_in_one(writers_of, last.key):
                 self._index.retire(last)
             else:
@@ -430,7 +430,7 @@ def _is_in_one(demoters: Sequence[Demoter], key: bytes) -> bool:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PrefixDemotion:
     """Blocks of a prefix that have not begun to leave; the last goes first. The rest stays after
     `until`, time.monotonic() in seconds."""
 
@@ -438,7 +438,7 @@ class _Asked:
     until: float
 
 
-class AskedDemotions:
+class PrefixDemotions:
     """Demotes the blocks of prefixes, the end of a prefix first. A block stays if another block
     builds on it, or if it is pinned, retained or used meanwhile. Single-threaded.
 
@@ -457,13 +457,13 @@ class AskedDemotions:
     def clear(self) -> None:
         """Discard all prefixes, because the arena was cleared."""
         self.due = False
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[_PrefixDemotion] = deque()
         self._count = 0
         self._unseen = 0  # prefixes at which no poll has looked since blocks were last given back
 
     def note(self, keys: Sequence[bytes]) -> None:
         """Demote the blocks of a prefix in later calls of `follow`."""
-        self._waiting.append(_Asked(list(keys), time.monotonic() + HELD_SECONDS))
+        self._waiting.append(_PrefixDemotion(list(keys), time.monotonic() + HELD_SECONDS))
         self._count += len(keys)
         while self._count > MOST_KEYS:
             self._count -= len(self._waiting.popleft().keys)
@@ -485,21 +485,21 @@ class AskedDemotions:
         most = share_of(self._count, _BLOCKS) if demoters else 0
         looked = min(len(self._waiting), _PREFIXES)
         for _ in range(looked):
-            asked = self._waiting.popleft()
-            self._count -= len(asked.keys)
-            victims = self._take(asked, most)
+            prefix = self._waiting.popleft()
+            self._count -= len(prefix.keys)
+            victims = self._take(prefix, most)
             most -= len(victims)
             if victims:
                 self._writeback.demote(victims, demoters)
-            if asked.keys and now < asked.until:
-                self._waiting.append(asked)
-                self._count += len(asked.keys)
+            if prefix.keys and now < prefix.until:
+                self._waiting.append(prefix)
+                self._count += len(prefix.keys)
         self._unseen = max(0, self._unseen - looked)
         self.due = bool(self._waiting and demoters) and (most <= 0 or self._unseen > 0)
 
-    def _take(self, asked: _Asked, most: int) -> list[Block]:
+    def _take(self, prefix: _PrefixDemotion, most: int) -> list[Block]:
         """Lease up to `most` of the blocks, up to one that may not leave now."""
-        index, keys, victims = self._index, asked.keys, list[Block]()
+        index, keys, victims = self._index, prefix.keys, list[Block]()
         while keys and len(victims) < most:
             victim = index.lease_to_leave(keys[-1])
             if victim is not None:

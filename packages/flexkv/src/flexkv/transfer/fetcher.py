@@ -70,7 +70,7 @@ class Fetcher:
     def busy(self) -> bool:
         """Whether a fetch, a read or a query has not ended, or `drain_arrivals` would return
         something. A query ends with its deadline."""
-        if self._fetches or self._came or self.reads:
+        if self._fetches or self._arrived or self.reads:
             return True
         for source in self._sources:  # noqa: SIM110 - `any` makes a call for each
             if source.busy:
@@ -229,9 +229,9 @@ class Fetcher:
         """The blocks that have arrived since the last call: for each fetch their keys in order, and
         the `tier_rank` of the slowest tier that gave one. Without fetches from the fastest tier
         alone."""
-        came, self._came = self._came, {}
+        arrived, self._arrived = self._arrived, {}
         arrivals: list[tuple[Sequence[bytes], int]] = []
-        for fetch, start in came.items():
+        for fetch, start in arrived.items():
             media = set(fetch.media[start : fetch.arrived])
             ranks = [rank for medium, rank in self._tier_ranks.items() if medium in media]
             if any(ranks):
@@ -254,7 +254,7 @@ class Fetcher:
     def _forget_fetches(self) -> None:
         self._fetches: dict[FetchId, RunningFetch] = {}
         self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
-        self._came: dict[RunningFetch, int] = {}
+        self._arrived: dict[RunningFetch, int] = {}
 
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
         """The keys that tiers have to be queried about, by the fastest tier that may have the
@@ -314,7 +314,7 @@ class Fetcher:
     def _advance(self, fetch: RunningFetch) -> None:
         start = fetch.arrived
         if fetch.advance() and len(self._sources) > 1:
-            self._came.setdefault(fetch, start)
+            self._arrived.setdefault(fetch, start)
 
     def _has_come(self, fetch: RunningFetch) -> bool:
         """Whether a store has got the block that a fetch waits for, or the fetch is to wait for it

@@ -23,7 +23,7 @@ from flexkv.figures.meter import Meter
 from flexkv.index.block_index import Block, BlockIndex, BlockRow
 from flexkv.tiers.base import AttachedTier, IndexedTier
 from flexkv.tiers.circuit import CircuitState
-from flexkv.transfer.demote import AskedDemotions, Demoter, EvictionWriteback
+from flexkv.transfer.demote import Demoter, EvictionWriteback, PrefixDemotions
 from flexkv.transfer.fetcher import Fetcher
 from flexkv.transfer.sources import KeptBlocks, Source
 from flexkv.types.backlog import share_of
@@ -153,7 +153,7 @@ class TierStack:
         )
         self.indexed = [each.indexed for each in self._sources if each.indexed is not None]
         self.uses = PrefixAccesses(index, self.indexed, on_hit)
-        self._asked = AskedDemotions(index, self._demoters, self._writeback)
+        self._demotions = PrefixDemotions(index, self._demoters, self._writeback)
         self._drains_since: float | None = None
 
     @property
@@ -164,7 +164,7 @@ class TierStack:
     @property
     def busy(self) -> bool:
         """Whether `poll` may find anything."""
-        if self.uses.waiting or self.fetcher.busy or self._asked.due:
+        if self.uses.waiting or self.fetcher.busy or self._demotions.due:
             return True
         for demoter in self._demoters:  # noqa: SIM110 - `any` makes a call for each
             if demoter.busy:
@@ -247,7 +247,7 @@ class TierStack:
     def stored(self, keys: Sequence[bytes], ready: bool) -> None:
         """Note the end of a store from the engine; `ready`: whether it was copied."""
         self.fetcher.complete(keys)
-        self._asked.retry()
+        self._demotions.retry()
         if ready:
             for demoter in self._on_store:
                 demoter.offer(keys)
@@ -256,7 +256,7 @@ class TierStack:
         """See `CacheClient.demote`."""
         if self._sources:
             # A use that is counted later would look as if somebody wanted the blocks again.
-            self.uses.call_after(partial(self._asked.note, list(keys)))
+            self.uses.call_after(partial(self._demotions.note, list(keys)))
 
     def poll(self) -> None:
         """Take the results of all tiers, and begin what follows from them. Does not wait."""
@@ -281,7 +281,7 @@ class TierStack:
         # After the writes: in a tier, the beginning of a prefix must not be older than its end.
         # Before the victims are chosen.
         self.uses.count()
-        self._asked.follow()
+        self._demotions.follow()
         self._writeback.make_room(self._on_evict)
 
     def where(self, keys: Sequence[bytes]) -> dict[Medium, Sequence[bool | None]]:
@@ -317,7 +317,7 @@ class TierStack:
         tiers keep what they have, and the blocks of writes under way."""
         self.fetcher.clear()
         self.uses.clear()
-        self._asked.clear()
+        self._demotions.clear()
         for demoter in self._demoters:
             demoter.clear()
 
@@ -362,7 +362,7 @@ class TierStack:
         self._drains_since = None
         self.fetcher.forget()
         self.uses.clear()
-        self._asked.clear()
+        self._demotions.clear()
         self._writeback.forget()
         for demoter in self._demoters:
             demoter.forget()
