@@ -15,9 +15,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flexkv.host.board import CompletionBoard, board_bytes
 from flexkv.host.memory_file import HUGE_PAGE, Pages, check_seals, create_file, populate
@@ -97,32 +95,20 @@ class ArenaSpec:
         return -(-(self.slots_offset + self.slots_bytes) // HUGE_PAGE) * HUGE_PAGE
 
 
-class Reservation(Protocol):
-    """Lets processes see what memory each of them is about to take. See
-    `flexkv.session.reservation`."""
+class Reservation:
+    """Shows processes that start together what memory each of them is about to take. This one is
+    that of a process that no other sees; for others see `flexkv.session.reservation`."""
 
-    def turn(self) -> AbstractContextManager[Sequence[Promise]]:
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[Sequence[Promise]]:
         """Let no other process plan during the block, which gets the promises of all others."""
+        yield ()
 
     def promise(self, size: int) -> None:
         """Within a turn: this process is about to take `size` bytes."""
 
     def filled(self, size: int) -> None:
         """This process has taken `size` bytes of its promise."""
-
-
-class Unseen:
-    """The reservation of a process that no other sees."""
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[Sequence[Promise]]:
-        yield ()
-
-    def promise(self, size: int) -> None:
-        pass
-
-    def filled(self, size: int) -> None:
-        pass
 
 
 def plan_arena(
@@ -227,7 +213,7 @@ class Arena:
         cls, spec: ArenaSpec, threads: int = 4, numa_nodes: frozenset[int] = frozenset()
     ) -> Arena:
         """Create an arena of known sizes that no other process waits for; see `create_planned`."""
-        return cls.create_planned(lambda _: spec, threads, numa_nodes, Unseen())
+        return cls.create_planned(lambda _: spec, threads, numa_nodes, Reservation())
 
     @classmethod
     def create_planned(

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
+from flexkv.host import arena
 from flexkv.session.held_files import HeldFile, read_held
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.system.available import Promise, memory_groups
@@ -23,9 +24,9 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".memory"
 
 
-class Reservation:
-    """The part of one process. See `flexkv.host.arena.Reservation`. If the runtime directory cannot
-    be used, this logs a warning, and no process sees another."""
+class Reservation(arena.Reservation):
+    """The part of one process. If the runtime directory cannot be used, this logs a warning, and no
+    process sees another."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -36,8 +37,6 @@ class Reservation:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[Sequence[Promise]]:
-        """Let no other process plan during the block, which gets the promises of all other
-        processes of this user."""
         with contextlib.ExitStack() as stack:
             promised: list[Promise] = []
             try:
@@ -53,7 +52,6 @@ class Reservation:
                 self._directory = None
 
     def promise(self, size: int) -> None:
-        """Show other processes, within a turn, that this one is about to take `size` bytes."""
         self._left = size
         if self._directory is not None:
             try:
@@ -63,7 +61,6 @@ class Reservation:
                 self._warn(error)
 
     def filled(self, size: int) -> None:
-        """Take `size` bytes off the promise, because this process has them now."""
         self._left = max(0, self._left - size)
         if self._file.exists:
             # The promise stays too high, at worst until the start has ended.
