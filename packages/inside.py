@@ -135,7 +135,7 @@ def board_of(cache: KVCache) -> CompletionBoard:
 
 def copies_of(cache: KVCache) -> Sequence[DeviceCopy[Any]]:
     """The loads and stores under way, in the order of their ids."""
-    return list(cache._device._pending.values())
+    return list(cache._device.unreported.values())
 
 
 def block_bytes_of(cache: KVCache) -> int:
