@@ -76,8 +76,8 @@ class KVLayout:
         return len(self.heads) * self.head_stride(engine_blocks)
 
     def place(self, engine_blocks: int, head_stride: int = 0) -> list[PlacedPlane]:
-        """Place all planes in a shard of `engine_blocks` engine blocks, by default with as many bytes
-        from one head to the next as the method `head_stride` says.
+        """Place all planes in a shard of `engine_blocks` engine blocks, by default with as many
+        bytes from one head to the next as the method `head_stride` says.
 
         Returns the planes in the order of the tensors: those of all heads of the first tensor, then
         of the next. A place is the distance, in bytes, from where the engine block begins in the

@@ -123,9 +123,9 @@ def opaque_planes(view: TensorView, num_blocks: int) -> list[Plane]:
 
 
 def head_planes(view: TensorView, num_blocks: int) -> list[list[Plane]] | None:
-    """The pieces of each block by KV head, each head's in the order of the tensor's dimensions. None
-    if the tensor has no dimension of heads, or if its heads lie interleaved in memory in pieces too
-    short to copy one by one. Raises LayoutError if the tensor is not paged by block."""
+    """The pieces of each block by KV head, in the order of the tensor's dimensions. None if the
+    tensor has no dimension of heads, or if its heads lie interleaved in memory in pieces too short
+    to copy one by one. Raises LayoutError if the tensor is not paged by block."""
     block_dim, ratio = _find_block_dim(view, num_blocks)
     if view.head_dim is None:
         return None

@@ -165,8 +165,8 @@ class PageCopy(ABC):
         return self.ended
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the copy has ended, and return how many blocks were copied. Raises TimeoutError
-        after `timeout` seconds: the copy goes on, and `cancel` ends it. For others see `done`."""
+        """Wait until the copy has ended, and return how many blocks were copied. Raises as `done`
+        does, and TimeoutError after `timeout` seconds: the copy goes on, and `cancel` ends it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             left = _WAIT_SECONDS if deadline is None else deadline - time.monotonic()

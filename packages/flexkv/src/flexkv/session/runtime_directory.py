@@ -30,7 +30,7 @@ from flexkv.types.errors import ArenaError
 
 _LOCK = "lock"
 _LOCK_SECONDS = 30.0
-"""Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped meanwhile."""
+"""Seconds to wait for the lock. Engines hold it for milliseconds, unless one is stopped."""
 
 _RETRY_SECONDS = 0.02
 """Pause between two attempts to lock."""

@@ -53,7 +53,7 @@ def load_config(
             as a value counts as not set. Errors call them `extra_source`.
         environ: `os.environ` if None. Empty variables count as not set.
 
-    Raises ConfigError if a key is unknown, a value is malformed or out of range, a setting lacks the
+    Raises ConfigError if a key is unknown, a value is malformed or out of range, a setting lacks
     one that it needs, or the file named by `FLEXKV_CONFIG_PATH` cannot be read. The error names
     value, source and what is allowed.
     """

@@ -143,6 +143,7 @@ def choices(names: Collection[str]) -> ValueKind[tuple[str, ...]]:
     allowed = f"all, none, or names of {', '.join(names)}"
     return ValueKind("names", allowed, parse, lambda value: ",".join(value) or "none")
 
+
 def tenant() -> ValueKind[str]:
     """The name of a tenant."""
     return ValueKind("name", _TENANTS, _parse_tenant, shows_place=True)

@@ -30,8 +30,9 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _LASTING = {
-    *(errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK),
-    *(errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTDIR, errno.ENXIO, errno.EOPNOTSUPP, errno.EPERM),
+    *(errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP),
+    *(errno.EMLINK, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTDIR, errno.ENXIO),
+    *(errno.EOPNOTSUPP, errno.EPERM),
 }
 """Errors that say something about a path, a setting or a right: somebody has to change it. All
 others may pass, such as EIO, ENOENT of a mount that comes late, ENOSPC and EROFS."""

@@ -38,7 +38,7 @@ class Failures:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next try. Each failure in a row doubles them, up to a limit."""
+        """Seconds to wait before the next try: each failure in a row doubles them, to a limit."""
         pause = _RETRY_SECONDS * 2.0 ** min(self.count - 1, _MOST_DOUBLINGS)
         return min(pause, _LONGEST_RETRY_SECONDS)
 

@@ -407,10 +407,7 @@ class TierStack:
         cancels no write to a disk, because one of two new blocks would be lost either way."""
         if self._index.has_room:
             return False
-        for demoter in reversed(demoters):
-            if demoter.reclaim():
-                return True
-        return False
+        return any(demoter.reclaim() for demoter in reversed(demoters))
 
     def _try_to_rejoin(self, source: Source, kept: KeptBlocks) -> None:
         """Use a tier again that was left out, if the call that hung has ended."""
