@@ -219,7 +219,7 @@ def test_blocks_that_leave_when_the_arena_is_cleared_are_not_written(polls: int)
     with arena(len(names) * _LEAVING_SHARE) as node:
         node.add(names)
         node.fill()
-        node.leaving.make_room()
+        node.leaving.make_room([node.demoter])
         for _ in range(polls):
             node.write()
         begun = len(node.writing())

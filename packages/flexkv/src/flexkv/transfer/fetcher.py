@@ -66,6 +66,11 @@ class Fetcher:
         self._announced: Counter[bytes] = Counter()
         self._longest_stall = max((source.stall_seconds for source in sources), default=0.0)
 
+    def _forget_fetches(self) -> None:
+        self._fetches: dict[FetchId, RunningFetch] = {}
+        self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
+        self._arrived: dict[RunningFetch, int] = {}
+
     @property
     def busy(self) -> bool:
         """Whether a fetch, a read or a query has not ended, or `drain_arrivals` would return
@@ -250,11 +255,6 @@ class Fetcher:
         more."""
         self.reads.forget()
         self._forget_fetches()
-
-    def _forget_fetches(self) -> None:
-        self._fetches: dict[FetchId, RunningFetch] = {}
-        self._waiting: dict[bytes, list[tuple[RunningFetch, int]]] = {}
-        self._arrived: dict[RunningFetch, int] = {}
 
     def _unknown(self, keys: Sequence[bytes]) -> dict[Source, list[bytes]]:
         """The keys that tiers have to be queried about, by the fastest tier that may have the
