@@ -54,6 +54,9 @@ _WITHOUT_STAGES = (
 """SGLang's settings that must not be set together with pipeline stages: name, flag, and the value
 that stands for none."""
 
+_STAGES = "--pp-size (--pipeline-parallel-size)"
+_APART = "the model of --model-path has sliding windows or recurrent states"
+
 _DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE")
 """Values of `--speculative-algorithm` whose draft keeps KV in pages with the target's numbers."""
 
@@ -93,47 +96,35 @@ def check_settings(settings: Any) -> None:
     for name, flag in _ONE.items():
         value = getattr(settings, name, 1)
         if value not in {None, 1}:
-            raise ConfigError(f"SGLang's {flag} is {value}; allowed with FlexKV: 1")
-    _check_stages(settings)
+            _refuse(f"{flag} is {value}", "1")
+    stages = getattr(settings, "pp_size", 1) or 1
+    for name, flag, none in _WITHOUT_STAGES if stages > 1 else ():
+        value = getattr(settings, name, None)
+        if value not in {None, none}:
+            _refuse(f"{_STAGES} is {stages} with {flag} {value}", f"1, or no {flag}")
     _check_decode(settings)
     for name, (flag, allowed) in _OFF.items():
         if getattr(settings, name, False):
-            raise ConfigError(f"SGLang's {flag} is set; allowed with FlexKV: {allowed}")
+            _refuse(f"{flag} is set", allowed)
     for name, flag in _UNSET.items():
         value = getattr(settings, name, None)
         if value is not None:
-            raise ConfigError(f"SGLang's {flag} is {value!r}; allowed with FlexKV: none")
+            _refuse(f"{flag} is {value!r}", "none")
     if getattr(settings, "disable_radix_cache", False):
-        raise ConfigError(
-            "SGLang's prefix cache is off, by --disable-radix-cache or by SGLang's choice for this "
-            "model; allowed with FlexKV: SGLang's prefix cache on the device"
+        _refuse(
+            "prefix cache is off, by --disable-radix-cache or by SGLang's choice for this model",
+            _ON_DEVICE,
         )
     algorithm = getattr(settings, "dllm_algorithm", None)
     if algorithm:
-        raise ConfigError(
-            f"SGLang's --dllm-algorithm is {algorithm!r}; allowed with FlexKV: none, because "
-            f"diffusion models rewrite their pages"
-        )
+        allowed = "none, because diffusion models rewrite their pages"
+        _refuse(f"--dllm-algorithm is {algorithm!r}", allowed)
     dtype = getattr(settings, "kv_cache_dtype", None)
     if dtype in _WITH_SCALES:
-        raise ConfigError(
-            f"SGLang's --kv-cache-dtype is {dtype}, which keeps scales beside the pages; allowed "
-            f"with FlexKV: any but {', '.join(_WITH_SCALES)}"
+        _refuse(
+            f"--kv-cache-dtype is {dtype}, which keeps scales beside the pages",
+            f"any but {', '.join(_WITH_SCALES)}",
         )
-
-
-def _check_stages(settings: Any) -> None:
-    """Refuse pipeline stages with what SGLang schedules in another way with them."""
-    stages = getattr(settings, "pp_size", 1) or 1
-    if stages == 1:
-        return
-    for name, flag, allowed in _WITHOUT_STAGES:
-        value = getattr(settings, name, None)
-        if value not in {None, allowed}:
-            raise ConfigError(
-                f"SGLang's --pp-size (--pipeline-parallel-size) is {stages} with {flag} {value}; "
-                f"allowed with FlexKV: 1, or no {flag}"
-            )
 
 
 def _check_decode(settings: Any) -> None:
@@ -142,20 +133,21 @@ def _check_decode(settings: Any) -> None:
     if getattr(settings, "disaggregation_mode", "null") != "decode":
         return
     if not getattr(settings, "disaggregation_decode_enable_radix_cache", False):
-        raise ConfigError(
-            "SGLang's --disaggregation-mode is decode, which turns its prefix cache off; allowed "
-            "with FlexKV: also --disaggregation-decode-enable-radix-cache"
+        _refuse(
+            "--disaggregation-mode is decode, which turns its prefix cache off",
+            "also --disaggregation-decode-enable-radix-cache",
         )
     threshold = getattr(settings, "disaggregation_decode_host_receive_threshold", 1)
     if threshold < 1:
-        raise ConfigError(
-            f"SGLang's --disaggregation-decode-host-receive-threshold is {threshold:g}, with which "
-            f"HiCache's host memory receives the pages; allowed with FlexKV: 1"
+        _refuse(
+            f"--disaggregation-decode-host-receive-threshold is {threshold:g}, with which "
+            f"HiCache's host memory receives the pages",
+            "1",
         )
     if getattr(settings, "disaggregation_decode_retraction_backup", None) == "host_pool":
-        raise ConfigError(
-            "SGLang's --disaggregation-decode-retraction-backup is host_pool, which HiCache keeps; "
-            "allowed with FlexKV: cpu_tensor, none"
+        _refuse(
+            "--disaggregation-decode-retraction-backup is host_pool, which HiCache keeps",
+            "cpu_tensor, none",
         )
 
 
@@ -173,15 +165,16 @@ def check_model(settings: Any, model: Any) -> None:
     algorithm = SpeculativeAlgorithm.from_string(settings.speculative_algorithm)
     has_kv = algorithm.is_speculative() and algorithm.has_draft_kv()
     if has_kv and settings.speculative_algorithm not in _DRAFTS:
-        raise ConfigError(
-            f"SGLang's --speculative-algorithm is {settings.speculative_algorithm}, whose draft "
-            f"keeps KV that FlexKV does not store; allowed with FlexKV: none, NGRAM, NEXTN, "
-            f"{', '.join(_DRAFTS)}"
+        _refuse(
+            f"--speculative-algorithm is {settings.speculative_algorithm}, whose draft keeps KV "
+            f"that FlexKV does not store",
+            f"none, NGRAM, NEXTN, {', '.join(_DRAFTS)}",
         )
     if settings.model_impl == "transformers" and model.is_multimodal:
-        raise ConfigError(
-            "SGLang's --model-impl is transformers, with which its prefix cache is off for "
-            "multimodal models; allowed with FlexKV: auto, sglang"
+        _refuse(
+            "--model-impl is transformers, with which its prefix cache is off for multimodal "
+            "models",
+            "auto, sglang",
         )
     if model.is_hybrid_swa and getattr(model, "is_hybrid_swa_compress", False):
         raise LayoutError(
@@ -193,10 +186,7 @@ def check_model(settings: Any, model: Any) -> None:
         _refuse_draft(settings.speculative_algorithm)
     stages = getattr(settings, "pp_size", 1) or 1
     if stages > 1 and has_windows_or_states:
-        raise ConfigError(
-            f"SGLang's --pp-size (--pipeline-parallel-size) is {stages} and the model of "
-            f"--model-path has sliding windows or recurrent states; allowed with FlexKV: 1"
-        )
+        _refuse(f"{_STAGES} is {stages} and {_APART}", "1")
 
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
@@ -239,8 +229,11 @@ def check_cache(components: Iterable[Any], params: Any) -> None:
 
 def _refuse_draft(algorithm: str) -> NoReturn:
     """Refuse a draft that keeps KV beside a model with windows or states."""
-    raise ConfigError(
-        f"SGLang's --speculative-algorithm is {algorithm} and the model of --model-path has "
-        f"sliding windows or recurrent states; allowed with FlexKV: one of both, NGRAM, or, with "
-        f"windows, --disable-hybrid-swa-memory of SGLang"
+    _refuse(
+        f"--speculative-algorithm is {algorithm} and {_APART}",
+        "one of both, NGRAM, or, with windows, --disable-hybrid-swa-memory of SGLang",
     )
+
+
+def _refuse(what: str, allowed: str) -> NoReturn:
+    raise ConfigError(f"SGLang's {what}; allowed with FlexKV: {allowed}")
