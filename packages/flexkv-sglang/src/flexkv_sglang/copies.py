@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from flexkv.client import CacheClient, Ended, Reset, Transfer
+from flexkv.client import CacheClient, Ended, Reset
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.types.packed_keys import PackedKeys
@@ -63,14 +63,14 @@ class Offload:
     Attributes:
         transfer_id: id of the store under way; 0 once it is published or has failed, if nothing is
             copied, and on all ranks but the first.
-        slots: for each page its slot, or -1 if it is not copied; empty if nothing is.
+        copied: places of the copied pages, then their slots; empty on all ranks but the first.
         stored: whether the cache has all pages of the store, if no store is under way or it
             succeeds.
         tenant: number of the tenant for whom the pages count.
     """
 
     transfer_id: int = 0
-    slots: Sequence[int] = ()
+    copied: Sequence[int] = ()
     stored: bool = False
     tenant: int = NO_TENANT
 
@@ -81,66 +81,34 @@ class Offload:
         keys: PackedKeys,
         trailing: Sequence[bytes],
     ) -> Decision:
-        """Begin the store of blocks of a prefix. If host memory has the block before them, it keeps
-        that block at least as long as them.
-
-        Args:
-            before: key of the block before them; empty if that is unknown.
-            trailing: keys of blocks of trailing pages, each of which may be evicted without the
-                others.
-
-        Returns:
-            `NOTHING` if no block got a slot.
-        """
+        """Begin the store of blocks of a prefix. If host memory has the block `before` them, which
+        is empty if it is unknown, it keeps that block at least as long as them. Each of the blocks
+        `trailing` may be evicted without the others. `NOTHING` if no block got a slot."""
         blocks: Sequence[bytes] = [*keys, *trailing] if trailing else keys
         missing = cache.missing(blocks)
         if not missing:
             self.stored = True
             return NOTHING
-        starts = range(len(keys), len(blocks))
-        tenants = [self.tenant] * (1 + len(blocks)) if cache.info.takes_tenants else None
-        if before and not cache.missing(before):
-            chain = [*before, *blocks] if trailing else before + keys
-            places = [1 + i for i in missing]
-            begins = [1 + i for i in starts]
-            transfer = cache.store(chain, places, prefix_starts=begins, tenants=tenants)
-        else:
-            own = tenants and tenants[1:]
-            transfer = cache.store(blocks, missing, prefix_starts=[0, *starts], tenants=own)
+        if cache.missing(before):
+            before = before[:0]
+        first = len(before)
+        chain = [*before, *blocks] if trailing else before + keys
+        starts = [*range(1 - first), *range(first + len(keys), len(chain))]
+        transfer = cache.store(
+            chain,
+            [first + place for place in missing],
+            prefix_starts=starts,
+            tenants=[self.tenant] * len(chain) if cache.info.takes_tenants else None,
+        )
         if transfer is None:
             return NOTHING
         self.transfer_id = transfer.id
-        self.slots = _slots_of(transfer, blocks, missing)
         self.stored = len(transfer.slots) == len(missing)
-        return transfer.id, transfer.cell, len(blocks)
-
-
-def order_of(number: int, cell: int, pages: Sequence[int], slots: Sequence[int]) -> CopyOrder:
-    """The order of a store.
-
-    Args:
-        pages: SGLang's numbers of the pages.
-        slots: for each page its slot, or -1 if it is not copied.
-    """
-    if -1 not in slots:
-        return CopyOrder(number, cell, list(pages), list(slots))
-    # No pair for each page: as many objects at once would set off Python's garbage collection.
-    copied = [page for page, slot in zip(pages, slots, strict=True) if slot >= 0]
-    return CopyOrder(number, cell, copied, [slot for slot in slots if slot >= 0])
-
-
-def _slots_of(transfer: Transfer, keys: Sequence[bytes], missing: Sequence[int]) -> Sequence[int]:
-    slots = transfer.slots
-    if len(slots) == len(keys):
-        return slots
-    places: Sequence[int] = missing
-    if len(slots) < len(missing):
-        place_of = {keys[i]: i for i in missing}
-        places = [place_of[key] for key in transfer.keys]
-    chosen = [-1] * len(keys)
-    for place, slot in zip(places, slots, strict=True):
-        chosen[place] = slot
-    return chosen
+        if not self.stored:
+            place_of = {blocks[place]: place for place in missing}
+            missing = [place_of[key] for key in transfer.keys]
+        self.copied = [*missing, *transfer.slots]
+        return transfer.id, transfer.cell, len(self.copied)
 
 
 class OrderedTransfers:

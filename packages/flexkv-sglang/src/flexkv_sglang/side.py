@@ -29,7 +29,6 @@ from flexkv_sglang.copies import (
     OrderedTransfers,
     Origin,
     QueuedLoad,
-    order_of,
 )
 from flexkv_sglang.delayed_offloads import DelayedOffloads
 from flexkv_sglang.events import TierEvents
@@ -336,13 +335,14 @@ class RankSide:
             if offload.transfer_id:  # after an error; the next poll cancels it
                 offload.transfer_id, offload.stored = 0, False
             return
-        slots = self._exchanges.ranks.agree([*offload.slots], count)
+        copied = self._exchanges.ranks.agree(offload.copied, count)
         if self._ordered is not None:
             self._ordered.offloads[number] = offload
         with self.boundary.guard("starting stores", "the blocks are not cached"):
             pages = pages_of()
             if pages is not None:
-                order = order_of(number, cell, pages, slots)
+                half = count // 2
+                order = CopyOrder(number, cell, [pages[i] for i in copied[:half]], copied[half:])
                 with behind():
                     self._worker.start_stores(StepOrders(stores=[order]))
                 return
