@@ -8,7 +8,6 @@ processes, and passes it on to the other engines of the node's service.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class KeptPage(msgspec.Struct, frozen=True, array_like=True):
         parent: the number of the page before it; None for the first page of a prompt.
         are_pairs: whether SGLang hashes pairs of tokens.
         width: bytes of a token.
-        tokens: its tokens, or the tokens of its pairs, little-endian.
+        tokens: its tokens, or the tokens of its pairs, little-endian as the kernels' processors.
     """
 
     parent: int | None
@@ -52,8 +51,7 @@ def encode(parent: int | None, tokens: Sequence[Any]) -> bytes:
         packed = array("I", single)
     except OverflowError:  # SGLang's number of an image
         packed = array("q", single)
-    kept = KeptPage(parent, are_pairs, packed.itemsize, _ordered(packed).tobytes())
-    return _encoder.encode(kept)
+    return _encoder.encode(KeptPage(parent, are_pairs, packed.itemsize, packed.tobytes()))
 
 
 def decode(text: bytes) -> tuple[int | None, Sequence[Any]] | None:
@@ -67,16 +65,10 @@ def decode(text: bytes) -> tuple[int | None, Sequence[Any]] | None:
         return None
     if len(kept.tokens) % (kept.width * (1 + kept.are_pairs)):
         return None
-    tokens = _ordered(array(_TYPES[kept.width], kept.tokens)).tolist()
+    tokens = array(_TYPES[kept.width], kept.tokens).tolist()
     if kept.are_pairs:
         return kept.parent, list(zip(tokens[::2], tokens[1::2], strict=True))
     return kept.parent, tokens
-
-
-def _ordered(tokens: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens
 
 
 _HASH_BYTES = 32
