@@ -70,8 +70,8 @@ class FlexKVStorage(HiCacheStorage):
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
         self._writes: deque[tuple[int, float]] = deque(maxlen=_MOST_CALLS)
         self._stores: PoolStores | None = None
-        engine = get_server_args()
-        if settings.enable and outlives_process(engine):
+        engine = get_server_args() if settings.enable else None
+        if engine is not None and outlives_process(engine):
             model = model_identity(engine, ModelConfig.from_server_args(engine), sglang_version)
             place = Place.of(config, engines_of(engine))
             served_as = served_model(engine)
