@@ -60,11 +60,8 @@ def sglang_version() -> str:
 
 def check_version(allow_untested: bool, version: str) -> None:
     """Refuse an SGLang that is older than the tested releases, or newer and lacks a used name.
-
-    Raises:
-        EngineVersionError: this SGLang is refused. The message names its version, the missing
-            names, the tested releases, and the setting that skips this check.
-    """
+    Raises EngineVersionError if this SGLang is refused. The message names its version, the missing
+    names, the tested releases, and the setting that skips this check."""
     age = LINKER.age(version)
     if allow_untested or age is Age.TESTED:
         return

@@ -112,15 +112,13 @@ class Offload:
 
 
 class OrderedTransfers:
-    """The transfers of one engine, on the rank that decides. Single-threaded.
+    """The transfers of one engine, on the rank that decides. Single-threaded. `offloads`: the
+    transfers by their numbers; None for a load. The caller adds those that all ranks have agreed
+    on, and removes those that it cancels.
 
     Args:
         cache: the engine's cache; polled.
         ended: called with each transfer that has ended.
-
-    Attributes:
-        offloads: the transfers by their numbers; None for a load. The caller adds those that all
-            ranks have agreed on, and removes those that it cancels.
     """
 
     def __init__(self, cache: CacheClient, ended: Callable[[Ended], None]) -> None:
@@ -167,14 +165,9 @@ class OrderedTransfers:
 
 
 class LayerCounter:
-    """SGLang's protocol of a counter of loaded layers.
-
-    Args:
-        wait: called with a layer's number from 0; returns once the layer's pages are loaded.
-
-    Attributes:
-        consumer_index: number of the batch that computes; -1 if the batch has no loads.
-    """
+    """SGLang's protocol of a counter of loaded layers. `wait` is called with a layer's number from
+    0, and returns once the layer's pages are loaded. `consumer_index` is the number of the batch
+    that computes; -1 if the batch has no loads."""
 
     def __init__(self, num_layers: int, wait: Callable[[int], None]) -> None:
         self.num_layers = num_layers

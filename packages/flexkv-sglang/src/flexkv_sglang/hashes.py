@@ -75,11 +75,8 @@ class PageHashes:
 
     def behind(self, request: Any, pages: int, before: str | None) -> Sequence[str]:
         """The hashes of the whole pages of a request's prompt and answer behind the first `pages`
-        pages. SGLang does not compute the last token of an answer.
-
-        Args:
-            before: the hash of the last of them; None if there are none.
-        """
+        pages. SGLang does not compute the last token of an answer. `before`: the hash of the last
+        of them; None if there are none."""
         size = self._tree.page_size
         prompt, answer = request.origin_input_ids, request.output_ids
         tokens = array("q", prompt[pages * size :])

@@ -373,12 +373,8 @@ def poll_offloads(side: RankSide, original: Call, tree: Any) -> None:
 
 
 def _begin_delayed(side: RankSide, due: Callable[[], Iterator[int]]) -> None:
-    """Begin offloads that waited; all ranks begin the same.
-
-    Args:
-        due: returns the nodes to offload; called on the rank that decides. Those beyond `AT_ONCE`
-            are not taken.
-    """
+    """Begin offloads that waited; all ranks begin the same. `due`: returns the nodes to offload;
+    called on the rank that decides. Those beyond `AT_ONCE` are not taken."""
     wrapper = side.delayed.wrapper
     transfers: dict[int, Any] = {}
 

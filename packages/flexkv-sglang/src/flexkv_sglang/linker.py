@@ -46,10 +46,8 @@ class FlexKVLinker(UnifiedCacheLinker):
     """FlexKV behind SGLang's interface, which documents the methods.
 
     Borrows SGLang's pools and streams. Owns its side of the cache, its stream and its metrics.
-
-    Raises:
-        FlexKVError: a setting, SGLang's version, its configuration or its pools are not allowed, or
-            another rank cannot start.
+    Raises FlexKVError if a setting, SGLang's version, its configuration or its pools are not
+    allowed, or another rank cannot start.
     """
 
     def __init__(

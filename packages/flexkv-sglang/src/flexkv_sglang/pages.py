@@ -110,7 +110,8 @@ def describe_pages(
     drafts: DraftPools = NO_DRAFTS,
     states: Any = None,
 ) -> Pages:
-    """Describe the pages of SGLang's KV pool, split by head if possible.
+    """Describe the pages of SGLang's KV pool, split by head if possible. Raises LayoutError if
+    FlexKV cannot cache one of the pools.
 
     Args:
         pool: the pool whose slots SGLang's allocator gives out; borrowed.
@@ -121,9 +122,6 @@ def describe_pages(
         drafts: pools of the draft model, whose tensors belong to the last layer: the draft runs
             after SGLang has waited for that layer.
         states: the pool of recurrent states, which ranks never hold in common; None without one.
-
-    Raises:
-        LayoutError: FlexKV cannot cache one of the pools.
     """
     full, window = _full_and_window(pool, states)
     pages = full.size // page_size + 1  # page 0 is padding

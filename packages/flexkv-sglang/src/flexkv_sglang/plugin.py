@@ -53,12 +53,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Turn `--enable-flexkv` into the flags of the external linker. Checks all settings before
     SGLang loads weights, and before SGLang refuses flags that the user has not written. Logs
     settings of FlexKV where SGLang does not use it. `previous` is SGLang's own function for this
-    step; called last.
-
-    Raises:
-        FlexKVError: a setting or SGLang's version is not allowed. If nobody catches it, the process
-            prints it as one line.
-    """
+    step; called last. Raises FlexKVError if a setting or SGLang's version is not allowed. If nobody
+    catches it, the process prints it as one line."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     settings = resolving_view(server_args)
@@ -88,11 +84,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 def check_resolved(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Refuse what SGLang has chosen for the model, before it loads weights. `previous` is SGLang's
-    own function for this step; called first.
-
-    Raises:
-        FlexKVError: FlexKV cannot cache the model with these settings.
-    """
+    own function for this step; called first. Raises FlexKVError if FlexKV cannot cache the model
+    with these settings."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
 

@@ -59,11 +59,9 @@ class Ranks:
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
     """All ranks leave the block in the same way: if it raises on one, it raises on all. Otherwise
-    the others would wait for that rank in their next exchange. The block makes none itself.
-
-    Raises:
-        RankError: the block raised on another rank only. On the rank itself, its own error goes on.
-    """
+    the others would wait for that rank in their next exchange. The block makes none itself. Raises
+    RankError if the block raised on another rank only. On the rank itself, its own error goes
+    on."""
     failed: Exception | None = None
     try:
         yield

@@ -34,15 +34,10 @@ IGNORED_UNDER_HICACHE = engines_settings(
 
 
 def read_settings(extra: dict[str, Any]) -> CacheConfig:
-    """Combine the settings of the command line, the environment and the settings file.
-
-    Args:
-        extra: `linker_extra_config` of SGLang's command line: settings by name. Its `config_file`
-            is the path from `--flexkv-config-file`, which replaces FLEXKV_CONFIG_PATH.
-
-    Raises:
-        ConfigError: a setting is not allowed.
-    """
+    """Combine the settings of the command line, the environment and the settings file. `extra`:
+    `linker_extra_config` of SGLang's command line: settings by name. Its `config_file` is the path
+    from `--flexkv-config-file`, which replaces FLEXKV_CONFIG_PATH. Raises ConfigError if a setting
+    is not allowed."""
     values = dict(extra)
     path = values.pop(_FILE, None)
     environ = dict(os.environ)
@@ -54,15 +49,9 @@ def read_settings(extra: dict[str, Any]) -> CacheConfig:
 
 
 def read_storage_settings(extra: Mapping[str, object]) -> CacheConfig:
-    """As `read_settings`, under HiCache.
-
-    Args:
-        extra: `--hicache-storage-backend-extra-config`: SGLang's own keys, and FlexKV's settings.
-
-    Raises:
-        ConfigError: a setting is not allowed, or `interface_v1` is not set, without which SGLang
-            does not pass where its pages are.
-    """
+    """As `read_settings`, under HiCache. `extra`: `--hicache-storage-backend-extra-config`:
+    SGLang's own keys, and FlexKV's settings. Raises ConfigError if a setting is not allowed, or
+    `interface_v1` is not set, without which SGLang does not pass where its pages are."""
     if not extra.get(_PAGES):
         given = f"is {extra[_PAGES]!r}" if _PAGES in extra else "is missing"
         raise ConfigError(

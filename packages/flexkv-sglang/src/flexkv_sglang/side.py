@@ -175,16 +175,14 @@ class RankSide:
         pages: Sequence[int] | None,
         last: Mapping[str, int] = NO_LAST,
     ) -> bool:
-        """Queue a load for the next batch. All ranks return the same.
+        """Queue a load for the next batch. All ranks return the same. Returns False if the blocks
+        have left host memory since the lookup, or a rank of the first stage has no `pages`. On a
+        rank of a later stage that has none, the load fails.
 
         Args:
             pages: numbers of the blocks that SGLang has allocated for the pages of `hashes`: its
                 numbers of pages, then those of `TrailingPages.blocks_of`; None after an error.
             last: how many of the last pages have one in pools apart, by the pool's name.
-
-        Returns:
-            False if the blocks have left host memory since the lookup, or a rank of the first stage
-            has no `pages`. On a rank of a later stage that has none, the load fails.
         """
         trailing, count, named = self.trailing, len(hashes), False
         with self.boundary.guard("checking the pages of a load", "it is a miss", loses=False):

@@ -73,10 +73,7 @@ class StagedLoads:
     A stage computes a batch before the later stages load their layers for it, and SGLang may
     compute the next part of a prompt meanwhile. Until it is known that the load succeeded on all
     stages, which is when the result of the batch arrives, SGLang keeps the request's pages out of
-    its tree.
-
-    Attributes:
-        failed: ids of requests that SGLang is to abort; None if that is not decided now.
+    its tree. `failed`: ids of requests that SGLang is to abort; None if that is not decided now.
     """
 
     def __init__(self, links: StageLinks) -> None:

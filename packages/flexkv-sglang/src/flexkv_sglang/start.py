@@ -67,16 +67,13 @@ def start_rank(config: CacheConfig, engine: Engine, pages: Pages, ranks: Ranks) 
     """Meet the other ranks and start the mover; rank 0 makes the arena and the cache. Returns the
     side of this rank, which the caller closes.
 
-    All ranks call this at the same time.
+    All ranks call this at the same time. Raises FlexKVError if the pages cannot be copied, or the
+    arena or a disk cannot be opened, on this rank or on another one.
 
     Args:
         config: FlexKV's settings, with this engine's part of all sizes.
         pages: the pages of this rank; their tensors stay SGLang's.
         ranks: all ranks of the engine; borrowed by the side for its lifetime.
-
-    Raises:
-        FlexKVError: the pages cannot be copied, or the arena or a disk cannot be opened, on this
-            rank or on another one.
     """
     with contextlib.ExitStack() as undo:
         boundary = ErrorBoundary()

@@ -42,14 +42,8 @@ class CutStates(NamedTuple):
 
 
 def describe_states(pool: Any, first_layer: int, most: int) -> list[CutStates]:
-    """Describe the pool of states of one rank.
-
-    Args:
-        most: bytes of a part over all layers, if rows can be cut so short.
-
-    Raises:
-        LayoutError: FlexKV cannot cache the pool.
-    """
+    """Describe the pool of states of one rank. `most`: bytes of a part over all layers, if rows can
+    be cut so short. Raises LayoutError if FlexKV cannot cache the pool."""
     kind = type(pool).__name__
     infos = list(pool.get_device_pool_infos()) if kind == _POOL else []
     if len(infos) != 1:

@@ -66,11 +66,8 @@ _WITH_SCALES = ("mxfp8", "nvfp4", "fp4_mx_block16")
 
 def load_page_hash() -> None:
     """Have SGLang load its page hash now. Otherwise SGLang builds it at the first prompt of a whole
-    page: that stops all requests for seconds, and ends the server where it fails.
-
-    Raises:
-        ConfigError: SGLang cannot load it. The message names the cause.
-    """
+    page: that stops all requests for seconds, and ends the server where it fails. Raises
+    ConfigError if SGLang cannot load it. The message names the cause."""
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     try:
@@ -88,11 +85,8 @@ def load_page_hash() -> None:
 
 def check_settings(settings: Any) -> None:
     """Refuse settings of SGLang, as the user wrote them or as SGLang has resolved them, with which
-    FlexKV cannot cache pages.
-
-    Raises:
-        ConfigError: a setting is not allowed. The message names it, its value and the allowed one.
-    """
+    FlexKV cannot cache pages. Raises ConfigError if a setting is not allowed. The message names it,
+    its value and the allowed one."""
     for name, flag in _ONE.items():
         value = getattr(settings, name, 1)
         if value not in {None, 1}:
@@ -153,12 +147,9 @@ def _check_decode(settings: Any) -> None:
 
 def check_model(settings: Any, model: Any) -> None:
     """Refuse a model and a draft that keep state in a way of their own, as far as that is known
-    before SGLang has read weights; `check_cache` refuses the rest.
-
-    Raises:
-        ConfigError: the settings name a draft whose KV FlexKV does not store.
-        LayoutError: there is state of another kind. The message names it.
-    """
+    before SGLang has read weights; `check_cache` refuses the rest. Raises ConfigError if the
+    settings name a draft whose KV FlexKV does not store; LayoutError if there is state of another
+    kind. The message names it."""
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -191,11 +182,8 @@ def check_model(settings: Any, model: Any) -> None:
 
 def check_cache(components: Iterable[Any], params: Any) -> None:
     """Refuse a model that keeps state in a way of its own, by SGLang's components of the prefix
-    cache, one for each kind of state, and its parameters.
-
-    Raises:
-        LayoutError: there is state of another kind. The message names it.
-    """
+    cache, one for each kind of state, and its parameters. Raises LayoutError if there is state of
+    another kind. The message names it."""
     if getattr(params, "disable", False):
         raise LayoutError(
             "SGLang's prefix cache is off for multimodal models that Transformers runs; allowed: a "

@@ -74,13 +74,9 @@ class TrailingPool:
 class TrailingPages:
     """The pages of all such pools of one engine; false if there are none.
 
-    Args:
-        pools: in the order of their blocks. Pools of one name have the same numbers of pages.
-
-    Attributes:
-        have_states: whether there are recurrent states. A request computes on those that it has
-            loaded, so that no other one finds them in SGLang's own cache.
-    """
+    The pools are in the order of their blocks; those of one name have the same numbers of pages. A
+    request computes on the states that it has loaded, so that no other one finds them in SGLang's
+    own cache."""
 
     def __init__(self, pools: Iterable[TrailingPool] = ()) -> None:
         self.pools = tuple(pools)

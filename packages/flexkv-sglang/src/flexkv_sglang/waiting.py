@@ -35,10 +35,7 @@ class SharedPrefixes:
 
     Of the requests with the same first page, one is scheduled while the others wait. If it loads
     the page, they wait until SGLang's own cache has the page. If it computes the page, they wait no
-    longer.
-
-    Args:
-        is_loadable: returns whether host memory has the page of this hash.
+    longer. `is_loadable`: returns whether host memory has the page of this hash.
     """
 
     def __init__(self, is_loadable: Callable[[str], bool]) -> None:

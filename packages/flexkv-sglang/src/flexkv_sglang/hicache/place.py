@@ -36,11 +36,8 @@ class Place:
 
     @classmethod
     def of(cls, config: Any, copies: int) -> Place:
-        """Read the ranks from HiCache's configuration.
-
-        Raises:
-            ConfigError: a kind of parallelism is not supported.
-        """
+        """Read the ranks from HiCache's configuration. Raises ConfigError if a kind of parallelism
+        is not supported."""
         shards = getattr(config, "dcp_size", 1)
         if shards != 1:
             raise ConfigError(f"SGLang's --dcp-size is {shards}; allowed with FlexKV: 1")

@@ -23,7 +23,8 @@ _GEOMETRY = """
 
 
 class PagePool:
-    """The pages of one host pool.
+    """The pages of one host pool. Raises LayoutError if the pool does not report where its pages
+    are, or has none.
 
     Args:
         name: SGLang's name of the pool.
@@ -35,9 +36,6 @@ class PagePool:
         page_bytes: bytes of a page, the sum of its pieces.
         slot_bytes: bytes of a block that holds a page, a multiple of 4 KiB.
         traits: what the bytes of a page depend on, apart from model and rank.
-
-    Raises:
-        LayoutError: the pool does not report where its pages are, or has none.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
@@ -67,11 +65,8 @@ class PagePool:
         self, direction: Direction, first_tokens: Sequence[int], blocks: Sequence[int]
     ) -> None:
         """Copy pages from the blocks at these addresses (`LOAD`) or to them. The bytes of a block
-        behind its page stay as they are. SGLang must keep the pages allocated.
-
-        Raises:
-            ValueError: the pieces of the pages have other sizes than at the start.
-        """
+        behind its page stay as they are. SGLang must keep the pages allocated. Raises ValueError if
+        the pieces of the pages have other sizes than at the start."""
         first = torch.tensor(list(first_tokens), dtype=torch.int64)
         indices = first[:, None] + torch.arange(self.page_tokens, dtype=torch.int64)
         addresses, sizes = self._pool.get_page_buffer_meta(indices.flatten())

@@ -64,15 +64,13 @@ class HostPageMover:
 
 
 class PoolCache:
-    """Thread-safe. Calls wait, and raise after `close`.
+    """Thread-safe. Calls wait, and raise after `close`. `fingerprint`: names the pages that share
+    the service's pool.
 
     Args:
         session: holds the arena; owned.
         cache: of the service; owned.
         pool: the pages; borrowed.
-
-    Attributes:
-        fingerprint: names the pages that share the service's pool.
     """
 
     def __init__(
@@ -164,11 +162,8 @@ def open_pool_cache(
     config: CacheConfig, pool: PagePool, model: str, identity: Sequence[str]
 ) -> PoolCache:
     """Attach a pool, borrowed until the cache is closed, to the service. The service finds the
-    sizes of its pool by the name `model`; pools of the same `identity` share pages.
-
-    Raises:
-        ArenaError: no service answers, or it refuses the pool.
-    """
+    sizes of its pool by the name `model`; pools of the same `identity` share pages. Raises
+    ArenaError if no service answers, or it refuses the pool."""
     fingerprint = digest(identity)
     shard = Shard(0, fingerprint, 1, pool.page_bytes, identity=tuple(identity))
     session, _ = open_rank(config, None, shard, 1, lambda arena, threads: None, model=model)

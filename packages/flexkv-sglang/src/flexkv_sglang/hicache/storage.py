@@ -49,14 +49,9 @@ _MOST_CALLS = 1024
 
 
 class FlexKVStorage(HiCacheStorage):
-    """Keeps HiCache's pages. After the start, no method raises: a failure is a miss.
-
-    Args:
-        config: HiCache's configuration: the ranks, and FlexKV's settings in `extra_config`.
-
-    Raises:
-        FlexKVError: a setting, SGLang's version or a kind of parallelism is not allowed.
-    """
+    """Keeps HiCache's pages. After the start, no method raises: a failure is a miss. HiCache's
+    `config` has the ranks, and FlexKV's settings in `extra_config`. Raises FlexKVError if a
+    setting, SGLang's version or a kind of parallelism is not allowed."""
 
     def __init__(self, config: HiCacheStorageConfig, options: dict[str, Any]) -> None:
         settings = read_storage_settings(config.extra_config or {})
@@ -238,12 +233,9 @@ class FlexKVStorage(HiCacheStorage):
 
 
 def _check_engine() -> None:
-    """Refuse an SGLang whose HiCache uses the same key for pages of different tenants.
-
-    Raises:
-        EngineVersionError: this SGLang is refused. The message names its version and the allowed
-            ones.
-    """
+    """Refuse an SGLang whose HiCache uses the same key for pages of different tenants. Raises
+    EngineVersionError if this SGLang is refused. The message names its version and the allowed
+    ones."""
     if not hasattr(importlib.import_module("sglang.srt.mem_cache.utils"), "storage_namespace_seed"):
         raise EngineVersionError(
             f"SGLang {sglang_version} is installed, whose HiCache names pages by their tokens "

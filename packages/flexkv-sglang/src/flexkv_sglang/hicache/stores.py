@@ -40,15 +40,12 @@ class PoolStores:
     """Keeps the pages of all host pools of a rank. Thread-safe.
 
     The caller adds all pools first. `open` then attaches them to the service; without it, the first
-    call does.
+    call does. Raises ConfigError if the settings name no lower tier and no service.
 
     Args:
         place: the place of this rank.
         model: all that the bytes of a page depend on, except pool, rank and key.
         served_as: the name by which SGLang serves the model.
-
-    Raises:
-        ConfigError: the settings name no lower tier and no service.
     """
 
     def __init__(
@@ -80,14 +77,8 @@ class PoolStores:
 
     def add(self, name: str, pool: Any) -> None:
         """Add a pool. It replaces a pool of the same name. Once the pools are open, a new one is
-        refused with a warning, and all of its pages are misses.
-
-        Args:
-            pool: the pool; borrowed until `close`.
-
-        Raises:
-            LayoutError: FlexKV cannot keep pages of this pool.
-        """
+        refused with a warning, and all of its pages are misses. `pool` is borrowed until `close`.
+        Raises LayoutError if FlexKV cannot keep pages of this pool."""
         with self._lock:
             if self._opened:
                 logger.warning(
@@ -99,13 +90,9 @@ class PoolStores:
             self._pools[name] = PagePool(name, pool)
 
     def open(self) -> None:
-        """Attach all pools to the service. Idempotent.
-
-        Raises:
-            ArenaError: the service does not start or answer, or refuses a pool, for instance
-                because a directory cannot be used. Nothing is left open, and every later call is a
-                miss.
-        """
+        """Attach all pools to the service. Idempotent. Raises ArenaError if the service does not
+        start or answer, or refuses a pool, for instance because a directory cannot be used. Nothing
+        is left open, and every later call is a miss."""
         with self._lock:
             if self._opened:
                 return
@@ -139,13 +126,12 @@ class PoolStores:
         before: Sequence[str] = (),
     ) -> list[bool]:
         """Read pages into the host pool, up to the first that is missing. Waits for lower tiers.
+        Returns for each page whether it was read and verified. The memory of the others is
+        undefined.
 
         Args:
             indices: indices of all their tokens in the host pool, int64; None for no tokens.
             before: see `contains`.
-
-        Returns:
-            For each page whether it was read and verified. The memory of the others is undefined.
         """
         copied = 0
         with self._boundary.guard("get", "pages count as missing"):
