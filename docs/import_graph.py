@@ -54,7 +54,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
             "what the engines' own files import",
             _of(CORE, "integration", "common"),
         ),
-        Room("flexkv-vllm: plugin", "vLLM calls it first", _of(VLLM, "plugin", "preflight")),
+        Room("flexkv-vllm: plugin", "vLLM calls it first", _of(VLLM, "plugin")),
     ),
     (Room("flexkv-vllm: offloading", "the spec of OffloadingConnector", _of(VLLM, "offloading")),),
     (

@@ -10,37 +10,27 @@ from typing import Any
 import pytest
 
 
-def adapter_of(connector: Any) -> Any:
-    """FlexKV's adapter behind its own connector."""
-    return connector._adapter
+def scheduler_of(connector: Any) -> Any:
+    """The side of a connector in vLLM's scheduler."""
+    return connector._scheduler
 
 
-def set_adapter(connector: Any, adapter: Any) -> None:
-    """A connector that was made without a start gets its adapter."""
-    connector._adapter = adapter
+def set_scheduler(connector: Any, side: Any) -> None:
+    connector._scheduler = side
 
 
-def scheduler_of(adapter: Any) -> Any:
-    """The side of an adapter in vLLM's scheduler."""
-    return adapter._scheduler
+def worker_of(owner: Any) -> Any:
+    """The side of a connector in a worker of vLLM's; what copies the pages of a rank of SGLang."""
+    return owner._worker
 
 
-def set_scheduler(adapter: Any, side: Any) -> None:
-    adapter._scheduler = side
+def set_worker(connector: Any, side: Any) -> None:
+    connector._worker = side
 
 
-def worker_of(adapter: Any) -> Any:
-    """The side of an adapter in a worker of vLLM's; what copies the pages of a rank of SGLang."""
-    return adapter._worker
-
-
-def set_worker(adapter: Any, side: Any) -> None:
-    adapter._worker = side
-
-
-def events_of(adapter: Any) -> Any:
+def events_of(connector: Any) -> Any:
     """What reports KV events; None if nobody listens."""
-    return adapter._events
+    return connector._events
 
 
 def failures_of(owner: Any) -> dict[str, int]:
@@ -49,9 +39,15 @@ def failures_of(owner: Any) -> dict[str, int]:
     return failures
 
 
-def fail_by_request(adapter: Any, by_request: bool) -> None:
-    """Whether an adapter reports failed loads by their requests."""
-    adapter._by_request = by_request
+def fail_by_request(connector: Any, by_request: bool) -> None:
+    """Whether a connector reports failed loads by their requests."""
+    connector._by_request = by_request
+
+
+def failed_requests(connector: Any) -> set[str]:
+    """The requests with failed loads that a worker reports now."""
+    failed: set[str] = connector._take_failed_requests()
+    return failed
 
 
 def poll_side(side: Any) -> None:
@@ -182,9 +178,9 @@ def assert_no_copy(worker: Any) -> None:
 
 def forget_stamps() -> None:
     """As in a new process, the stamps of LoRA adapters are not known."""
-    from flexkv_vllm import identity
+    from flexkv_vllm import keys
 
-    identity._stamp.cache_clear()
+    keys._stamp.cache_clear()
 
 
 def requests_of_manager(manager: Any) -> Mapping[str, Any]:

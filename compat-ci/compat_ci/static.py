@@ -235,7 +235,8 @@ def _finding(error: Mapping[str, Any], probe: _Probe, engine: Engine, tree: Tree
     if path.is_relative_to(engine.adapter):
         return Finding(f"{path.relative_to(engine.adapter)}:{line}", text)
     # What else is wrong in the engine's own file is not about us.
-    about_us = any(f"`{name}" in text or f".{name}" in text for name in _called(path, engine))
+    ours = [*_called(path, engine), f"{engine.adapter.name}."]  # also what our class inherits
+    about_us = any(f"`{name}" in text or f".{name}" in text for name in ours)
     return Finding(f"{path.name}:{line}", text) if about_us else None
 
 

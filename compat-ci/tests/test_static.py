@@ -65,7 +65,7 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "an argument more for a method that we override": (
         [Edit(BASE, "def handle_preemptions(self, ", "def handle_preemptions(self, step: int, ")],
-        ["`FlexKVConnectorV1.handle_preemptions`"],
+        ["`WorkerCalls.handle_preemptions`"],
     ),
     "an argument more for the constructor": (
         [
@@ -97,9 +97,9 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
         [Edit(TRANSFER, "kv_load_failure_policy", "load_failure_policy")],
         ["`KVTransferConfig` has no attribute `kv_load_failure_policy`"],
     ),
-    "an attribute that the shim reads off vLLM's connector renamed": (
+    "a private attribute that we read renamed": (
         [Edit(BASE, "self._kv_cache_config", "self._cache_config")],
-        ["compat/patches.py", "`_kv_cache_config`"],
+        ["worker_calls.py", "`_kv_cache_config`"],
     ),
     "an import moved": (
         [
@@ -118,7 +118,7 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "vLLM's own connector passes an argument more": (
         [Edit(IN_TREE, f"{SHIM_CALL}.get_finished(", f"{SHIM_CALL}.get_finished(0, ")],
-        ["FlexKVConnectorV1Impl.get_finished"],
+        ["WorkerCalls.get_finished"],
     ),
     "a method more that an offloading worker must have": (
         [one_more(OFFLOAD, "submit_store", "halt")],
@@ -130,7 +130,7 @@ BREAKS: dict[str, tuple[list[Edit], list[str]]] = {
     ),
     "what an offloading spec is made with renamed": (
         [Edit(OFFLOAD_CONFIG, "    dcp_size: int", "    context_size: int")],
-        ["offloading/offload_settings.py", "`dcp_size`"],
+        ["offloading/spec.py", "`dcp_size`"],
     ),
     "what an offloading manager answers renamed": (
         [Edit(OFFLOAD, "HIT_PENDING", "HIT_LATER")],

@@ -69,8 +69,8 @@ def test_all_modules_of_all_packages_are_read(imports: dict[str, set[str]]) -> N
         ),
         (
             "flexkv.engine.choice.cost",
-            "flexkv_vllm.stages",
-            "(engine/choice) imports flexkv_vllm.stages",
+            "flexkv_vllm.pages",
+            "(engine/choice) imports flexkv_vllm.pages",
         ),
         ("flexkv.tiers.base", "flexkv.tiers.disk.tier", "(tiers) imports flexkv.tiers.disk.tier"),
         ("flexkv.host.arena", "flexkv.tiers.job", "(host) imports flexkv.tiers.job (tiers)"),

@@ -23,7 +23,7 @@ PACKAGES = {
 STEMS = {
     "flexkv": {"request": 2, "verify": 2},
     "flexkv_sglang": {},
-    "flexkv_vllm": {"events": 3, "pages": 2},
+    "flexkv_vllm": {"events": 3},
 }
 """For each package the stems of several files, and the number of these files."""
 

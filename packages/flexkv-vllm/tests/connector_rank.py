@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of the engine without a model behind a connector of vLLM's own: it calls that and
-nothing else, so FlexKV hears of no more than vLLM's connector passes on."""
+"""A worker of the engine without a model: it calls the connector and nothing else, so FlexKV behind
+vLLM's own connector hears of no more than that passes on."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ranks import LOADS_FIRST, Rank, assert_adapter_at_rest, ended_transfers, step_result
+from ranks import LOADS_FIRST, Rank, assert_worker_at_rest, ended_transfers, step_result
 from texts import Text
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from flexkv_vllm import stages
+from flexkv_vllm import pages
 from flexkv_vllm.compat import patches
-from packages.inside_adapters import adapter_of, mover_of, set_mover, worker_of
+from packages.inside_adapters import mover_of, set_mover, worker_of
 from packages.late_mover import LateMover
 
 
 def flexkv_of(connector: Any) -> Any:
-    """FlexKV's adapter behind a connector of vLLM's."""
+    """FlexKV's connector: this one, or the one behind a connector of vLLM's."""
     inner = getattr(connector, "_connectors", [connector])[-1]
-    return adapter_of(getattr(inner, "_flexkv_connector", inner))
+    return getattr(inner, "_flexkv_connector", inner)
 
 
 @dataclass(slots=True, kw_only=True)
 class ConnectorRank(Rank):
-    """A rank that drives a connector as vLLM's model runner does."""
+    """A rank that drives a connector as vLLM's model runner does. With `defers_saves` vLLM lets
+    stores begin only when it has asked what has ended, as with speculative decoding."""
 
     connector: KVConnectorBase_V1
     defers_saves: bool = False
 
     @property
-    def adapter(self) -> Any:
+    def flexkv(self) -> Any:
         return flexkv_of(self.connector)
 
     @property
     def side(self) -> Any:
-        return worker_of(self.adapter)
+        return worker_of(self.flexkv)
 
     def register(self) -> None:
         """Meet the other ranks, which do so in other threads: what vLLM keeps for a process is kept
@@ -98,7 +99,7 @@ class ConnectorRank(Rank):
         self.connector.wait_for_layer_load(name)
 
     def assert_at_rest(self) -> None:
-        assert_adapter_at_rest(self.adapter)
+        assert_worker_at_rest(self.flexkv)
 
     def shutdown(self) -> None:
         self.connector.shutdown()
@@ -115,7 +116,7 @@ def each_thread_is_a_worker() -> Any:
     )
     within.enter_context(
         mock.patch.multiple(
-            stages,
+            pages,
             get_tp_group=lambda: SimpleNamespace(rank_in_group=_HERE.number),
             get_pp_group=lambda: SimpleNamespace(rank_in_group=_HERE.stage),
         )

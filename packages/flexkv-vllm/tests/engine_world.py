@@ -25,7 +25,7 @@ from connector_rank import ConnectorRank, each_thread_is_a_worker, flexkv_of
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, make_pages
 from patience import wait_until
 from pauses import pause
-from ranks import AdapterRank, Rank
+from ranks import Rank
 from staged_workers import StagedWorkers, Step
 from standstill import step_to_end
 from texts import Text
@@ -55,12 +55,8 @@ from world_config import (
     make_kv_cache_config,
 )
 
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.host.board import CELLS
-from flexkv_vllm.adapter import Adapter
-from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.stages import Place
 from packages.inside import (
     assert_no_fetch,
     assert_no_lease,
@@ -206,38 +202,6 @@ class World(StagedWorkers):
 
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
         """Workers that have met."""
-        if self.entry != PLUGIN:
-            return self._start_behind_vllms(ranks, kv_cache_config)
-        made = [
-            AdapterRank(
-                number,
-                ranks,
-                self.windows,
-                self._make_pages(ranks, stage),
-                adapter=Adapter(self.vllm_config, StoreTime.STEP, FlexKVConnectorV1),
-                defers_saves=self.guesses is not None,
-                stage=stage,
-                stages=self.stages,
-            )
-            for stage in range(self.stages)
-            for number in range(ranks)
-        ]
-        run_together(
-            [
-                lambda rank=rank: rank.adapter.start_worker(
-                    rank.pages,
-                    config_of_stage(kv_cache_config, rank.stage, rank.stages),
-                    Place(rank.number, rank.stage),
-                    alone=True,
-                )
-                for rank in made
-            ]
-        )
-        return made
-
-    def _start_behind_vllms(
-        self, ranks: int, kv_cache_config: KVCacheConfig
-    ) -> Sequence[ConnectorRank]:
         made = [
             ConnectorRank(
                 number,

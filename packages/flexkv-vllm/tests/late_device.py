@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from connector_rank import ConnectorRank
 from engine_world import World
 from patience import PATIENCE_SECONDS
-from ranks import AdapterRank
 from texts import Text
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -105,7 +105,7 @@ class EarlyMover:
 
 
 @dataclass(slots=True, kw_only=True)
-class DeviceRank(AdapterRank):
+class DeviceRank(ConnectorRank):
     """A rank whose forward passes run late.
 
     Attributes:
@@ -135,7 +135,7 @@ class DeviceRank(AdapterRank):
         beside = [*(output.new_block_ids_to_zero or ())]
         self.last_use.update(dict.fromkeys(beside, self.steps))
         self._note_loads(orders.loads.values())
-        return AdapterRank.run(self, output, texts, weights)
+        return ConnectorRank.run(self, output, texts, weights)
 
     def _note_loads(self, orders: Any) -> None:
         for order in orders:
@@ -149,7 +149,7 @@ class DeviceRank(AdapterRank):
         self.last_use.update(dict.fromkeys(blocks, self.steps))
         tables = copy.deepcopy(self.tables)
         for layer in self.pages:
-            self.adapter.wait_for_layer(layer)
+            self.connector.wait_for_layer_load(layer)
         zeroed = output.new_block_ids_to_zero or ()
 
         def compute() -> None:
@@ -157,7 +157,7 @@ class DeviceRank(AdapterRank):
                 for block in zeroed:
                     pages[block].zero_()
             now, self.tables, self.running = self.tables, tables, True
-            AdapterRank.forward(self, output, texts, weights)
+            ConnectorRank.forward(self, output, texts, weights)
             self.tables, self.running = now, False
             assert not self.wrong, self.wrong
 
@@ -175,7 +175,7 @@ class DeviceWorld(World):
     def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[DeviceRank]:
         made = []
         for rank in super()._start_ranks(ranks, kv_cache_config):
-            assert isinstance(rank, AdapterRank)
+            assert isinstance(rank, ConnectorRank)
             fields = {each.name: getattr(rank, each.name) for each in dataclasses.fields(rank)}
             late = DeviceRank(**fields)
             set_mover(late.side, EarlyMover(mover_of(late.side), late.stream))

@@ -19,9 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from flexkv.engine.orders import StepOrders
-from flexkv_vllm.adapter import Adapter
-from packages.inside_adapters import assert_no_copy, mover_of, set_mover, worker_of
+from packages.inside_adapters import assert_no_copy, worker_of
 from packages.late_mover import LateMover
 
 _STEP = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output)
@@ -124,72 +122,10 @@ class Rank(ABC):
             pages[blocks[start:], :, places[start:]] = expected[layer, start:]
 
 
-@dataclass(slots=True, kw_only=True)
-class AdapterRank(Rank):
-    """A rank with FlexKV's own connector. With `defers_saves` vLLM lets stores begin only when it
-    has asked what has ended, as with speculative decoding."""
-
-    adapter: Adapter
-    defers_saves: bool = False
-
-    @property
-    def side(self) -> Any:
-        return worker_of(self.adapter)
-
-    def run(
-        self, output: SchedulerOutput, texts: Mapping[str, Text], weights: bytes
-    ) -> ModelRunnerOutput:
-        adapter, metadata = self.adapter, output.kv_connector_metadata
-        adapter.fence(metadata)
-        self.follow_tables(output)
-        layerwise = bool(metadata.layerwise or metadata.unfilled)
-        before = LOADS_FIRST or layerwise
-        if before:
-            adapter.start_loads(metadata)
-        self.forward(output, texts, weights)
-        if not before:
-            adapter.start_loads(metadata)
-        deferred = self.defers_saves and output.total_num_scheduled_tokens > 0
-        if not deferred and (self.saves_idle or output.total_num_scheduled_tokens):
-            adapter.start_stores(metadata)
-        sent, received = adapter.get_finished(metadata)
-        bad_blocks = adapter.take_bad_blocks()
-        for block, message in self.wrong.values():
-            assert block in bad_blocks, message
-        result = step_result(
-            output,
-            finished_sending=sent,
-            finished_recving=received,
-            invalid_block_ids=bad_blocks,
-            kv_connector_stats=adapter.take_stats(),
-            kv_connector_worker_meta=adapter.step_report(metadata),
-            **failed_requests(adapter.take_failed_requests()),
-        )
-        if deferred:
-            adapter.start_stores(metadata)
-        return result
-
-    def slow_down(
-        self, rng: random.Random, polls: tuple[int, int], failure_rate: float
-    ) -> list[LateMover]:
-        late = LateMover(mover_of(self.side), rng, polls, failure_rate)
-        set_mover(self.side, late)
-        return [late]
-
-    def wait_for_layer(self, name: str) -> None:
-        self.adapter.wait_for_layer(name)
-
-    def assert_at_rest(self) -> None:
-        assert_adapter_at_rest(self.adapter)
-
-    def shutdown(self) -> None:
-        self.adapter.shutdown()
-
-
-def assert_adapter_at_rest(adapter: Any) -> None:
-    """Its worker side copies nothing, and knows nothing of any request."""
-    assert adapter.get_finished(StepOrders()) == (None, None)
-    assert_no_copy(worker_of(adapter))
+def assert_worker_at_rest(connector: Any) -> None:
+    """The worker side of FlexKV's connector copies nothing, and knows nothing of any request."""
+    assert connector.get_finished(set()) == (None, None)
+    assert_no_copy(worker_of(connector))
 
 
 def scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
@@ -226,9 +162,3 @@ def ended_transfers(connector: Any, finished: set[str]) -> dict[str, set[str]]:
         "finished_recving": results.finished_recving,
         "failed_recving": results.failed_recving,
     }
-
-
-def failed_requests(request_ids: set[str]) -> dict[str, set[str]]:
-    """The field of a worker's output that tells of failed loads, where vLLM has it."""
-    known = "failed_recving" in KVConnectorOutput.__dataclass_fields__
-    return {"failed_recving": request_ids} if known else {}

@@ -15,23 +15,20 @@ from world_config import IN_TREE, PLUGIN
 
 from flexkv.client import Reset
 from flexkv.engine.orders import CopyOrder
-from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
 from flexkv.types.mover import Status
 from flexkv.types.troubles import Problem, Trouble
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.orders import StepMetadata, WorkerReport
-from flexkv_vllm.scheduler_calls import SchedulerCalls
+from flexkv_vllm.worker_calls import WorkerCalls
 from packages.inside import board_of, cache_of, copies_of, fail_resets, index_of
 from packages.inside_adapters import (
-    adapter_of,
     fail_by_request,
+    failed_requests,
     failures_of,
     note_received,
-    orders_of,
     scheduler_of,
-    set_adapter,
     set_scheduler,
     set_worker,
     worker_of,
@@ -84,30 +81,29 @@ NOT_CALLED_BROKEN = {
     "build_prom_metrics",
     "requires_kv_delivery",  # a constant
     "get_transfer_results",  # as `get_finished`
-    "start_worker",
 }
 
 
 def test_no_call_of_vllm_is_left_out() -> None:
     known = {*SCHEDULER, *WORKER, *RAISE, *WITHOUT_INSTANCE, *NOT_CALLED_BROKEN}
-    assert public(FlexKVConnectorV1, SchedulerCalls, FlexKVConnectorV1Impl) <= known
+    assert public(FlexKVConnectorV1, WorkerCalls, FlexKVConnectorV1Impl) <= known
 
 
-def break_scheduler(adapter: Any, side: RequestSide[StepMetadata]) -> None:
+def break_scheduler(connector: Any, side: RequestSide[StepMetadata]) -> None:
     """From now on, nothing works behind the calls of the scheduler's side."""
-    failures_of(adapter).clear()
+    failures_of(connector).clear()
     broken: RequestSide[StepMetadata] = RequestSide.__new__(RequestSide)
     kept = {"is_off", "_make_orders", "_promises"}  # what ends what vLLM waits for
     vars(broken).update(
         {name: part if name in kept else Broken() for name, part in vars(side).items()}
     )
-    set_scheduler(adapter, broken)
+    set_scheduler(connector, broken)
 
 
-def break_worker(adapter: Any) -> None:
+def break_worker(connector: Any) -> None:
     """From now on, nothing works in the worker's side."""
-    failures_of(adapter).clear()
-    set_worker(adapter, Broken())
+    failures_of(connector).clear()
+    set_worker(connector, Broken())
 
 
 def call(connector: Any, calls: Calls, again: Callable[[], None]) -> None:
@@ -124,56 +120,60 @@ def test_a_broken_scheduler_side_answers_all_calls(make_world: MakeWorld, entry:
     world = make_world(entry=entry)
     connector = world.connector
     ours = getattr(connector, "_flexkv_connector", connector)
-    adapter = adapter_of(ours)
-    side = scheduler_of(adapter)
-    call(ours, SCHEDULER, lambda: break_scheduler(adapter, side))
-    set_scheduler(adapter, side)
+    side = scheduler_of(ours)
+    call(ours, SCHEDULER, lambda: break_scheduler(ours, side))
+    set_scheduler(ours, side)
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])
 def test_a_broken_worker_side_answers_all_calls(make_world: MakeWorld, entry: str) -> None:
     world = make_world(entry=entry)
     (rank,) = world.ranks
-    adapter: Any = rank.adapter
-    side = worker_of(adapter)
-    connector: Any = getattr(rank, "connector", None)
-    if connector is None:
-        connector = FlexKVConnectorV1.__new__(FlexKVConnectorV1)
-        set_adapter(connector, adapter)
-    connector.bind_connector_metadata(BESIDE)
-    ours = getattr(connector, "_flexkv_connector", connector)
-    call(ours, WORKER, lambda: break_worker(adapter))
-    set_worker(adapter, side)
+    ours: Any = rank.flexkv
+    side = worker_of(ours)
+    rank.connector.bind_connector_metadata(BESIDE)
+    call(ours, WORKER, lambda: break_worker(ours))
+    rank.connector.clear_connector_metadata()
+    set_worker(ours, side)
+
+
+def begin_step(connector: Any, orders: StepMetadata) -> None:
+    """A worker begins a step with these orders."""
+    connector.bind_connector_metadata(orders)
+    connector.start_load_kv(None)
 
 
 def test_where_it_is_unknown_which_loads_failed_all_that_end_count(make_world: MakeWorld) -> None:
     world = make_world()
-    adapter: Any = world.ranks[0].adapter
-    side = worker_of(adapter)
-    set_worker(adapter, Broken())
-    adapter.start_loads(ASYNC)
-    adapter.get_finished(ASYNC)
-    assert adapter.take_bad_blocks() == adapter.take_failed_requests() == set()
-    adapter.start_loads(StepMetadata())
-    set_worker(adapter, side)
+    connector: Any = world.ranks[0].flexkv
+    side = worker_of(connector)
+    set_worker(connector, Broken())
+    begin_step(connector, ASYNC)
+    connector.get_finished(set())
+    assert connector.get_block_ids_with_load_errors() == failed_requests(connector) == set()
+    begin_step(connector, StepMetadata())
+    set_worker(connector, side)
     note_received(side, "r")
-    assert adapter.get_finished(StepMetadata()) == (None, {"r"})
-    set_worker(adapter, Broken())
-    assert adapter.take_failed_requests() == {"r"}
-    assert adapter.take_bad_blocks() == {5, 6}
-    fail_by_request(adapter, True)
-    assert adapter.take_bad_blocks() == set()
-    set_worker(adapter, side)
-    fail_by_request(adapter, False)
+    assert connector.get_finished(set()) == (None, {"r"})
+    set_worker(connector, Broken())
+    assert failed_requests(connector) == {"r"}
+    assert connector.get_block_ids_with_load_errors() == {5, 6}
+    fail_by_request(connector, True)
+    assert connector.get_block_ids_with_load_errors() == set()
+    set_worker(connector, side)
+    fail_by_request(connector, False)
+    connector.clear_connector_metadata()
 
 
 def test_a_report_that_fails_still_ends_its_step(make_world: MakeWorld) -> None:
     world = make_world()
-    adapter: Any = world.ranks[0].adapter
-    side = worker_of(adapter)
-    set_worker(adapter, Broken())
-    assert adapter.step_report(ASYNC) == WorkerReport(0, 0.0, 7)
-    set_worker(adapter, side)
+    connector: Any = world.ranks[0].flexkv
+    side = worker_of(connector)
+    set_worker(connector, Broken())
+    connector.bind_connector_metadata(ASYNC)
+    assert connector.build_connector_worker_meta() == WorkerReport(0, 0.0, 7)
+    connector.clear_connector_metadata()
+    set_worker(connector, side)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_after_an_error_in_what_follows_an_error_flexkv_is_off_and_the_engine_go
         assert not world.scheduler.reset_prefix_cache(reset_connector=True)
     world.generate(random_prompt(rng, 40))
     assert side.is_off
-    world.ranks[0].adapter.take_stats()
+    world.ranks[0].flexkv.get_kv_connector_stats()
     assert side.has_figures or side.figures.health == (Problem(Trouble.LOST_TRACK),)
     world.forget()
     again = world.generate(prompt)
@@ -238,26 +238,6 @@ def test_a_load_whose_order_two_errors_lose_is_computed(
     world.check_outputs()
 
 
-def test_blocks_that_vllm_holds_are_released_though_two_errors_lose_the_order(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make_world(entry=IN_TREE)
-    world.slow_down(random.Random(4), (3, 6))
-    build = RequestSide._build_orders
-
-    def fail_with_releases(side: Any, step: ScheduledStep) -> StepMetadata:
-        if orders_of(side).releases:
-            raise_broken()
-        orders: StepMetadata = build(side, step)
-        return orders
-
-    monkeypatch.setattr(RequestSide, "_build_orders", fail_with_releases)
-    monkeypatch.setattr(RequestSide, "_lose_track", raise_broken)
-    world.generate(random_prompt(random.Random(5), 100))
-    assert not world.is_on
-    world.check_outputs()
-
-
 def test_a_store_that_runs_while_flexkv_is_turned_off_is_not_published(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,14 +269,16 @@ def test_an_error_while_a_layer_waits_is_told_to_vllm(
     world.forget()
     with monkeypatch.context() as patch:
         patch.setattr(type(world.ranks[0].side), "wait_for_layer", raise_broken)
-        take = world.ranks[0].adapter.take_bad_blocks
-        told: list[set[int]] = []
+        connector, told = world.ranks[0].flexkv, list[set[int]]()
+        take = connector.get_block_ids_with_load_errors
         patch.setattr(
-            world.ranks[0].adapter, "take_bad_blocks", lambda: told.append(take()) or told[-1]
+            connector,
+            "get_block_ids_with_load_errors",
+            lambda: told.append(take()) or told[-1],
         )
         second = world.generate(prompt)
     (blocks,) = filter(None, told)
     assert len(blocks) == 10
-    assert failures_of(world.ranks[0].adapter)["the call wait_for_layer"] > 0
+    assert failures_of(connector)["the call wait_for_layer"] > 0
     assert world.outputs[second] == world.outputs[first]
     world.check_outputs()

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,25 @@ from world_config import make_kv_cache_config
 
 from flexkv import LayoutError
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
-from flexkv_vllm.groups import read_groups
+from flexkv_vllm import groups
 
 HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.int8}
 FULL = interface.FullAttentionSpec(**HEADS)
 WINDOW = interface.SlidingWindowSpec(**HEADS, sliding_window=32)
+
+
+def groups_of(
+    config: Any, layers: int = LAYERS, fails_by_request: bool = True, tells_states: bool = True
+) -> Groups:
+    """The groups of a model with so many layers, in a vLLM that reports so much."""
+    vllm_config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: layers),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    )
+    with mock.patch.multiple(
+        groups, fails_by_request=lambda: fails_by_request, tells_states=lambda: tells_states
+    ):
+        return groups.groups_of(vllm_config, config)
 
 
 def read_specs(*specs: Any, **changes: Any) -> Groups:
@@ -30,8 +46,7 @@ def read_specs(*specs: Any, **changes: Any) -> Groups:
     for name in ("prefix_cacheable_group_ids", "hash_block_size"):
         if name in changes:
             vars(config)[name] = changes.pop(name)
-    knows = {"fails_by_request": True, "tells_states": True, **changes}
-    return read_groups(config, 16, 1, model_layers=LAYERS, **knows)
+    return groups_of(config, **changes)
 
 
 def spec(kind: type, **fields: Any) -> Any:
@@ -45,9 +60,7 @@ def read(layers: list[list[str]], flagged: set[int], model_layers: int = LAYERS)
     for index, (group, names) in enumerate(zip(config.kv_cache_groups, layers, strict=True)):
         group.layer_names = names
         group.is_eagle_group = index in flagged
-    return read_groups(
-        config, 16, 1, model_layers=model_layers, fails_by_request=True, tells_states=True
-    )
+    return groups_of(config, model_layers)
 
 
 OWN = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]

@@ -23,7 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 from world_config import PLUGIN, make_config
 
-from flexkv_vllm import identity
+from flexkv_vllm import identity, keys
 from packages.inside_adapters import forget_stamps
 
 
@@ -439,7 +439,7 @@ def test_an_adapter_has_its_name_and_path(adapter: LoRARequest, tmp_path: Path) 
         LoRARequest("another name", 1, adapter.lora_path),
         LoRARequest("name", 1, str(tmp_path / "copy")),
     )
-    stamps = {identity.adapter_stamp(each) for each in (adapter, *others)}
+    stamps = {keys.adapter_stamp(each) for each in (adapter, *others)}
     assert len(stamps) == 3
 
 
@@ -475,12 +475,12 @@ def test_weights_that_no_file_names_are_not_kept_outside_the_process(
 
 
 def test_an_adapter_is_its_files(adapter: LoRARequest) -> None:
-    first = identity.adapter_stamp(adapter)
+    first = keys.adapter_stamp(adapter)
     forget_stamps()
-    assert identity.adapter_stamp(adapter) == first
+    assert keys.adapter_stamp(adapter) == first
     forget_stamps()
     Path(adapter.lora_path, "adapter_model.safetensors").write_bytes(b"other low rank")
-    assert identity.adapter_stamp(adapter) != first
+    assert keys.adapter_stamp(adapter) != first
 
 
 def test_an_adapter_of_another_scale_is_another_one(adapter: LoRARequest) -> None:
@@ -489,7 +489,7 @@ def test_an_adapter_of_another_scale_is_another_one(adapter: LoRARequest) -> Non
     for alpha in (16, 16, 32):
         settings.write_text(f'{{"r": 8, "lora_alpha": {alpha}}}')
         forget_stamps()
-        stamps.append(identity.adapter_stamp(adapter))
+        stamps.append(keys.adapter_stamp(adapter))
     assert stamps[0] == stamps[1] != stamps[2]
 
 
@@ -530,10 +530,10 @@ def test_blocks_of_scales_that_a_process_computes_are_not_kept(
 
 def test_an_adapter_that_is_not_here_is_another_one_in_every_process() -> None:
     elsewhere = LoRARequest("name", 1, "someone/something")
-    first = identity.adapter_stamp(elsewhere)
-    assert identity.adapter_stamp(elsewhere) == first
+    first = keys.adapter_stamp(elsewhere)
+    assert keys.adapter_stamp(elsewhere) == first
     forget_stamps()
-    assert identity.adapter_stamp(elsewhere) != first
+    assert keys.adapter_stamp(elsewhere) != first
 
 
 def test_random_hashes_are_told(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
 from world_config import IN_MULTI, IN_TREE, make_config, make_kv_cache_config
 
 from flexkv import LayoutError
-from flexkv_vllm.compat import patches
 
 BLOCKS = 8
 ENTRIES = pytest.mark.parametrize("entry", [IN_TREE, IN_MULTI], ids=["alone", "in-multi"])
@@ -88,18 +86,6 @@ def test_blocks_of_another_size_than_the_schedulers_are_refused(tmp_path: Path, 
     said = r"groups \(full attention, 32 tokens\) .* full attention in blocks of 16 tokens"
     with pytest.raises(LayoutError, match=said):
         start(config_of(tmp_path, entry), one_group(FullAttentionSpec, 32))
-
-
-def test_inside_a_connector_that_hides_it_flexkv_is_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path, IN_TREE)
-    connector: Any = KVConnectorFactory.create_connector(
-        config, KVConnectorRole.WORKER, make_kv_cache_config(BLOCKS)
-    )
-    with (
-        mock.patch.object(patches, "get_kv_transfer_group", object),
-        pytest.raises(LayoutError, match="is inside object, where FlexKV cannot read its orders"),
-    ):
-        connector.register_kv_caches(make_pages(BLOCKS))
 
 
 @ENTRIES

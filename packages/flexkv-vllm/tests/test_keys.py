@@ -13,7 +13,7 @@ from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
-from flexkv_vllm.identity import adapter_stamp, request_stamp
+from flexkv_vllm.keys import adapter_stamp, request_stamp
 
 FULL = Group(0, Reach.ALL, 0, 16, 2)
 OTHER = Group(5, Reach.ALL, 0, 16, 2)

@@ -19,8 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from flexkv.engine.scheduler.spans import REQUEST_ID, OtelSpans
-from flexkv_vllm.settings import request_spans_of
-from flexkv_vllm.spans import by_headers
+from flexkv_vllm.settings import by_headers, request_spans_of
 
 TRACE, PARENT = 0x5A17, 0xB0B
 FETCHED = ("fetch", "load")

@@ -9,7 +9,7 @@ import pytest
 from engine_world import MakeWorld, random_prompt
 from texts import Text
 
-from flexkv_vllm.adapter import Adapter
+from flexkv_vllm.connector import FlexKVConnectorV1
 
 
 def test_a_load_that_no_worker_reports_is_named(
@@ -21,7 +21,7 @@ def test_a_load_that_no_worker_reports_is_named(
     world.forget()
     loaded = world.add(prompt)
     with monkeypatch.context() as patch:
-        patch.setattr(Adapter, "get_finished", lambda *_: (None, None))
+        patch.setattr(FlexKVConnectorV1, "get_finished", lambda *_: (None, None))
         with pytest.raises(AssertionError, match=f"stands still: {loaded} .* waits for its load$"):
             world.run()
     world.run()

@@ -6,28 +6,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from connector_rank import ConnectorRank, each_thread_is_a_worker
 from engine_world import MakeWorld
-from kv_pages import LAYERS, make_pages
+from kv_pages import make_pages
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from world_config import PLUGIN, make_config, make_kv_cache_config
 
 from flexkv import ArenaError, CacheConfig, ConfigError, EngineVersionError, LayoutError
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.groups import Groups
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.tiers.disk.folder import claim
-from flexkv_vllm.adapter import Adapter
 from flexkv_vllm.compat import core as compat
 from flexkv_vllm.connector import FlexKVConnectorV1
-from flexkv_vllm.groups import read_groups
-from flexkv_vllm.load_mode import load_mode_of, steps_behind
-from flexkv_vllm.stages import Place
+from flexkv_vllm.groups import groups_of
+from flexkv_vllm.settings import load_mode_of, steps_behind
 
 BLOCKS = 8
 
@@ -48,27 +47,34 @@ def vllm_config(tmp_path: Path) -> VllmConfig:
     return config
 
 
-def read(kv_cache_config: KVCacheConfig | None) -> Groups:
-    return read_groups(
-        kv_cache_config, 16, 1, model_layers=LAYERS, fails_by_request=True, tells_states=True
-    )
-
-
-def start(
+@contextlib.contextmanager
+def worker(
     vllm_config: VllmConfig,
     pages: dict[str, Any] | None = None,
     kv_cache_config: KVCacheConfig | None = None,
-) -> None:
-    adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
+) -> Iterator[None]:
+    """A worker, from its start to its end."""
+    connector = FlexKVConnectorV1(
+        vllm_config, KVConnectorRole.WORKER, kv_cache_config or make_kv_cache_config(BLOCKS)
+    )
+    pages = make_pages(BLOCKS) if pages is None else pages
+    rank = ConnectorRank(0, 1, (), pages, connector=connector)
     try:
-        adapter.start_worker(
-            make_pages(BLOCKS) if pages is None else pages,
-            kv_cache_config or make_kv_cache_config(BLOCKS),
-            Place(0),
-            alone=True,
-        )
+        with each_thread_is_a_worker():
+            rank.register()
+        yield
     finally:
-        adapter.shutdown()
+        rank.shutdown()
+
+
+def start(vllm_config: VllmConfig, pages: dict[str, Any] | None = None, **given: Any) -> None:
+    """Start a worker, and end it."""
+    with worker(vllm_config, pages, **given):
+        pass
+
+
+def start_scheduler(vllm_config: VllmConfig) -> None:
+    FlexKVConnectorV1(vllm_config, KVConnectorRole.SCHEDULER, make_kv_cache_config(BLOCKS))
 
 
 def extra(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -100,18 +106,16 @@ def test_copies_may_use_processors_that_the_worker_is_not_pinned_to(
 ) -> None:
     allowed = os.sched_getaffinity(os.getppid())
     pinned = {min(allowed)}
-    adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
     os.sched_setaffinity(0, pinned)
     try:
-        adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0), alone=True)
-        assert os.sched_getaffinity(0) == pinned
-        movers = threads_named("flexkv-mover")
-        assert movers
-        for thread in movers:
-            assert os.sched_getaffinity(thread) == allowed
+        with worker(vllm_config):
+            assert os.sched_getaffinity(0) == pinned
+            movers = threads_named("flexkv-mover")
+            assert movers
+            for thread in movers:
+                assert os.sched_getaffinity(thread) == allowed
     finally:
         os.sched_setaffinity(0, allowed)
-        adapter.shutdown()
 
 
 def test_unknown_key(vllm_config: VllmConfig) -> None:
@@ -174,29 +178,27 @@ def test_more_memory_than_there_is(vllm_config: VllmConfig) -> None:
 
 
 def test_an_engine_id_in_use(vllm_config: VllmConfig) -> None:
-    adapter = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
-    adapter.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0), alone=True)
-    try:
-        with pytest.raises(ArenaError, match="is owned by the living process"):
-            start(vllm_config)
-    finally:
-        adapter.shutdown()
+    with (
+        worker(vllm_config),
+        pytest.raises(ArenaError, match="is owned by the living process"),
+    ):
+        start(vllm_config)
     start(vllm_config)
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "auto"])
 def test_layer_by_layer_needs_steps_one_after_another(vllm_config: VllmConfig, mode: str) -> None:
     config = CacheConfig(load_mode=mode)
-    groups = read(None)
+    groups = groups_of(vllm_config, None)
     vllm_config.scheduler_config.async_scheduling = False
-    assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode(mode)
+    assert load_mode_of(config, vllm_config, groups) is LoadMode(mode)
     vllm_config.scheduler_config.async_scheduling = True
     with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*--no-async-scheduling"):
-        load_mode_of(config, vllm_config, groups, StoreTime.STEP)
+        load_mode_of(config, vllm_config, groups)
     vllm_config.scheduler_config.async_scheduling = False
     vllm_config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match=f"load_mode is '{mode}'.*--pipeline-parallel-size is 2"):
-        load_mode_of(config, vllm_config, groups, StoreTime.STEP)
+        load_mode_of(config, vllm_config, groups)
 
 
 def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
@@ -204,20 +206,15 @@ def test_a_scheduler_that_is_refused_leaves_disk_and_arena(
 ) -> None:
     folder = tmp_path / "blocks"
     extra(vllm_config).update(load_mode="layerwise", ssd_cache_dir=str(folder), ssd_cache_gb=1e-3)
-    worker = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
-    worker.start_worker(make_pages(BLOCKS), make_kv_cache_config(BLOCKS), Place(0), alone=True)
-    before = mapped_arenas()
-    try:
+    with worker(vllm_config):
+        before = mapped_arenas()
         vllm_config.scheduler_config.async_scheduling = True
-        scheduler = Adapter(vllm_config, StoreTime.STEP, FlexKVConnectorV1)
         with pytest.raises(ConfigError, match="load_mode is 'layerwise'") as raised:
-            scheduler.start_scheduler(make_kv_cache_config(BLOCKS))
+            start_scheduler(vllm_config)
         assert mapped_arenas() <= before  # though the traceback keeps the arena's object
         (kept,) = folder.iterdir()
         claim(str(folder), kept.name, owners=1).release()
         del raised
-    finally:
-        worker.shutdown()
 
 
 def mapped_arenas() -> Counter[str]:
@@ -228,9 +225,9 @@ def mapped_arenas() -> Counter[str]:
 
 def test_windows_are_loaded_before_they_are_computed_on(vllm_config: VllmConfig) -> None:
     kv_cache_config = make_kv_cache_config(BLOCKS, windows=(32,))
-    groups = read(kv_cache_config)
+    groups = groups_of(vllm_config, kv_cache_config)
     config = CacheConfig(load_mode="layerwise")
-    assert load_mode_of(config, vllm_config, groups, StoreTime.STEP) is LoadMode.ASYNC
+    assert load_mode_of(config, vllm_config, groups) is LoadMode.ASYNC
 
 
 def test_a_role_that_vllm_does_not_have(vllm_config: VllmConfig) -> None:
@@ -244,9 +241,7 @@ def test_a_second_scheduler_of_an_engine_is_refused(make_world: MakeWorld) -> No
     """It would hand out the same slots."""
     world = make_world()
     with pytest.raises(ArenaError, match="handed to scheduler process"):
-        Adapter(world.vllm_config, StoreTime.STEP, FlexKVConnectorV1).start_scheduler(
-            make_kv_cache_config(64)
-        )
+        start_scheduler(world.vllm_config)
     prompt = list(range(100))
     world.generate(prompt)
     world.forget()

@@ -38,16 +38,6 @@ def test_a_forgotten_prefix_comes_back(
     assert world.external_tokens[second] == 300 // block_tokens * block_tokens
 
 
-def test_what_is_ordered_in_a_step_that_computes_nothing_is_stored(make_world: MakeWorld) -> None:
-    world = make_world(entry=IN_TREE)
-    for rank in world.ranks:
-        rank.saves_idle = False  # as vLLM has it up to 0.30
-    prompt = random_prompt(random.Random(2), 300)
-    world.generate(prompt)
-    world.forget()
-    assert world.external_tokens[world.generate(prompt)] == 288
-
-
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 47, 48, 49, 96, 128, 129, 300])
 def test_partial_hits_of_every_length_class(make_world: MakeWorld, length: int) -> None:
     world = make_world(block_tokens=48)

@@ -25,9 +25,9 @@ class OtherConnector:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world = world
         self.ended: set[str] = set()
-        connector, adapter = world.connector, world.ranks[0].adapter
+        connector, worker = world.connector, world.ranks[0].flexkv
         match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-        get_finished = adapter.get_finished
+        get_finished = worker.get_finished
 
         def promise(request: Any, local_tokens: int) -> tuple[int, bool]:
             match(request, local_tokens)
@@ -36,14 +36,14 @@ class OtherConnector:
         def take_blocks(request: Any, blocks: Any, tokens: int) -> None:
             allocated(request, blocks, 0)
 
-        def report(metadata: Any) -> tuple[set[str] | None, set[str] | None]:
-            sent, received = get_finished(metadata)
+        def report(finished: Any) -> tuple[set[str] | None, set[str] | None]:
+            sent, received = get_finished(finished)
             ended, self.ended = self.ended, set()
             return sent, (received or set()) | ended
 
         monkeypatch.setattr(connector, "get_num_new_matched_tokens", promise)
         monkeypatch.setattr(connector, "update_state_after_alloc", take_blocks)
-        monkeypatch.setattr(adapter, "get_finished", report)
+        monkeypatch.setattr(worker, "get_finished", report)
 
 
 @pytest.mark.parametrize("entry", [PLUGIN, IN_TREE], ids=["plugin", "in-tree"])

@@ -25,7 +25,6 @@ from flexkv_vllm import events
 from flexkv_vllm.compat.events import event_hash
 from packages.inside import arena_of, below_of, described, index_of
 from packages.inside_adapters import (
-    adapter_of,
     expect_stamps,
     failures_of,
     groups_of,
@@ -406,7 +405,7 @@ def test_after_an_error_all_is_told_again(
     step_until_told(world, subscriber)
     assert next(errors, None) is None
     assert before[HOST] - subscriber.told[HOST]
-    assert failures_of(adapter_of(world.connector)) == {"telling events": 2}
+    assert failures_of(world.connector) == {"the call take_events": 2}
 
 
 def test_lasting_errors_list_the_blocks_in_few_steps(

@@ -213,7 +213,7 @@ def test_a_step_whose_report_is_lost_counts_as_ended_later(
     make_world: MakeWorld, other: OtherCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make(make_world, other, BESIDE_OTHER)
-    monkeypatch.setattr(world.ranks[0].adapter, "step_report", lambda _: None)
+    monkeypatch.setattr(world.ranks[0].flexkv, "build_connector_worker_meta", lambda: None)
     prompt = random_prompt(random.Random(11), TOKENS)
     world.add(prompt, max_tokens=64)
     for _ in range(64):

@@ -16,7 +16,7 @@ from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 
 from flexkv.types.presence import Presence
 from flexkv_vllm.compat.core import fails_by_request
-from packages.inside_adapters import fetches_of_loads, tracked_requests
+from packages.inside_adapters import failed_requests, fetches_of_loads, tracked_requests
 
 pytestmark = pytest.mark.skipif(
     not fails_by_request(), reason="this vLLM keeps one KV cache group for connectors"
@@ -183,7 +183,7 @@ def test_failed_loads_are_recomputed_or_fail_their_request_only(
     late.failure_rate = 0.0
     third = world.generate(random_prompt(random.Random(9), 100))
     assert len(world.outputs[third]) == 4
-    assert rank.adapter.take_failed_requests() == set()
+    assert failed_requests(rank.flexkv) == set()
 
 
 def tell_more(subscriber: Subscriber) -> None:

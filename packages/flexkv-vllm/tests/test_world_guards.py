@@ -49,7 +49,7 @@ def test_after_an_error_all_is_as_without_flexkv(
             step.states = {each: [] for each in step.tokens}
             return step
 
-        monkeypatch.setattr("flexkv_vllm.adapter.read_step", with_states)
+        monkeypatch.setattr("flexkv_vllm.connector.read_step", with_states)
     marks = "marking" in guarded.place
     if marks:
         monkeypatch.setattr(HostMemory, "work_so_far", lambda _: STREAM)
@@ -107,8 +107,8 @@ def let_workers_sleep(world: World) -> None:
 
     def with_sleep(*arguments: Any) -> None:
         for rank in world.ranks:
-            rank.adapter.suspend()  # type: ignore[attr-defined]
-            rank.adapter.resume()  # type: ignore[attr-defined]
+            rank.flexkv.unregister_kv_caches()  # type: ignore[attr-defined]
+            rank.flexkv.restore_kv_caches()  # type: ignore[attr-defined]
         step(*arguments)
 
     world.step = with_sleep  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ import threading
 from typing import Any
 
 import pytest
-from connector_rank import flexkv_of
 from disk_world import drive_of
 from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 from patience import wait_until
@@ -166,8 +165,7 @@ def test_an_engine_at_rest_tells_all_events(make_world: MakeWorld, entry: str) -
     subscriber.listen()
     assert subscriber.told == {HOST: set(), DISK: on_disk}
     clock.now += STEP_ON_SECONDS
-    # vLLM's own connector does not pass it on.
-    flexkv_of(again.connector).reset()
+    assert again.connector.reset_cache()
     step_on(again)
     subscriber.listen()
     assert subscriber.told == {HOST: set(), DISK: set()}

@@ -10,7 +10,7 @@ from asked_engine import call_engine
 from disk_world import PROMPT_BLOCKS, fill, prompts
 from engine_world import BLOCK_TOKENS, MakeWorld, World
 
-from flexkv_vllm import prompt_keys
+from flexkv_vllm import keys
 
 
 def lookup(world: World, **question: Any) -> Any:
@@ -26,7 +26,7 @@ def blocks(answer: Any) -> dict[str, int]:
 def test_an_idle_engine_has_what_it_has_stored(
     make_world: MakeWorld, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_keys, "PART_BLOCKS", part)
+    monkeypatch.setattr(keys, "PART_BLOCKS", part)
     world = make_world(disk_slots=100)
     one, other = prompts(5, 2)
     fill(world, [one])

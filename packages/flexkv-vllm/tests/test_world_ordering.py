@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from engine_world import World, random_prompt
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from late_device import STREAM, DeviceWorld
-from ranks import Rank
 from traffic import Traffic, loaded, make_stems, preempted
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from world_config import IN_MULTI, IN_TREE, PLUGIN
 
 from flexkv_kernels.host_memory import HostMemory
@@ -137,18 +135,11 @@ def test_no_load_overtakes_a_step_that_uses_its_blocks(
         world.close()
 
 
-class ConnectorWorld(World):
-    """Its workers call connectors as vLLM makes them."""
-
-    def _start_ranks(self, ranks: int, kv_cache_config: KVCacheConfig) -> Sequence[Rank]:
-        return self._start_behind_vllms(ranks, kv_cache_config)
-
-
 @pytest.mark.parametrize(("entry", "alone"), [(PLUGIN, True), (IN_TREE, True), (IN_MULTI, False)])
 def test_beside_another_connector_loads_follow_everything(
     tmp_path: Path, entry: str, alone: bool
 ) -> None:
-    world = ConnectorWorld(tmp_path, entry=entry)
+    world = World(tmp_path, entry=entry)
     for rank in world.ranks:
         worker: Any = rank
         assert loads_alone(worker.side) is alone

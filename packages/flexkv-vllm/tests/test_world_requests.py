@@ -12,7 +12,7 @@ from engine_world import BLOCK_TOKENS, MakeWorld, World, random_prompt
 
 from flexkv.engine.scheduler.hints import HintResult
 from packages.conftest import Clock
-from packages.inside_adapters import adapter_of, failures_of, hints_of, scheduler_of
+from packages.inside_adapters import failures_of, hints_of, scheduler_of
 
 
 def test_without_load_nothing_is_looked_for(make_world: MakeWorld) -> None:
@@ -184,7 +184,7 @@ def test_a_request_is_served_whatever_its_parameters_are(
     world.forget()
     assert world.external_tokens[world.generate(prompt, params=params)] == 192
     world.check_outputs()
-    assert not failures_of(adapter_of(world.connector))
+    assert not failures_of(world.connector)
 
 
 @pytest.mark.parametrize("most", [0, 15, 16, 100, 10**9])
@@ -267,7 +267,7 @@ def test_without_a_disk_a_demoted_prompt_stays(make_world: MakeWorld) -> None:
     world.generate(text, max_tokens=1, params={"flexkv.demote": True})
     world.settle()
     assert world.cache.ready_blocks == PROMPT_BLOCKS
-    hints = hints_of(scheduler_of(adapter_of(world.connector)))
+    hints = hints_of(scheduler_of(world.connector))
     assert hints == {("demote", HintResult.UNSUPPORTED): 1}
 
 

@@ -85,20 +85,20 @@ def test_a_vllm_that_reports_its_sleep_is_not_changed(
 ) -> None:
     """As from 0.33 on: it calls the connector before it unmaps pages, and after it has mapped them
     again."""
-    monkeypatch.setattr("flexkv_vllm.adapter.reports_sleep", lambda: True)
+    monkeypatch.setattr("flexkv_vllm.worker_calls.reports_sleep", lambda: True)
     sleep = worker.sleep
     world = make_world()
     assert worker.sleep is sleep
     step_to_answer(world, prompt)
     assert world.cache.status.under_way
     (rank,) = world.ranks
-    rank.adapter.suspend()
+    rank.flexkv.unregister_kv_caches()
     sleep(world, 1)
     directions = begun(world.slow_down(random.Random(4), polls=(0, 0)), monkeypatch)
     world.run()
     other = random_prompt(random.Random(2), HIT + 5)
     world.generate(other)
     assert directions == []
-    rank.adapter.resume()
+    rank.flexkv.restore_kv_caches()
     assert hits(world, prompt) == HIT
     world.check_outputs()

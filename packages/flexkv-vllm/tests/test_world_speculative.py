@@ -9,7 +9,6 @@ import random
 import pytest
 from engine_world import MakeWorld, random_prompt
 from kv_pages import BLOCK_TOKENS
-from patience import wait_until
 from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.output import SchedulerOutput
 from world_config import IN_TREE, PLUGIN
@@ -64,33 +63,6 @@ def test_each_step_stores_what_was_accepted_before_it(make_world: MakeWorld, ahe
     world.check_outputs()
 
 
-@AHEAD
-def test_behind_vllms_connector_an_answer_is_stored_when_it_ends(
-    make_world: MakeWorld, ahead: bool
-) -> None:
-    rng = random.Random(1)
-    world = make_world(guesses=rng, entry=IN_TREE, lag=lag(ahead), slots=100)
-    index, not_computed = index_of(world.cache), set()
-    # Some end within the guesses of their last step, some with them; and most with a block.
-    for tokens in (*range(17, 22), *[2 * BLOCK_TOKENS] * 8):
-        before = set(ready_blocks(index))
-        prompt = random_prompt(rng, 2 * BLOCK_TOKENS)
-        first = world.generate(prompt, max_tokens=tokens)
-        world.settle()
-        request = world.requests[first]
-        computed = min(request.num_computed_tokens, request.num_tokens)
-        not_computed.add(request.num_tokens - computed)
-        stored = set(ready_blocks(index)) - before
-        assert stored == set(request.block_hashes[: computed // BLOCK_TOKENS])
-        world.forget()
-        longer = [*world.texts[first].upto(len(prompt) + tokens), *random_prompt(rng, 3)]
-        second = world.generate(longer)
-        assert world.external_tokens[second] == computed // BLOCK_TOKENS * BLOCK_TOKENS
-        world.check_outputs()
-    # Ahead, the last token is computed, too.
-    assert not_computed == ({0} if ahead else {0, 1})
-
-
 @pytest.mark.parametrize(("ahead", "window"), [(False, 3), (True, 8)], ids=["in-turn", "ahead"])
 def test_what_was_left_behind_before_it_was_accepted_is_not_stored(
     make_world: MakeWorld, ahead: bool, window: int
@@ -127,31 +99,6 @@ def test_what_a_step_could_not_load_is_told_with_that_step(
     second = world.generate(prompt, max_tokens=8)
     assert late.refused == 1
     assert world.outputs[second] == (world.outputs[first] if policy == "recompute" else [])
-
-
-def test_blocks_are_held_until_their_store_has_begun_and_ended(make_world: MakeWorld) -> None:
-    """Behind vLLM's own connector, which passes on no fences. The store of an ended request and its
-    release come with one step's orders."""
-    rng = random.Random(3)
-    world = make_world(guesses=rng, entry=IN_TREE, num_blocks=40, budget=512)
-    (late,) = world.slow_down(rng, polls=(10**9, 10**9))
-    prompt = random_prompt(rng, 20 * BLOCK_TOKENS)
-    other = world.add(random_prompt(rng, 20), max_tokens=100)
-    ended = world.add(prompt, max_tokens=1)
-    wait_until(world.requests[ended].is_finished, world.step)
-    # Could run if the blocks were free.
-    world.add(random_prompt(rng, 25 * BLOCK_TOKENS), max_tokens=1)
-    for _ in range(3):
-        world.step()
-    assert not world.requests[other].is_finished()
-    assert ended in world.scheduler.requests
-    late.polls = (0, 0)
-    late.catch_up()
-    world.run()
-    world.forget()
-    again = world.generate(prompt)
-    assert world.external_tokens[again] == 20 * BLOCK_TOKENS
-    world.check_outputs()
 
 
 @SEEDS

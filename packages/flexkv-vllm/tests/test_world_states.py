@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from connector_rank import ConnectorRank
 from engine_world import MakeWorld, World
 from kv_pages import BLOCK_TOKENS, HEAD_BYTES, HEADS, LAYERS, token_bytes
-from ranks import AdapterRank, Rank
+from ranks import Rank
 from texts import Text
 from traffic import SEEDS, Traffic, loaded, make_stems, preempted, refused
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,7 +29,7 @@ STATES = 1
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class StateRank(AdapterRank):
+class StateRank(ConnectorRank):
     """A rank whose second group has recurrent layers. The state behind a token is the bytes of that
     token, in the block of its position.
 
@@ -44,13 +45,13 @@ class StateRank(AdapterRank):
             for layer in range(LAYERS):  # groups share memory
                 pages = self.pages[f"layer{layer}"]
                 pages[destination] = pages[source].clone()
-        AdapterRank.forward(self, output, texts, weights)
+        ConnectorRank.forward(self, output, texts, weights)
 
     def _forward_group(
         self, request_id: str, group: int, tokens: list[int], start: int, weights: bytes
     ) -> None:
         if group != STATES:
-            AdapterRank._forward_group(self, request_id, group, tokens, start, weights)
+            ConnectorRank._forward_group(self, request_id, group, tokens, start, weights)
             return
         table = self.tables[request_id][group]
         rows = token_bytes(tokens, weights).flatten(2).repeat(1, 1, BLOCK_TOKENS)

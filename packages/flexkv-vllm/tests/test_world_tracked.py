@@ -15,7 +15,6 @@ from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from patience import wait_until
 from vllm.v1.core.sched.output import SchedulerOutput
-from world_config import IN_TREE
 
 from flexkv.engine.choice.chooser import Left, LoadChoice
 from flexkv.index.block_index import Block, BlockIndex
@@ -25,7 +24,6 @@ from packages.inside import board_of, chooser_of, copies_of, index_of
 from packages.inside_adapters import (
     loads_of,
     polling_failures,
-    side_stores,
     stores_under_way,
     tables_of,
 )
@@ -121,36 +119,6 @@ def test_what_failed_is_not_offered_again(
     assert world.cache.counters.failed_loads == 1
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_blocks_are_held_for_their_stores_after_an_error(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    """Behind vLLM's own connector, when a request ends: before or after its stores were ordered."""
-    world = make_world(entry=IN_TREE, num_blocks=40, budget=512)
-    rng = random.Random(4)
-    (late,) = world.slow_down(rng, polls=NOT_BEFORE_SOMEBODY_WAITS)
-    prompt = random_prompt(rng, 20 * BLOCK_TOKENS)
-    world.add(random_prompt(rng, 20), max_tokens=100)
-    ended = world.add(prompt, max_tokens=1)
-    with monkeypatch.context() as patch:
-        if when == "before":
-            patch.setattr(side_stores(world.side), "finished", broken)
-        else:
-            patch.setattr(world.cache, "touch", broken)
-        wait_until(world.requests[ended].is_finished, world.step)
-    world.add(random_prompt(rng, 25 * BLOCK_TOKENS), max_tokens=1)
-    for _ in range(3):
-        world.step()
-    assert (ended in world.scheduler.requests) == (when == "after")
-    late.polls = (0, 0)
-    late.catch_up()
-    world.run()
-    world.forget()
-    again = world.generate(prompt)
-    world.check_outputs()
-    assert world.external_tokens[again] == (20 * BLOCK_TOKENS if when == "after" else 0)
-
-
 def test_after_an_error_no_old_block_table_is_stored(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +153,7 @@ def test_a_block_that_vllm_zeroes_first_is_not_stored(
     prompt = random_prompt(rng, 300)
     world.generate(prompt, max_tokens=1)
     (rank,) = world.ranks
-    build, fence = world.connector.build_connector_meta, rank.adapter.fence
+    build, fence = world.connector.build_connector_meta, rank.flexkv.handle_preemptions
     zeroed: list[int] = []
 
     def build_with_zeroes(output: SchedulerOutput) -> Any:
@@ -199,7 +167,7 @@ def test_a_block_that_vllm_zeroes_first_is_not_stored(
 
     with monkeypatch.context() as patch:
         patch.setattr(world.connector, "build_connector_meta", build_with_zeroes)
-        patch.setattr(type(rank.adapter), "fence", lambda _, metadata: fence_late(metadata))
+        patch.setattr(rank.flexkv, "handle_preemptions", fence_late)
         world.generate(random_prompt(rng, 30 * BLOCK_TOKENS), max_tokens=1)
     late.polls = (0, 0)
     world.forget()
@@ -228,7 +196,7 @@ def test_a_block_that_vllm_copies_another_to_is_not_stored(
     pool = world.scheduler.kv_cache_manager.block_pool.blocks
     free = min(store.engine_blocks)
     assert pool[free].ref_cnt == 0
-    build, fence = world.connector.build_connector_meta, rank.adapter.fence
+    build, fence = world.connector.build_connector_meta, rank.flexkv.handle_preemptions
 
     def build_with_copy(output: SchedulerOutput) -> Any:
         copies = [KVCacheBlockCopy(src_block_id=0, dst_block_id=free)]
@@ -241,7 +209,7 @@ def test_a_block_that_vllm_copies_another_to_is_not_stored(
 
     with monkeypatch.context() as patch:
         patch.setattr(world.connector, "build_connector_meta", build_with_copy)
-        patch.setattr(type(rank.adapter), "fence", lambda _, metadata: fence_late(metadata))
+        patch.setattr(rank.flexkv, "handle_preemptions", fence_late)
         world.add(random_prompt(rng, BLOCK_TOKENS), max_tokens=1)
         world.step()
         assert all(free not in table for tables in rank.tables.values() for table in tables)
@@ -327,7 +295,7 @@ def test_once_a_worker_has_ended_its_copies_no_hit_is_offered(
     rank = world.ranks[-1]
     with monkeypatch.context() as patch:
         patch.setattr(rank.side, "fence", broken)
-        rank.adapter.fence(StepMetadata(fences=[1]))
+        rank.flexkv.handle_preemptions(StepMetadata(fences=[1]))
     world.generate(texts[0])
     counters = world.cache.counters
     assert counters.failed_loads == 1

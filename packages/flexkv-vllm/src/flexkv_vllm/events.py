@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+import numpy as np
+
 from flexkv.client import CacheClient
 from flexkv.engine.scheduler.groups import Group
 from flexkv.engine.scheduler.keys import BlockKeys
@@ -30,7 +33,6 @@ from flexkv_vllm.compat.events import (
     event_hash,
     group_traits,
 )
-from flexkv_vllm.descriptions import Description, decode, pack_tokens
 from flexkv_vllm.pool import Pool
 from flexkv_vllm.settings import emits_events
 
@@ -69,6 +71,73 @@ blocks in each step would cost much. Not tuned."""
 Name: TypeAlias = tuple[int, bytes] | None
 """Group and hash of a block in events; None if there is no event for it."""
 
+_TOKEN, _TOKEN_BYTES = "<u4", 4
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of a FlexKV block's event, apart from its medium. Kept while host memory has it,
+    and for a while longer if a lower tier may be writing it. A disk keeps it as text.
+
+    Attributes:
+        position: of the block in its prefix, in FlexKV blocks.
+        group: vLLM's number of its KV cache group.
+        hash: the last hash that covers it.
+        parent: hash of the block before it; None at the beginning of a prompt.
+        packed: all its tokens, 4 bytes each, little-endian; see `pack_tokens`.
+        extra_keys: see `event_extra_keys`.
+        adapter: number and name of the request's adapter; None for both if it has none.
+        session: the id of the request's session; None if it is not known. No disk keeps it.
+    """
+
+    position: int
+    group: int
+    hash: bytes
+    parent: bytes | None
+    packed: bytes
+    extra_keys: list[Any] | None
+    adapter: tuple[int | None, str | None]
+    session: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its token ids."""
+        tokens: list[int] = np.frombuffer(self.packed, _TOKEN).tolist()
+        return tokens
+
+    def encode(self) -> bytes:
+        """The text that a disk keeps."""
+        return _encoder.encode(msgspec.structs.replace(self, session=None))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Description)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes."""
+    return np.array(tokens, _TOKEN).tobytes()
+
+
+def decode(text: bytes, key: bytes) -> Description | None:
+    """Read what `Description.encode` made, in this process or another; None if it does not describe
+    the block of `key`, which begins with the block's hash."""
+    try:
+        kept = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if not kept.hash or not key.startswith(kept.hash) or len(kept.packed) % _TOKEN_BYTES:
+        return None
+    return msgspec.structs.replace(kept, extra_keys=_tuples(kept.extra_keys))
+
+
+def _tuples(keys: list[Any] | None) -> list[Any] | None:
+    """Extra keys with tuples in place of lists, as they were before `encode`."""
+
+    def made(each: Any) -> Any:
+        return tuple(map(made, each)) if isinstance(each, list) else each
+
+    return None if keys is None else [made(each) for each in keys]
+
 
 @dataclass(slots=True)
 class _EventBatch:
@@ -106,7 +175,6 @@ class BlockEvents:
 
     Args:
         cache: the cache of the engine; watched from now on.
-        keys: of the blocks.
         has_stamps: whether keys may end with the stamp of a LoRA adapter. Blocks that are on disk
             at the start may then be those of an adapter that has changed, so they are not reported
             until a request asks for them.
@@ -133,7 +201,7 @@ class BlockEvents:
         self._again: list[bytes] = []  # described after the event for the disk
         self._unsure: set[bytes] = set()  # described, and may have no slot in host memory
         self._lost: dict[bytes, None] = {}  # described, not in host memory, not yet on disk
-        self._failed = self._was_cleared = False
+        self._failed = False
         self._errors = self._pauses = 0
         self._takes = self._audited = self._heard = 0
         self._sample: dict[int, bytes] = {}
@@ -152,7 +220,6 @@ class BlockEvents:
 
         Args:
             request: read now; not kept.
-            group: group of the blocks.
             blocks: position in the prefix and key of each.
         """
         self._follow_epoch()
@@ -168,11 +235,6 @@ class BlockEvents:
                 self._again.append(key)
         if self._cache.info.is_shared:
             self._keep(fresh)
-
-    def cleared(self) -> None:
-        """The cache was cleared, and its keys may be stored again. The next changes say which have
-        left."""
-        self._was_cleared = True
 
     @property
     def pending(self) -> bool:
@@ -242,7 +304,6 @@ class BlockEvents:
             self._keep(fresh)
         if self._unsure:
             self._forget(batch)
-        self._was_cleared = self._was_cleared and self._cache.status.has_changes
         self._takes += 1
         status = self._cache.status
         comes = batch.new or batch.gone or status.has_changes or status.awaits_changes
@@ -342,13 +403,11 @@ class BlockEvents:
         if self._pool is None or not self._was_reset:
             return
         self._pool_blocks = self._pool.blocks_by_hash
-        # The disk has the descriptions of its blocks: they are reported as after a restart, unless
-        # they are about to be removed.
-        if not self._was_cleared:
-            self._cache.watch(lower=True)
-            self._told |= {medium: {} for medium in BELOW}
-            self._bare.clear()
-            self._again.clear()
+        # The disk has the descriptions of its blocks: they are reported as after a restart.
+        self._cache.watch(lower=True)
+        self._told |= {medium: {} for medium in BELOW}
+        self._bare.clear()
+        self._again.clear()
         # Until the last of them is reported, nothing is added or removed. A block comes after those
         # that it builds on.
         self._repeated = ((medium, key) for medium, told in self._told.items() for key in told)

@@ -19,33 +19,22 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
-def read_groups(
-    kv_cache_config: KVCacheConfig | None,
-    engine_block_tokens: int,
-    engine_blocks: int,
-    *,
-    model_layers: int,
-    fails_by_request: bool,
-    tells_states: bool,
+def groups_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, engine_blocks: int = 1
 ) -> Groups:
     """The groups of a model.
 
     Args:
-        kv_cache_config: configuration of the engine. None if vLLM does not pass it on; vLLM then
-            has one group of full attention.
-        engine_block_tokens: tokens of a block of that group.
+        kv_cache_config: None if vLLM does not pass it on; it then has one group of full attention.
         engine_blocks: vLLM blocks of a FlexKV block.
-        model_layers: layers of the model without a draft model's.
-        fails_by_request: whether a failed load can be reported by request (vLLM from 0.30 on).
-            After a report by block, vLLM would compute behind a missing window.
-        tells_states: whether vLLM reports the block of each recurrent state (from 0.32 on).
 
     Raises:
         LayoutError: a group cannot be cached correctly.
     """
     if kv_cache_config is None:
-        plain = Group(0, Reach.ALL, 0, engine_block_tokens, engine_blocks)
-        return Groups((plain,), engine_block_tokens)
+        tokens = vllm_config.cache_config.block_size
+        return Groups((Group(0, Reach.ALL, 0, tokens, engine_blocks),), tokens)
+    model_layers = vllm_config.model_config.get_total_num_hidden_layers()
     cached = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     members = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -63,16 +52,18 @@ def read_groups(
         all_of_engine=len(members) == len(kv_cache_config.kv_cache_groups),
     )
     kinds = [group.reach.value for group in members]
-    if not groups.plain and not fails_by_request:
+    # After a report by block, vLLM would compute behind a missing window.
+    if not groups.plain and not fails_by_request():
         raise LayoutError(
             f"the model's KV cache has the groups {kinds}; allowed with this vLLM: one group of "
             f"full attention (other groups need vLLM 0.30 or newer)"
         )
-    if not tells_states and any(group.reach is Reach.STATE for group in members):
+    if not tells_states() and any(group.reach is Reach.STATE for group in members):
         raise LayoutError(
             f"the model's KV cache has the groups {kinds}; allowed with this vLLM: all except "
             f"recurrent states (vLLM 0.32 and newer report the block of each state)"
         )
+    check_stages(vllm_config, groups)
     return groups
 
 
@@ -120,21 +111,6 @@ def _reach(spec: KVCacheSpec) -> tuple[Reach, int]:
         f"the model's KV cache has a group of {name}; allowed: full attention, sliding windows, "
         f"chunked attention, and recurrent states that vLLM caches at the ends of blocks"
     )
-
-
-def groups_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, engine_blocks: int = 1
-) -> Groups:
-    groups = read_groups(
-        kv_cache_config,
-        vllm_config.cache_config.block_size,
-        engine_blocks,
-        model_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-        fails_by_request=fails_by_request(),
-        tells_states=tells_states(),
-    )
-    check_stages(vllm_config, groups)
-    return groups
 
 
 def check_groups_behind_shim(

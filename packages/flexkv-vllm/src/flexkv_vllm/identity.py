@@ -6,11 +6,8 @@ Blocks on disk outlive the engine. A later engine finds them only if all of this
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import secrets
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +16,7 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
-from flexkv.engine.scheduler.groups import Groups
-from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.weights import (
-    adapter_stamps,
     code_traits,
     configuration_digest,
     digest,
@@ -33,12 +27,9 @@ from flexkv.engine.weights import (
     weight_traits,
 )
 from flexkv_vllm.counted_settings import counted_settings, counted_variables
-from flexkv_vllm.prompt_keys import VllmPromptKeys
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("flexkv.vllm")
 
@@ -48,24 +39,11 @@ _RANDOM = "random"
 _DUMMY = "dummy"
 """vLLM's `--load-format` of random weights, which depend on its seed."""
 
-_FROM_FILES = frozenset(
-    {
-        "auto",
-        "bitsandbytes",
-        "dummy",
-        "fastsafetensors",
-        "gguf",
-        "hf",
-        "instanttensor",
-        "mistral",
-        "npcache",
-        "pt",
-        "runai_streamer",
-        "runai_streamer_sharded",
-        "safetensors",
-        "sharded_state",
-    }
-)
+_FROM_FILES_NAMES = """
+    auto bitsandbytes dummy fastsafetensors gguf hf instanttensor mistral npcache pt runai_streamer
+    runai_streamer_sharded safetensors sharded_state
+"""
+_FROM_FILES = frozenset(_FROM_FILES_NAMES.split())
 """vLLM's `--load-format` of weights that are only those of the model's files, or of a seed."""
 
 _DRAFTS_WITHOUT_PAGES = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
@@ -161,58 +139,6 @@ def _hash_seed(vllm_config: VllmConfig) -> str:
     fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", _RANDOM)
     cryptographic = not vllm_config.cache_config.prefix_caching_hash_algo.startswith("xxhash")
     return str(fixed) if cryptographic else _RANDOM
-
-
-_loads: Counter[tuple[str, str]] = Counter()
-"""Loads of LoRA adapters after the first, by name and path."""
-
-
-@functools.lru_cache(maxsize=1024)
-def _stamp(name: str, path: str, load: int) -> bytes:
-    """The stamp of an adapter's files as they are at the first call for a load."""
-    # Without local files, FlexKV cannot know whether the next process has the same weights.
-    known = adapter_stamps(Path(path)) or [secrets.token_hex()]
-    return bytes.fromhex(digest([name, path, *known]))
-
-
-def adapter_stamp(adapter: LoRARequest) -> bytes:
-    """16 bytes to append to a key, which distinguish adapters of the same name and path.
-
-    vLLM's hashes contain only name and path. After a restart, they may stand for other weights.
-    """
-    name, path = adapter.lora_name, adapter.lora_path
-    return _stamp(name, path, _loads[name, path])
-
-
-def adapter_loaded(adapter: LoRARequest) -> bool:
-    """Note that vLLM has loaded an adapter, perhaps in place of another one of its name and path.
-
-    Returns:
-        Whether it may have other weights than before. vLLM's hashes do not show that.
-
-    Raises:
-        OSError: a file cannot be examined.
-    """
-    before = adapter_stamp(adapter)
-    if Path(adapter.lora_path).exists() or getattr(adapter, "load_inplace", False):
-        _loads[adapter.lora_name, adapter.lora_path] += 1
-    return adapter_stamp(adapter) != before
-
-
-def request_stamp(request: Request) -> bytes:
-    """The stamp of the request's LoRA adapter; empty if it has none."""
-    adapter = request.lora_request
-    return b"" if adapter is None else adapter_stamp(adapter)
-
-
-def block_keys(groups: Groups) -> BlockKeys:
-    """Make the keys of a model's blocks."""
-    return BlockKeys(groups, request_stamp)
-
-
-def prompt_keys(vllm_config: VllmConfig, groups: Groups, keys: BlockKeys) -> VllmPromptKeys:
-    """Make the keys of prompts that are no requests. `keys`: those of the engine's requests."""
-    return VllmPromptKeys(vllm_config.cache_config.prefix_caching_hash_algo, groups, keys)
 
 
 def _models(vllm_config: VllmConfig) -> Iterator[tuple[ModelConfig, LoadConfig]]:

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
+from flexkv.engine.choice.chooser import LoadMode
+from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.options import ANNOUNCED, BOTH, PREFIX, OptionsReader, Role
-from flexkv.engine.scheduler.spans import OtelSpans, make_spans
+from flexkv.engine.scheduler.spans import ContextOf, OtelSpans, make_spans
+from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.settings import configure_logging
-from flexkv.settings.without_effect import report_without_effect
-from flexkv_vllm.compat.core import check_version
+from flexkv_vllm.compat.core import binds_pool, check_version
 from flexkv_vllm.compat.patches import is_made_by_another
-from flexkv_vllm.spans import by_headers
+from flexkv_vllm.compat.steps import lists_used_blocks
 from flexkv_vllm.support import (
     check_attention,
     check_late_loads,
@@ -24,15 +24,15 @@ from flexkv_vllm.support import (
 )
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from flexkv.engine.scheduler.engine import EngineRequest
+
 
 def load_extra(extra: Mapping[str, object] | None) -> CacheConfig:
-    """FlexKV's settings of all sources.
-
-    Args:
-        extra: vLLM's `kv_connector_extra_config`; None without one.
+    """FlexKV's settings of all sources. `extra`: vLLM's `kv_connector_extra_config`.
 
     Raises:
         ConfigError: a setting is not allowed.
@@ -44,7 +44,6 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
     """Read and check FlexKV's settings for this engine. Configures FlexKV's logging too.
 
     Args:
-        vllm_config: vLLM's configuration.
         connector: FlexKV's class that vLLM, or its own connector, calls.
 
     Raises:
@@ -63,77 +62,83 @@ def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
     return config
 
 
-def report_ignored(config: CacheConfig) -> None:
-    """Log the settings that are set and have no effect in this engine. For its scheduler."""
-    report_without_effect(config)
-
-
-_ROLES = {
-    "kv_both": BOTH,
-    "kv_producer": Role(loads=False),
-    "kv_consumer": Role(stores=False),
-}
-
-
-def _role_of(vllm_config: VllmConfig) -> Role:
-    """What the engine does with blocks, by vLLM's `kv_role`; inside `MultiConnector`, FlexKV's own.
-
-    Raises:
-        ConfigError: `kv_role` has another value.
-    """
-    transfer = vllm_config.kv_transfer_config
-    name = "kv_both" if transfer is None else transfer.kv_role
-    if name not in _ROLES:
-        raise ConfigError(
-            f"kv_role of --kv-transfer-config is {name!r}; allowed: {', '.join(_ROLES)}"
-        )
-    return _ROLES[name]
-
-
-def announces_prompts(vllm_config: VllmConfig) -> Callable[[Request], bool]:
-    """Which requests compute a prompt for another engine: all of a `kv_producer`, and those that a
-    router marks as vLLM's own P/D connectors want it. Their answers can say what is stored of it.
-
-    None of them inside `MultiConnector`: vLLM ends if two connectors answer.
-    """
-    if is_made_by_another():
-        return lambda _: False
-    if not _role_of(vllm_config).loads:
-        return lambda _: True
-
-    def is_marked(request: Request) -> bool:
-        params = getattr(request, "kv_transfer_params", None)
-        return isinstance(params, Mapping) and params.get("do_remote_decode") is True
-
-    return is_marked
-
-
-def request_spans_of(vllm_config: VllmConfig) -> OtelSpans | None:
-    """What makes spans of requests, if vLLM does (`--otlp-traces-endpoint`)."""
-    settings = getattr(vllm_config, "observability_config", None)
-    traced = getattr(settings, "otlp_traces_endpoint", None) is not None
-    return make_spans(by_headers) if traced else None
-
-
-def announcement_of(tokens: int) -> dict[str, object] | None:
-    """What an answer says to the engine that decodes the request, if so many tokens of its prompt
-    come to a shared store."""
-    return {PREFIX + ANNOUNCED: tokens} if tokens else None
-
-
-def options_of(config: CacheConfig, vllm_config: VllmConfig) -> OptionsReader:
-    """What reads the options of this engine's requests.
-
-    Raises:
-        ConfigError: see `_role_of`.
-    """
-    return OptionsReader(config.request_options, role=_role_of(vllm_config))
-
-
-def check_engine(config: CacheConfig, connector: type) -> None:
-    """Check vLLM's version, unless FlexKV is turned off; see `check_version`."""
+def check_engine(config: CacheConfig, ours: type) -> None:
+    """Check vLLM's version for FlexKV's class that vLLM calls, unless FlexKV is turned off."""
     if config.enable:
-        check_version(config.allow_untested_engine, connector, KVConnectorBase_V1)
+        check_version(config.allow_untested_engine, ours)
+
+
+# How the engine loads and stores.
+
+
+def store_time() -> StoreTime:
+    """When blocks are stored."""
+    return StoreTime.STEP
+
+
+def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
+    """Whether the settings allow loads to run beside the forward pass that needs them.
+
+    Raises:
+        ConfigError: a setting is not allowed.
+    """
+    return LoadMode(load_extra(extra_config).load_mode) is not LoadMode.ASYNC
+
+
+def load_mode_of(
+    config: CacheConfig, vllm_config: VllmConfig, groups: Groups, *, behind_shim: bool = False
+) -> LoadMode:
+    """The load mode of this engine: the setting's, or ASYNC if the model allows no other.
+    `behind_shim`: whether vLLM's own connector calls FlexKV's.
+
+    Raises:
+        ConfigError: the setting is not allowed in this engine.
+    """
+    mode = LoadMode(config.load_mode)
+    if mode is LoadMode.ASYNC or not groups.plain:
+        return LoadMode.ASYNC
+    if vllm_config.scheduler_config.async_scheduling:
+        # If a load fails, vLLM cannot discard what a step computed on it once the next step runs.
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM schedules steps before the last one has "
+            f"ended; allowed: async, or with vLLM's --no-async-scheduling also layerwise and auto"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        # As above: the first stage has begun the next step by then.
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM's --pipeline-parallel-size is {stages}: "
+            f"steps begin before the last one has ended; allowed: async, or one stage"
+        )
+    if not binds_pool():
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but this vLLM does not let a connector discard "
+            f"blocks after a failed load; allowed: async (with vLLM 0.22 or newer all modes)"
+        )
+    if behind_shim:
+        raise ConfigError(
+            f"load_mode is {config.load_mode!r}, but vLLM's own connector, behind which FlexKV "
+            f"runs, lets CUDA graphs skip its layers; allowed: async, or any mode with the plugin "
+            f"'flexkv' (see VLLM_PLUGINS)"
+        )
+    return mode
+
+
+def lists_all_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's description of a step lists all blocks that the step uses. Loads into other
+    blocks need not follow the step."""
+    # A draft model computes after the step, perhaps on blocks that vLLM does not list.
+    return lists_used_blocks() and not vllm_config.speculative_config
+
+
+def steps_behind(vllm_config: VllmConfig) -> int:
+    """The number of steps before vLLM schedules a request whose asynchronous load was ordered.
+
+    The worker reports the load with the step that ordered it. By then vLLM has begun the next step
+    if it schedules ahead, and one step per stage if the model has several stages.
+    """
+    ahead = 2 if vllm_config.scheduler_config.async_scheduling else 1
+    return max(ahead, int(vllm_config.parallel_config.pipeline_parallel_size))
 
 
 def flush_seconds(vllm_config: VllmConfig) -> float:
@@ -160,3 +165,79 @@ def engine_id_of(vllm_config: VllmConfig) -> str:
     if not engine_id:
         raise LayoutError("vLLM gave the connector no engine_id; allowed: any text")
     return engine_id
+
+
+# What requests may, and what is said of them.
+
+
+_ROLES = {
+    "kv_both": BOTH,
+    "kv_producer": Role(loads=False),
+    "kv_consumer": Role(stores=False),
+}
+
+
+def _role_of(vllm_config: VllmConfig) -> Role:
+    """What the engine does with blocks, by vLLM's `kv_role`; inside `MultiConnector`, FlexKV's own.
+
+    Raises:
+        ConfigError: `kv_role` has another value.
+    """
+    transfer = vllm_config.kv_transfer_config
+    name = "kv_both" if transfer is None else transfer.kv_role
+    if name not in _ROLES:
+        raise ConfigError(
+            f"kv_role of --kv-transfer-config is {name!r}; allowed: {', '.join(_ROLES)}"
+        )
+    return _ROLES[name]
+
+
+def options_of(config: CacheConfig, vllm_config: VllmConfig) -> OptionsReader:
+    """What reads the options of this engine's requests."""
+    return OptionsReader(config.request_options, role=_role_of(vllm_config))
+
+
+def announces_prompts(vllm_config: VllmConfig) -> Callable[[Request], bool]:
+    """Which requests compute a prompt for another engine: all of a `kv_producer`, and those that a
+    router marks as vLLM's own P/D connectors want it. Their answers can say what is stored of it.
+
+    None of them inside `MultiConnector`: vLLM ends if two connectors answer.
+    """
+    if is_made_by_another():
+        return lambda _: False
+    if not _role_of(vllm_config).loads:
+        return lambda _: True
+
+    def is_marked(request: Request) -> bool:
+        params = getattr(request, "kv_transfer_params", None)
+        return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+    return is_marked
+
+
+def announcement_of(tokens: int) -> dict[str, object] | None:
+    """What an answer says to the engine that decodes the request, if so many tokens of its prompt
+    come to a shared store."""
+    return {PREFIX + ANNOUNCED: tokens} if tokens else None
+
+
+def request_spans_of(vllm_config: VllmConfig) -> OtelSpans | None:
+    """What makes spans of requests, if vLLM does (`--otlp-traces-endpoint`)."""
+    settings = getattr(vllm_config, "observability_config", None)
+    traced = getattr(settings, "otlp_traces_endpoint", None) is not None
+    return make_spans(by_headers) if traced else None
+
+
+def by_headers() -> ContextOf:
+    """See `ContextOf`: the trace that the request's headers name. Raises ImportError without
+    OpenTelemetry."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    propagator = TraceContextTextMapPropagator()
+
+    def context_of(request: EngineRequest) -> Context:
+        headers = getattr(request, "trace_headers", None)
+        return Context() if headers is None else propagator.extract(headers)
+
+    return context_of

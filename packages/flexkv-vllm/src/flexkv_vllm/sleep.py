@@ -9,42 +9,37 @@ but neither to its own FlexKVConnectorV1 nor to an offloading worker.
 
 from __future__ import annotations
 
-import weakref
 from typing import Protocol
+from weakref import WeakSet
 
 from flexkv_vllm.compat.patches import call_around_sleep
 
 
 class Suspendable(Protocol):
-    """What copies between vLLM's pages and FlexKV's memory. Neither method raises."""
+    """What copies between vLLM's pages and FlexKV's memory; the names are vLLM's of 0.33. Neither
+    method raises."""
 
-    def suspend(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """Begin no copy from now on, and return once none reads or writes the pages."""
 
-    def resume(self) -> None:
+    def restore_kv_caches(self) -> None:
         """Copies may begin again."""
 
 
-_followers: list[weakref.ref[Suspendable]] = []
+_followers: WeakSet[Suspendable] = WeakSet()
 
 
 def follow_sleep(copies: Suspendable) -> None:
     """Suspend `copies`, which is held weakly, whenever the pages of this process have no memory."""
-    _followers.append(weakref.ref(copies))
+    _followers.add(copies)
     call_around_sleep(_suspend, _resume)
 
 
 def _suspend() -> None:
-    for copies in _living():
-        copies.suspend()
+    for copies in list(_followers):
+        copies.unregister_kv_caches()
 
 
 def _resume() -> None:
-    for copies in _living():
-        copies.resume()
-
-
-def _living() -> list[Suspendable]:
-    """The followers that are in use."""
-    _followers[:] = [each for each in _followers if each() is not None]
-    return [copies for held in _followers if (copies := held()) is not None]
+    for copies in list(_followers):
+        copies.restore_kv_caches()

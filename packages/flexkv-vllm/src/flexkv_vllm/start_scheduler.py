@@ -14,7 +14,6 @@ from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.side import RequestSide
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.start import (
     attach_session,
     make_cache,
@@ -22,12 +21,21 @@ from flexkv.engine.start import (
     make_recorder,
     operator_access,
 )
+from flexkv.settings.without_effect import report_without_effect
 from flexkv_vllm.events import BlockEvents, make_events
 from flexkv_vllm.groups import groups_of, step_blocks
-from flexkv_vllm.identity import block_keys, outlives_process, prompt_keys, shares_blocks
-from flexkv_vllm.load_mode import lists_all_blocks, load_mode_of, steps_behind
+from flexkv_vllm.identity import outlives_process, shares_blocks
+from flexkv_vllm.keys import VllmPromptKeys, block_keys
 from flexkv_vllm.orders import StepMetadata
-from flexkv_vllm.settings import engine_id_of, options_of, request_spans_of
+from flexkv_vllm.settings import (
+    engine_id_of,
+    lists_all_blocks,
+    load_mode_of,
+    options_of,
+    request_spans_of,
+    steps_behind,
+    store_time,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,17 +49,15 @@ def make_request_side(
     config: CacheConfig,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,
-    store_time: StoreTime,
     boundary: ErrorBoundary,
+    *,
+    behind_shim: bool,
 ) -> tuple[RequestSide[StepMetadata], BlockEvents | None]:
     """Attach to the arena of the workers, and open the cache.
 
     Args:
-        config: FlexKV's settings from `read_settings`.
-        vllm_config: vLLM's configuration.
-        kv_cache_config: vLLM's configuration of the KV cache; None if vLLM does not pass it.
-        store_time: when to store.
-        boundary: ends, counts and logs run-time errors.
+        kv_cache_config: None if vLLM does not pass it.
+        behind_shim: see `load_mode_of`.
 
     Returns:
         The scheduler side, which the caller closes; it owns the session and the cache. And what
@@ -62,6 +68,7 @@ def make_request_side(
         ConfigError, LayoutError: a setting or the model is not allowed in this engine.
         DiskError: a cache directory cannot be used.
     """
+    report_without_effect(config)
     transfer = vllm_config.kv_transfer_config
     with contextlib.ExitStack() as undo:
         session = attach_session(config, engine_id_of(vllm_config))
@@ -79,7 +86,7 @@ def make_request_side(
             step_blocks=(2 + steps_behind(vllm_config)) * step_blocks(vllm_config, groups),
         )
         undo.callback(cache.close)
-        mode = load_mode_of(config, vllm_config, groups, store_time)
+        mode = load_mode_of(config, vllm_config, groups, behind_shim=behind_shim)
         keys = block_keys(groups)
         shares = outlives_process(vllm_config) and shares_blocks(vllm_config)
         if session.info.service is not None and not shares:
@@ -98,6 +105,7 @@ def make_request_side(
         tokens = groups.furthest.block_tokens
         options = options_of(config, vllm_config)
         recorder = make_recorder(config, "vllm", tokens, spec.format.slot_bytes, chooser)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         side = RequestSide(
             EngineCache(
                 session,
@@ -109,10 +117,10 @@ def make_request_side(
                 describe,
                 recorder,
                 options,
-                operator_access(config, prompt_keys(vllm_config, groups, keys)),
+                operator_access(config, VllmPromptKeys(algorithm, groups, keys)),
                 request_spans_of(vllm_config),
             ),
-            store_time,
+            store_time(),
             StepMetadata,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             lists_blocks=lists_all_blocks(vllm_config),

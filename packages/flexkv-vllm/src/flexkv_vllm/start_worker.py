@@ -20,9 +20,8 @@ from flexkv.layout import choose_engine_blocks
 from flexkv_kernels.torch_device import device_of
 from flexkv_vllm.groups import groups_of
 from flexkv_vllm.identity import model_identity, served_model
-from flexkv_vllm.pages import cached_layers, describe_pages
+from flexkv_vllm.pages import Place, Stages, cached_layers, describe_pages
 from flexkv_vllm.settings import emits_events, engine_id_of
-from flexkv_vllm.stages import Place, Stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,17 +41,9 @@ def make_worker_side(
     """Describe this rank's pages, meet the other ranks, and start the mover.
 
     Args:
-        config: FlexKV's settings from `read_settings`.
-        vllm_config: vLLM's configuration.
-        kv_cache_config: vLLM's configuration of this worker's KV cache; None if vLLM does not pass
-            it.
+        kv_cache_config: of this worker; None if vLLM does not pass it.
         kv_caches: the rank's tensors by layer; vLLM keeps them alive until shutdown.
-        place: rank and stage of this worker.
-        boundary: ends, counts and logs run-time errors.
         alone: see `WorkerSide`.
-
-    Returns:
-        The worker side, which the caller closes.
 
     Raises:
         FlexKVError: the layout is not supported, or the arena cannot be opened.

@@ -27,7 +27,7 @@ from flexkv_vllm.compat.patches import (
     call_at_new_weights,
     enclose_pauses,
 )
-from flexkv_vllm.identity import adapter_loaded
+from flexkv_vllm.keys import adapter_loaded
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -37,34 +37,16 @@ logger = logging.getLogger("flexkv.vllm")
 _PREPARATION = "init_weight_transfer_engine"
 """vLLM's method of workers that lets other programs change weights later, by other methods."""
 
-_HARMLESS = frozenset(
-    {
-        "check_health",
-        "checkpoint_prepare",
-        "checkpoint_restore",
-        "compute_weight_checksums",
-        "get_cache_block_size_bytes",
-        "get_compilation_match_table",
-        "get_encoder_timing_stats",
-        "get_kv_cache_spec",
-        "get_kv_connector_handshake_metadata",
-        "get_model_inspection",
-        "get_supported_kv_cache_layouts",
-        "get_supported_tasks",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "release_late_interaction_query_cache",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown_weight_transfer_engine",
-        "supports_draft_weight_updates",
-        "synchronize_device",
-        "update_max_model_len",
-    }
-)
+_HARMLESS_NAMES = """
+    check_health checkpoint_prepare checkpoint_restore compute_weight_checksums
+    get_cache_block_size_bytes get_compilation_match_table get_encoder_timing_stats
+    get_kv_cache_spec get_kv_connector_handshake_metadata get_model_inspection
+    get_supported_kv_cache_layouts get_supported_tasks list_loras pin_lora profile
+    release_late_interaction_query_cache reset_encoder_cache reset_mm_cache save_sharded_state
+    save_tensorized_model shutdown_weight_transfer_engine supports_draft_weight_updates
+    synchronize_device update_max_model_len
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
 """vLLM's methods of workers that neither change weights nor let others change them. All others may
 do so."""
 
@@ -74,7 +56,8 @@ _USERS_HARMLESS = "keeps_weights_"
 _pause: ContextVar[bool | None] = ContextVar("pause", default=None)
 """Whether the engine core that pauses just now has a process of its own; None if none pauses."""
 
-_watches: list[weakref.ref[WeightWatch]] = []
+_watches: weakref.WeakSet[WeightWatch] = weakref.WeakSet()
+"""Those in use."""
 
 
 class WeightWatch:
@@ -97,23 +80,21 @@ class WeightWatch:
     def __init__(self, discard: Callable[..., object]) -> None:
         self._discard = weakref.WeakMethod(discard)
         self._doubt = ""
-        _watches.append(weakref.ref(self))
+        _watches.add(self)
         call_after_rpcs(_ran)
         call_after_adapter_loads(_loaded)
         enclose_pauses(_pausing)
         call_at_new_weights(_changed)
 
     def reset(self, keep: Callable[[], bool], discard: Callable[[str], bool]) -> bool:
-        """Do what vLLM asks the connector for just now, and log it.
+        """Do what vLLM asks the connector for just now, and log it. Returns whether no outdated
+        block can be found.
 
         Args:
             keep: called where the blocks stay. Returns whether that went well; if not, they are
                 discarded.
             discard: called with the cause, one of `ResetCause`, where the blocks go. Returns
                 whether they are gone.
-
-        Returns:
-            Whether no outdated block can be found.
         """
         alone = _pause.get()
         if alone is None:
@@ -168,7 +149,7 @@ def _ran(method: object) -> None:
     # A `functools.partial` has no name.
     why = f"the workers of vLLM ran {known or getattr(method, '__name__', type(method).__name__)}"
     if known == _PREPARATION:
-        for watch in _living():
+        for watch in list(_watches):
             watch.doubt(why)
     else:
         _changed(why)
@@ -181,16 +162,10 @@ def _loaded(adapter: LoRARequest) -> None:
         changed = True
     if changed:
         name, path = adapter.lora_name, adapter.lora_path
-        for watch in _living():
+        for watch in list(_watches):
             watch.discard(f"vLLM loaded other weights of the LoRA adapter {name!r} from {path}")
 
 
 def _changed(why: str) -> None:
-    for watch in _living():
+    for watch in list(_watches):
         watch.changed(why)
-
-
-def _living() -> list[WeightWatch]:
-    """The watches that are in use."""
-    _watches[:] = [watch for watch in _watches if watch() is not None]
-    return [watch for held in _watches if (watch := held()) is not None]

@@ -1,26 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a worker of vLLM, behind the boundary for errors."""
+"""The calls of vLLM's workers, behind the boundary for errors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 
-from flexkv import CacheConfig
 from flexkv.engine.boundary import ErrorBoundary, always, answers
 from flexkv.engine.worker.worker import WorkerSide
+from flexkv_vllm.compat.core import reports_sleep
+from flexkv_vllm.compat.patches import connectors_here
 from flexkv_vllm.orders import StepMetadata, WorkerReport
+from flexkv_vllm.pages import Place
+from flexkv_vllm.settings import read_settings
 from flexkv_vllm.sleep import follow_sleep
-from flexkv_vllm.stages import Place
 from flexkv_vllm.start_worker import make_worker_side
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("flexkv.vllm")
 
 _POLLING = "polling copies"
 _DOUBT = "the loads that end with this step count as failed"
@@ -28,22 +43,25 @@ _STEP = ""
 """In place of a request's id, it stands for the loads that the step itself computes on."""
 
 
-class WorkerCalls:
-    """A worker's part of FlexKV; nothing in other processes, or if FlexKV is disabled.
+class WorkerCalls(KVConnectorBase_V1):
+    """A worker's part of the connector. It does nothing in other processes, or if FlexKV is
+    disabled.
 
-    `start_worker` raises a `FlexKVError` with one clear message. All other methods return: a
-    failure is logged once, counted, and a miss.
+    The start raises a `FlexKVError` with one clear message. All other calls return: a failure is
+    logged once, counted, and a miss.
 
-    Args:
-        vllm_config: of the engine.
-        config: FlexKV's settings.
-        hears_sleep: whether vLLM itself calls `suspend` and `resume`.
+    Raises:
+        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: CacheConfig, *, hears_sleep: bool) -> None:
-        self._vllm_config = vllm_config
-        self._config = config
-        self._hears_sleep = hears_sleep
+    _is_behind_shim = False
+    """Whether vLLM's own `FlexKVConnectorV1` calls this one."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = read_settings(vllm_config, type(self))
         self._boundary = ErrorBoundary()
         self._worker: WorkerSide | None = None
         # What each load fills, of those under way and of those that end with the running step.
@@ -52,32 +70,27 @@ class WorkerCalls:
         self._doubtful = self._by_request = False
         # The orders of the running step, if no copy is under way and the step begins none.
         self._idle: StepMetadata | None = None
+        if not self._config.enable:
+            logger.info("FlexKV is turned off (ENABLE_FLEXKV or the setting 'enable')")
 
-    def start_worker(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        kv_cache_config: KVCacheConfig | None,
-        place: Place,
-        *,
-        alone: bool,
-    ) -> None:
-        """`alone`: whether no other connector copies into the engine's blocks or out of them."""
-        if self._config.enable:
-            self._worker = make_worker_side(
-                self._config,
-                self._vllm_config,
-                kv_cache_config,
-                kv_caches,
-                place=place,
-                boundary=self._boundary,
-                alone=alone,
-            )
-            self._by_request = self._worker.fails_by_request
-            if not self._hears_sleep:
-                follow_sleep(self)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not self._config.enable:
+            return
+        self._worker = make_worker_side(
+            self._config,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            place=Place.here(),
+            boundary=self._boundary,
+            alone=connectors_here() == [self],
+        )
+        self._by_request = self._worker.fails_by_request
+        if self._is_behind_shim or not reports_sleep():
+            follow_sleep(self)
 
     @answers(always(None), "copies end, now and for good")
-    def suspend(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """vLLM is about to unmap its KV pages. Returns once no copy touches them."""
         if self._worker is not None:
             with self._boundary.guard("ending copies for a sleep", "copies end, now and for good"):
@@ -86,58 +99,81 @@ class WorkerCalls:
             self._worker.stop_copying()
 
     @answers(always(None), "nothing is loaded or stored")
-    def resume(self) -> None:
+    def restore_kv_caches(self) -> None:
         """vLLM has mapped its KV pages again."""
         if self._worker is not None:
             self._worker.resume()
 
-    @answers(always(None), "copies end, now and for good")
-    def fence(self, metadata: KVConnectorMetadata | None) -> None:
-        if self._worker is not None and isinstance(metadata, StepMetadata) and metadata.fences:
-            with self._boundary.guard("fencing stores", "copies end, now and for good"):
-                self._worker.fence(metadata)
-                return
-            self._worker.stop_copying()
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # Most steps fence nothing. This cannot fail.
+        orders = kv_connector_metadata
+        if self._worker is not None and isinstance(orders, StepMetadata) and orders.fences:
+            self._fence(self._worker, orders)
 
-    @answers(lambda self, _: self._doubt_step(), _DOUBT)
-    def start_loads(self, metadata: KVConnectorMetadata | None) -> None:
-        if self._worker is not None and isinstance(metadata, StepMetadata):
-            self._follow_loads(metadata)
-            if self._worker.rests(metadata):
-                self._idle = metadata
+    @answers(always(None), "copies end, now and for good")
+    def _fence(self, worker: WorkerSide, orders: StepMetadata) -> None:
+        with self._boundary.guard("fencing stores", "copies end, now and for good"):
+            worker.fence(orders)
+            return
+        worker.stop_copying()
+
+    @answers(lambda self, *_, **__: self._doubt_step(), _DOUBT)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        orders = self._connector_metadata
+        if self._worker is not None and isinstance(orders, StepMetadata):
+            self._follow_loads(orders)
+            if self._worker.rests(orders):
+                self._idle = orders
                 return
             with self._boundary.guard("starting loads", "they count as failed"):
-                self._worker.start_loads(metadata)
+                self._worker.start_loads(orders)
                 return
-            self._worker.fail_loads(metadata)
+            self._worker.fail_loads(orders)
 
-    @answers(lambda self, _: self._doubt_step(), _DOUBT)
-    def wait_for_layer(self, layer: str) -> None:
-        if self._worker is not None and self._idle is None:
-            self._worker.wait_for_layer(layer)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        # One call a layer, and mostly nothing to wait for. This cannot fail.
+        if self._idle is None and self._worker is not None:
+            self._wait_for_layer(self._worker, layer_name)
+
+    @answers(lambda self, *_: self._doubt_step(), _DOUBT)
+    def _wait_for_layer(self, worker: WorkerSide, layer_name: str) -> None:
+        worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """FlexKV stores whole blocks, after the forward pass."""
 
     @answers(always(None), "the blocks are not cached")
-    def start_stores(self, metadata: KVConnectorMetadata | None) -> None:
-        if metadata is self._idle:
+    def wait_for_save(self) -> None:
+        orders = self._connector_metadata
+        if orders is self._idle:
             return
-        if self._worker is not None and isinstance(metadata, StepMetadata):
+        if self._worker is not None and isinstance(orders, StepMetadata):
             with self._boundary.guard("starting stores", "the blocks are not cached"):
-                self._worker.start_stores(metadata)
+                self._worker.start_stores(orders)
                 return
-            self._worker.fail_stores(metadata)
+            self._worker.fail_stores(orders)
 
-    @answers(lambda self, _: self._doubt_step() or (None, None), _DOUBT)
-    def get_finished(
-        self, metadata: KVConnectorMetadata | None
-    ) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received = self.get_finished(finished_req_ids)
+        failed = set[str]() if self._idle is not None else self._take_failed_requests()
+        return base.KVConnectorTransferResults(sent or set(), received or set(), failed)
+
+    @answers(lambda self, *_, **__: self._doubt_step() or (None, None), _DOUBT)
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        idle = self._idle
-        if metadata is idle and idle is not None:
+        orders, idle = self._connector_metadata, self._idle
+        if orders is idle and idle is not None:
             self._worker.step_ended(idle)
             return None, None
         self._idle = None
-        if not self._finished(self._worker, metadata):
+        if not self._finished(self._worker, orders):
             return None, None
         sent, received = self._worker.take_finished()
         for request_id in received:
@@ -158,30 +194,29 @@ class WorkerCalls:
         return False
 
     @answers(lambda self: self._suspects.keys() - {_STEP}, _DOUBT)
-    def take_failed_requests(self) -> set[str]:
-        if self._worker is None or self._idle is not None:
-            return set()
-        return self._worker.take_failed_requests()
-
-    @answers(always(None), "its end is seen later")
-    def step_report(self, metadata: KVConnectorMetadata | None) -> WorkerReport | None:
-        if metadata is self._idle:
-            return None
-        if self._worker is not None and isinstance(metadata, StepMetadata):
-            with self._boundary.guard("reporting a step", "its end is not measured"):
-                report = self._worker.report(metadata)
-                if report is None:
-                    return None
-                return WorkerReport(report.number, report.load_rate, report.proves)
-            return WorkerReport(0, 0.0, metadata.proves)
-        return None
+    def _take_failed_requests(self) -> set[str]:
+        return set() if self._worker is None else self._worker.take_failed_requests()
 
     @answers(lambda self: self._suspected_blocks(), _DOUBT)
-    def take_bad_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         if self._worker is None or (self._idle is not None and not self._doubtful):
             return set()
         bad_blocks = self._worker.take_bad_blocks()
         return bad_blocks | self._suspected_blocks() if self._doubtful else bad_blocks
+
+    @answers(always(None), "its end is seen later")
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        orders = self._connector_metadata
+        if orders is self._idle:
+            return None
+        if self._worker is not None and isinstance(orders, StepMetadata):
+            with self._boundary.guard("reporting a step", "its end is not measured"):
+                report = self._worker.report(orders)
+                if report is None:
+                    return None
+                return WorkerReport(report.number, report.load_rate, report.proves)
+            return WorkerReport(0, 0.0, orders.proves)
+        return None
 
     def _follow_loads(self, orders: StepMetadata) -> None:
         """A step begins with these orders."""

@@ -15,7 +15,7 @@ from flexkv_vllm.connector import FlexKVConnectorV1
 
 
 def check(allow_untested: bool, version: str) -> None:
-    check_version(allow_untested, FlexKVConnectorV1, KVConnectorBase_V1, version)
+    check_version(allow_untested, FlexKVConnectorV1, version)
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.33.0", "0.32.9", "0.30.0+cpu", "0.31.0rc1"])
@@ -88,3 +88,5 @@ def test_fences_get_through_if_vllm_hands_over_the_orders(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(KVConnectorBase_V1, "handle_preemptions", as_in_018)
     assert not fences_get_through()
+    with pytest.raises(EngineVersionError):
+        check(True, "0.18.1")

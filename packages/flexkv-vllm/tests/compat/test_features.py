@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +10,26 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_offload.base import OffloadingManager
 
+import flexkv.engine
 import flexkv_vllm
 from flexkv_vllm.compat.features import CALLS, FIELDS, missing_features
 from flexkv_vllm.connector import FlexKVConnectorV1
 from flexkv_vllm.intree_connector import FlexKVConnectorV1Impl
 from flexkv_vllm.offloading.manager import FlexKVOffloadingManager
+from flexkv_vllm.offloading.tier import FlexKVTier
 
 OWNERS = sorted(FIELDS)
 
 
 def lacking() -> list[str]:
-    return missing_features(FlexKVConnectorV1, KVConnectorBase_V1)
+    return missing_features(FlexKVConnectorV1)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (FlexKVConnectorV1, KVConnectorBase_V1),
-        (FlexKVConnectorV1Impl, KVConnectorBase_V1),
-        (FlexKVOffloadingManager, OffloadingManager),
-    ],
+    "ours", [FlexKVConnectorV1, FlexKVConnectorV1Impl, FlexKVOffloadingManager, FlexKVTier]
 )
-def test_the_installed_vllm_lacks_nothing(ours: type, theirs: type) -> None:
-    assert missing_features(ours, theirs) == []
+def test_the_installed_vllm_lacks_nothing(ours: type) -> None:
+    assert missing_features(ours) == []
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=[name for _, name in OWNERS])
@@ -78,7 +76,7 @@ def test_a_call_of_the_manager_that_passes_more_is_named(monkeypatch: pytest.Mon
     def in_future(self: object, key: bytes, req_context: object, more: int) -> None: ...
 
     monkeypatch.setattr(OffloadingManager, "lookup", in_future)
-    (missing,) = missing_features(FlexKVOffloadingManager, OffloadingManager)
+    (missing,) = missing_features(FlexKVOffloadingManager)
     assert missing.startswith("OffloadingManager.lookup(self")
     assert lacking() == []
 
@@ -88,16 +86,13 @@ def test_a_method_that_must_be_answered_is_named(monkeypatch: pytest.MonkeyPatch
     assert lacking() == ["an answer to in_future"]
 
 
-def test_every_field_is_one_that_the_adapter_reads() -> None:
+def test_every_name_is_one_that_the_adapter_uses() -> None:
     sources = [
         path.read_text(encoding="utf-8")
-        for path in Path(flexkv_vllm.__file__).parent.rglob("*.py")
-        if path.name != "compat_features.py"
+        for package in (flexkv_vllm, flexkv.engine)
+        for path in Path(package.__path__[0]).rglob("*.py")
+        if path.name != "features.py"
     ]
-    unread = [
-        field
-        for fields in FIELDS.values()
-        for field in fields
-        if not any(field in source for source in sources)
-    ]
+    named = [*chain.from_iterable(FIELDS.values()), *(name.split(".")[-1] for _, name in CALLS)]
+    unread = [each for each in named if not any(each in source for source in sources)]
     assert unread == []

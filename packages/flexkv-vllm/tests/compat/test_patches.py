@@ -55,15 +55,13 @@ def test_a_check_is_called_once_however_often_the_plugin_is_loaded(monkeypatch) 
 
 def test_the_design_page_names_each_replaced_method() -> None:
     tree = ast.parse((SOURCE / "compat" / "patches.py").read_text())
-    targets = [
-        target
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for each in node.targets
-        for target in (each.elts if isinstance(each, ast.Tuple) else [each])
-        if isinstance(target, ast.Attribute)
-    ]
-    replaced = {each.attr for each in targets} - {"checks_flexkv"}  # of a function of ours
+    replaced = {*patches._PASSED_ON}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="connector"), attr=name)]):
+                replaced.add(name)
+            case ast.Call(func=ast.Name(id="_replaces"), args=[_, ast.Constant(value=str(name))]):
+                replaced.add(name)
     page = Path(flexkv_vllm.__file__).parents[4] / "docs" / "pages" / "design" / "index.md"
     section = page.read_text().partition("## Methods of vLLM that FlexKV replaces")[2]
     rows = [line.split("|") for line in section.partition("\n## ")[0].splitlines() if "`" in line]

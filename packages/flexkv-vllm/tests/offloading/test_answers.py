@@ -49,8 +49,8 @@ WORKER = {
     "submit_store": ((1, PAGES, ArenaBlocks(5, [0])), True),
     "submit_load": ((2, ArenaBlocks(6, [0]), PAGES), True),
     "wait": (({1},), None),
-    "suspend": ((), None),
-    "resume": ((), None),
+    "unregister_kv_caches": ((), None),
+    "restore_kv_caches": ((), None),
     "shutdown": ((), None),
 }
 RAISE = {"get_finished"}

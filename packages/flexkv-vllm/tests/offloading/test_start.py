@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 import flexkv
 from flexkv import ConfigError, EngineVersionError, LayoutError
 from flexkv_vllm.compat.events import event_hash
-from flexkv_vllm.offloading.pages import describe_groups
+from flexkv_vllm.offloading.start import describe_groups
 from packages.inside import below_of, index_of
 from packages.inside_adapters import set_idle_clock
 from packages.tier_blocks import ready_blocks
@@ -79,7 +79,7 @@ def test_beside_other_connectors_it_is_refused(
     make_offloading_world: MakeOffloadingWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would not report to it which of their loads failed."""
-    monkeypatch.setattr("flexkv_vllm.offloading.offload_settings.is_made_by_another", lambda: True)
+    monkeypatch.setattr("flexkv_vllm.offloading.spec.is_made_by_another", lambda: True)
     with pytest.raises(ConfigError, match="FlexKVConnectorV1 inside MultiConnector"):
         make_offloading_world()
 

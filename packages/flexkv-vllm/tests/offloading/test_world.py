@@ -312,11 +312,11 @@ def test_a_load_that_fails_is_not_tried_again_while_pages_are_unmapped(
     pages = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     worker = world.ranks[0].worker
     worker.submit_load(9, ArenaBlocks(transfer.cell, transfer.slots), pages)
-    worker.suspend()
+    worker.unregister_kv_caches()
     assert [worker.get_finished() for _ in range(3)] == [[]] * 3
     assert mover.refused == 1
     mover.failure_rate = 0.0
-    worker.resume()
+    worker.restore_kv_caches()
     ended: list[bool] = []
     wait_until(
         lambda: bool(ended), lambda: ended.extend(each.success for each in worker.get_finished())

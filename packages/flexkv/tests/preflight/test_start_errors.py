@@ -316,10 +316,10 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv_sglang.support:_refuse": [Unknown.COMMAND_LINE],
     "flexkv_sglang.support:load_page_hash": [Unknown.SYSTEM],
     "flexkv_vllm.compat.core:check_version": [Unknown.VERSIONS],
-    "flexkv_vllm.load_mode:load_mode_of": [Unknown.COMMAND_LINE] * 4,
+    "flexkv_vllm.settings:load_mode_of": [Unknown.COMMAND_LINE] * 4,
     "flexkv_vllm.offloading.__init__:": [Unknown.VERSIONS],
-    "flexkv_vllm.offloading.offload_settings:_check_alone": [Unknown.COMMAND_LINE],
-    "flexkv_vllm.offloading.offload_settings:_check_blocks": [Unknown.COMMAND_LINE] * 2,
+    "flexkv_vllm.offloading.spec:_check_alone": [Unknown.COMMAND_LINE],
+    "flexkv_vllm.offloading.spec:_check_blocks": [Unknown.COMMAND_LINE] * 2,
     "flexkv_vllm.offloading.start_tier:open_below": [Unknown.COMMAND_LINE] * 2,
     "flexkv_vllm.settings:_role_of": [Unknown.COMMAND_LINE],
 }

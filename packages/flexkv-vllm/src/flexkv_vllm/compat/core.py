@@ -29,15 +29,11 @@ from flexkv_vllm.compat.versions import CONNECTOR
 logger = logging.getLogger("flexkv.vllm")
 
 
-def check_version(
-    allow_untested: bool, ours: type, theirs: type, version: str = vllm.__version__
-) -> None:
+def check_version(allow_untested: bool, ours: type, version: str = vllm.__version__) -> None:
     """Refuse a vLLM that is too old, or newer than tested and without a feature that FlexKV uses.
 
     Args:
-        allow_untested: the setting `allow_untested_engine`.
         ours: FlexKV's class that vLLM calls.
-        theirs: vLLM's class whose calls it answers.
         version: vLLM's own version string. A development build without a number (0.0.0 or
             "dev") is taken for too old.
 
@@ -45,9 +41,9 @@ def check_version(
         EngineVersionError: names the version, what is missing, the range, and how to override.
     """
     age = CONNECTOR.age(version)
-    if allow_untested or age is Age.TESTED:
+    if age is Age.TESTED or (allow_untested and fences_get_through()):
         return
-    missing = missing_features(ours, theirs) if age is Age.NEWER else []
+    missing = missing_features(ours) if age is Age.NEWER else []
     if age is Age.NEWER and not missing:
         return
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
@@ -131,10 +127,3 @@ def reports_sleep() -> bool:
 def tells_states() -> bool:
     """Whether vLLM reports the block of each recurrent state to a connector: from 0.32 on."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-
-
-def transfer_results(
-    sent: set[str] | None, received: set[str] | None, failed: set[str]
-) -> base.KVConnectorTransferResults:
-    """The transfers that a worker has ended, in the form of vLLM 0.30 and newer."""
-    return base.KVConnectorTransferResults(sent or set(), received or set(), failed)

@@ -29,7 +29,6 @@ FIELDS = {
     ("vllm.v1.request", "Request"): (
         "all_token_ids",
         "block_hashes",
-        "is_finished",
         "kv_transfer_params",
         "lora_request",
         "num_computed_tokens",
@@ -39,20 +38,15 @@ FIELDS = {
         "skip_reading_prefix_cache",
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
-    ("vllm.v1.core.block_pool", "BlockPool"): ("blocks", "cached_block_hash_to_block"),
-    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
-        "kv_cache_groups",
-        "num_blocks",
-    ),
+    ("vllm.v1.core.block_pool", "BlockPool"): ("cached_block_hash_to_block",),
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): ("kv_cache_groups",),
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): ("kv_cache_spec", "layer_names"),
 }
 """Fields that the adapter reads, by module and class."""
 
 CALLS = {
     ("vllm.v1.core.block_pool", "BlockPool.evict_blocks"): 1,
-    ("vllm.v1.core.block_pool", "BlockPool.free_blocks"): 1,
     ("vllm.v1.core.block_pool", "BlockPool.get_cached_block"): 2,
-    ("vllm.v1.core.block_pool", "BlockPool.touch"): 1,
     ("vllm.v1.engine.core", "EngineCore.collective_rpc"): 1,
     ("vllm.distributed.parallel_state", "get_pp_group"): 0,
     ("vllm.distributed.parallel_state", "get_tp_group"): 0,
@@ -65,15 +59,10 @@ _CALLED_IF_KNOWN = frozenset({"unregister_kv_caches", "restore_kv_caches"})
 """Methods of the connector that FlexKV can do without: `reports_sleep`."""
 
 
-def missing_features(ours: type, theirs: type) -> list[str]:
-    """Features that the adapter uses and the installed vLLM lacks, or has with another signature;
-    empty if vLLM has all.
-
-    Args:
-        ours: FlexKV's class that vLLM calls.
-        theirs: vLLM's class, or protocol, whose calls it answers.
-    """
-    return [*_missing_fields(), *_misfit_calls(), *_misfit_methods(ours, theirs)]
+def missing_features(ours: type) -> list[str]:
+    """Features that FlexKV uses and the installed vLLM lacks, or has with another signature; empty
+    if vLLM has all. `ours` is FlexKV's class, whose base class in vLLM says what vLLM calls."""
+    return [*_missing_fields(), *_misfit_calls(), *_misfit_methods(ours)]
 
 
 def _missing_fields() -> Iterator[str]:
@@ -107,12 +96,13 @@ def _misfit_calls() -> Iterator[str]:
             yield f"{module}.{name} with {count} arguments ({error})"
 
 
-def _misfit_methods(ours: type, theirs: type) -> Iterator[str]:
-    """Methods of `ours` that do not accept vLLM's calls of `theirs`."""
+def _misfit_methods(ours: type) -> Iterator[str]:
+    """Methods of `ours` that do not accept vLLM's calls of its base class."""
     abstract: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
     yield from (f"an answer to {name}" for name in sorted(abstract))
     own = [each for each in ours.__mro__ if each.__module__.startswith("flexkv_vllm.")]
-    bases = [each for each in (*ours.__mro__, *theirs.__mro__) if each not in own]
+    bases = [each for each in ours.__mro__ if each not in own]
+    theirs = bases[0]
     for name, answer in chain.from_iterable(vars(each).items() for each in own):
         if name.startswith("_") or not inspect.isfunction(answer):
             continue

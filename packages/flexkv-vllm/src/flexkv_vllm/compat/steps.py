@@ -7,27 +7,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep
 
-_NAME_NO_BLOCKS = {
-    "num_scheduled_tokens",
-    "total_num_scheduled_tokens",
-    "scheduled_spec_decode_tokens",
-    "scheduled_encoder_inputs",
-    "scheduled_encoder_input_stats",
-    "num_common_prefix_blocks",
-    "finished_req_ids",
-    "free_encoder_mm_hashes",
-    "preempted_req_ids",
-    "has_structured_output_requests",
-    "pending_structured_output_tokens",
-    "num_invalid_spec_tokens",
-    "kv_connector_metadata",
-    "has_sync_kv_loads",
-    "aux_output_connector_metadata",
-    "ec_connector_metadata",
-    "ec_manager_metadata",
-    "kv_connector_block_state",
-    "num_spec_tokens_to_schedule",
-}
+_NAMES_OF_NO_BLOCKS = """
+    num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens
+    scheduled_encoder_inputs scheduled_encoder_input_stats num_common_prefix_blocks finished_req_ids
+    free_encoder_mm_hashes preempted_req_ids has_structured_output_requests
+    pending_structured_output_tokens num_invalid_spec_tokens kv_connector_metadata
+    has_sync_kv_loads aux_output_connector_metadata ec_connector_metadata ec_manager_metadata
+    kv_connector_block_state num_spec_tokens_to_schedule
+"""
+_NAME_NO_BLOCKS = frozenset(_NAMES_OF_NO_BLOCKS.split())
 """Fields of `SchedulerOutput` that make workers use no further blocks."""
 
 _NAME_BLOCKS = {

@@ -7,11 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent, OffloadKey
+from vllm.v1.kv_offload.base import Medium as EventMedium
 
 from flexkv.client import CacheClient
 from flexkv.engine.key_epoch import KeyEpoch
 from flexkv.types.changes import Medium
-from flexkv_vllm.compat.offloading import EVENT_MEDIA
+from flexkv_vllm.compat.events import MEDIA
+
+EVENT_MEDIA = {medium: EventMedium(name) for medium, name in MEDIA.items()}
+"""The names of media in offloading events."""
 
 _BLOCKS_PER_CALL = 2048
 """The most blocks of an earlier epoch whose removal one call reports: some milliseconds of work, as
@@ -25,7 +29,6 @@ class OffloadedBlocks:
     Args:
         cache: the cache of the engine; watched from now on. The first calls of `take` report the
             blocks that its disks hold already.
-        epoch: of its keys.
     """
 
     def __init__(self, cache: CacheClient, epoch: KeyEpoch) -> None:

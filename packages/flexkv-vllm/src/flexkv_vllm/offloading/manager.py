@@ -68,12 +68,10 @@ class FlexKVOffloadingManager(OffloadingManager):
     those of a shared cache are held.
 
     Args:
-        cache: the cache of the engine; owned.
+        cache: owned.
         unmap: closes the session with the arena; called once the cache is closed.
-        boundary: catches errors.
-        settings: settings of the engine, which metrics show, too.
+        settings: metrics show them, too.
         groups: number of vLLM's KV cache groups.
-        fingerprint: of the blocks.
         shares: whether other engines may find blocks of this one.
         events: whether KV events are on.
     """
@@ -117,10 +115,9 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     # Requests.
 
-    @answers(lambda *_: RequestOffloadingContext(), "it is begun when it is looked up")
+    @answers(lambda *_, **__: RequestOffloadingContext(), "it is begun when it is looked up")
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        with self._boundary.guard("beginning a request", "it is begun when it is looked up"):
-            self._request(req_context)
+        self._request(req_context)
         return RequestOffloadingContext()
 
     @answers(always(None), "its blocks may leave sooner")
@@ -169,7 +166,7 @@ class FlexKVOffloadingManager(OffloadingManager):
         # One block a call, as above.
         return load_source(self._requests.get(req_context.req_id), key)
 
-    @answers(lambda *_: ArenaBlocks(), _ENDS)
+    @answers(lambda *_, **__: ArenaBlocks(), _ENDS)
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         for _ in range(2):
             with self._boundary.guard("ordering a load", _ENDS):
@@ -182,7 +179,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     # Stores.
 
-    @answers(lambda *_: _nothing_to_store(), "the blocks are not cached")
+    @answers(lambda *_, **__: _nothing_to_store(), "the blocks are not cached")
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
@@ -190,9 +187,7 @@ class FlexKVOffloadingManager(OffloadingManager):
 
         Never returns None, which would ask vLLM to offer the blocks again in the next step.
         """
-        with self._boundary.guard("reserving blocks", "they are not cached"):
-            return self._order_store(keys, req_context.req_id)
-        return _nothing_to_store()
+        return self._order_store(keys, req_context.req_id)
 
     @answers(always(None), "transfers that ended are seen later")
     def complete_store(
@@ -232,19 +227,15 @@ class FlexKVOffloadingManager(OffloadingManager):
 
     @answers(always(()), "they are reported later, or lost")
     def take_events(self) -> Iterable[Any]:
-        if self._events is not None:
-            with self._boundary.guard("reporting events", "they are reported later, or lost"):
-                return self._events.take()
-        return ()
+        return () if self._events is None else self._events.take()
 
     @answers(always(None), "the counts come later, or are lost")
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._is_off:
             self._figures.turned_off()
         if self._figures.is_due(busy=False) or self._boundary.failures:
-            with self._boundary.guard("counting", "the counts come later, or are lost"):
-                settings, self._untold_settings = self._untold_settings, None
-                return connector_stats(self._figures.take(), settings)
+            settings, self._untold_settings = self._untold_settings, None
+            return connector_stats(self._figures.take(), settings)
         return None
 
     @answers(always(None), "the kernel cleans up when the process ends")
@@ -254,12 +245,11 @@ class FlexKVOffloadingManager(OffloadingManager):
             return
         self._closed = True
         self._shut.set()
-        with self._boundary.guard("shutdown", "the kernel cleans up when the process ends"):
-            self._figures.close()
-            unused = self._cache.close()
-            log_totals(self._cache, self._boundary)
-            if unused:
-                self._unmap()
+        self._figures.close()
+        unused = self._cache.close()
+        log_totals(self._cache, self._boundary)
+        if unused:
+            self._unmap()
 
     # Behind the guards.
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     OffloadKey,
     ReqContext,
@@ -22,8 +23,8 @@ from flexkv.eviction import RequestContext
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
 from flexkv_vllm.compat.core import hit_source
-from flexkv_vllm.compat.offloading import may_load_from
 from flexkv_vllm.compat.patches import keys_of
+from flexkv_vllm.offloading.events import EVENT_MEDIA
 
 _OPTIONS = ("load", "store", "max_store_tokens", "priority")
 """Parameters of requests that FlexKV follows here. Pins and retention need the cache salt, which
@@ -48,13 +49,7 @@ class OffloadedRequest:
     """One request. vLLM looks up its blocks again in every step until it acts. Each block is
     fetched once: a block that does not arrive is a miss until the request runs.
 
-    Args:
-        context: vLLM's description of the request, which names its blocks.
-        options: the user's options.
-        info: of the cache.
-
     Attributes:
-        context, options: as given.
         from_host: whether blocks in host memory may be loaded for it.
         answers: results of this step's lookups; those of all its blocks, once one is looked up.
         asked: the blocks that vLLM has looked up in this step, in order.
@@ -237,6 +232,13 @@ class RequestMaker(OptionsReader):
         hints = EngineHints(envelope=getattr(context, "kv_hints", None))
         options = self.read(context.req_id, context.kv_transfer_params, hints)
         return OffloadedRequest(context, options, self._info)
+
+
+def may_load_from(context: ReqContext, medium: Medium) -> bool:
+    """Whether the user allows loads from there for a request (`kv_load_tiers`)."""
+    locality = Locality.REMOTE if medium.is_shared else Locality.LOCAL
+    allowed: bool = context.load_tier_filter.allows(EVENT_MEDIA[medium], locality)
+    return allowed
 
 
 def load_source(request: OffloadedRequest | None, key: bytes) -> Any:

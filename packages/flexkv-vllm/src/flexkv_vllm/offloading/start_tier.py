@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
 from flexkv.host.arena import ArenaSpec
@@ -20,7 +19,7 @@ from flexkv.tiers.base import AnyTier, QueriedTier
 from flexkv_vllm.compat.core import check_version, warn_if_newer
 from flexkv_vllm.compat.patches import config_of_maker
 from flexkv_vllm.identity import model_identity, shares_blocks
-from flexkv_vllm.offloading.pages import is_durable
+from flexkv_vllm.offloading.start import is_durable
 
 _NAME = "secondary_tiers"
 _VLLMS = "vLLM keeps the blocks in host memory, and decides what is loaded"
@@ -45,7 +44,6 @@ def open_below(
     """Open the tiers that the settings name, for blocks of the size of vLLM's in its memory.
 
     Args:
-        config: vLLM's configuration of offloading.
         settings: FlexKV's settings, as they stand in `secondary_tiers`.
         view: vLLM's memory, a row for each block; registered with the tiers.
         tier: FlexKV's class that vLLM calls.
@@ -56,7 +54,7 @@ def open_below(
     """
     ours = load_config(settings, _NAME)
     configure_logging(ours)
-    check_version(ours.allow_untested_engine, tier, SecondaryTierManager)
+    check_version(ours.allow_untested_engine, tier)
     warn_if_newer()
     if not ours.enable:
         return []

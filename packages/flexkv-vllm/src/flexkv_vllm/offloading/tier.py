@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +35,12 @@ _PAUSE_SECONDS = 0.001
 
 @dataclass(slots=True)
 class _Question:
-    """Which store has a block: the first that has answered so, None so far; how many have not
-    answered yet; and when the request no longer waits for them, as time.monotonic()."""
+    """Which of some blocks stores have, each by the first store that has answered so; how many have
+    not answered yet; and when the request no longer waits for them, as time.monotonic()."""
 
     left: int = 0
     until: float = 0.0
-    tier: int | None = None
+    tiers: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -70,7 +69,6 @@ class FlexKVTier(SecondaryTierManager):
     that hangs holds the requests whose blocks it is reading.
 
     Args:
-        offloading_spec, primary_kv_view, tier_type, backpressure_detector: see vLLM.
         settings: FlexKV's settings, as they stand in `secondary_tiers`.
 
     Raises:
@@ -96,7 +94,7 @@ class FlexKVTier(SecondaryTierManager):
         self._requests: dict[str, _Request] = {}
         self._answers: dict[bytes, LookupResult] = {}  # of this step
         self._jobs: dict[tuple[int, int], tuple[_Job, Sequence[OffloadKey]]] = {}
-        self._questions: dict[tuple[int, int], Sequence[_Question]] = {}
+        self._questions: dict[tuple[int, int], tuple[_Question, Sequence[bytes]]] = {}
         self._done: dict[int, JobResult] = {}
         self._lost_some = False
         self._weights = WeightWatch(self._weights_changed)
@@ -136,7 +134,7 @@ class FlexKVTier(SecondaryTierManager):
             question = request.asked.get(key)
             if key in request.unread:
                 yield LookupResult.MISS
-            elif on_disk or (question is not None and question.tier is not None):
+            elif on_disk or (question is not None and key in question.tiers):
                 yield LookupResult.HIT
             elif question is None and stores:
                 request.wanted.append(key)
@@ -160,17 +158,16 @@ class FlexKVTier(SecondaryTierManager):
                 self._query(request, wanted)
 
     def _query(self, request: _Request, keys: Sequence[bytes]) -> None:
-        questions = [_Question() for _ in keys]
-        request.asked.update(zip(keys, questions, strict=True))
+        question = _Question()
+        request.asked.update(dict.fromkeys(keys, question))
         for number, tier in enumerate(self._tiers):
             if isinstance(tier, QueriedTier) and tier.readable:
                 with self._boundary.guard("querying a store", "it counts as having nothing"):
                     until = time.monotonic() + tier.question_seconds
                     ticket = tier.query((), self._own(keys))
-                    self._questions[number, ticket] = questions
-                    for question in questions:
-                        question.left += 1
-                        question.until = max(question.until, until)
+                    self._questions[number, ticket] = question, keys
+                    question.left += 1
+                    question.until = max(question.until, until)
 
     # Jobs.
 
@@ -192,7 +189,7 @@ class FlexKVTier(SecondaryTierManager):
         parts: dict[int, list[int]] = {}
         for number, tier in enumerate(self._tiers):
             if isinstance(tier, QueriedTier):
-                has = [key in asked and asked[key].tier == number for key in keys]
+                has = [key in asked and asked[key].tiers.get(key) == number for key in keys]
             else:
                 has = tier.contains(self._own(keys))
             taken = {at for part in parts.values() for at in part}
@@ -272,11 +269,11 @@ class FlexKVTier(SecondaryTierManager):
                 self._take_answer(number, answer.ticket, answer.has)
 
     def _take_answer(self, number: int, ticket: int, has: Sequence[bool] | None) -> None:
-        questions = self._questions.pop((number, ticket), ())
-        for question, there in zip(questions, has or itertools.repeat(False), strict=False):
-            question.left -= 1
-            if there and question.tier is None:
-                question.tier = number
+        question, keys = self._questions.pop((number, ticket), (_Question(), ()))
+        question.left -= 1
+        for key, there in zip(keys, has or (), strict=False):
+            if there:
+                question.tiers.setdefault(key, number)
 
     def _end_lost(self) -> bool:
         """After an error that may have lost a result: end all jobs as failed, once no tier borrows

@@ -47,9 +47,7 @@ class Job:
     """A job of vLLM's under way.
 
     Attributes:
-        direction: LOAD or STORE.
-        pages: vLLM's end of it.
-        blocks: FlexKV's end.
+        pages, blocks: vLLM's end of it, and FlexKV's.
         tries: how often its copies may begin again, after they have failed.
         copies: the movers' tickets, one for each group that has blocks.
         size: bytes to copy.
@@ -73,9 +71,6 @@ class FlexKVOffloadingWorker(OffloadingWorker):
     Args:
         session: with the arena; owned, closed after the movers.
         groups: one entry for each KV cache group.
-        rank: this rank.
-        device: the device of the pages.
-        boundary: catches errors of single jobs.
     """
 
     def __init__(
@@ -155,14 +150,14 @@ class FlexKVOffloadingWorker(OffloadingWorker):
         self._end_copies()
 
     @answers(always(None), "copies end, now and for good")
-    def suspend(self) -> None:
+    def unregister_kv_caches(self) -> None:
         """vLLM is about to unmap its KV pages. Returns once no copy touches them; jobs that vLLM
-        submits until `resume` fail."""
+        submits until `restore_kv_caches` fail."""
         self._suspended = True
         self.wait(set(self._jobs))
 
     @answers(always(None), "nothing is loaded or stored")
-    def resume(self) -> None:
+    def restore_kv_caches(self) -> None:
         """vLLM has mapped its KV pages again."""
         self._suspended = False
 

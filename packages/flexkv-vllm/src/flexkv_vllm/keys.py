@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a prompt that is no request, for operators that ask where its blocks are."""
+"""The keys of a prompt's blocks: vLLM's hash of the tokens up to each block's end, and the stamp of
+the LoRA adapter, whose weights the hash does not contain."""
 
 from __future__ import annotations
 
+import functools
+import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -12,21 +18,66 @@ from vllm.v1.request import Request
 
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.keys import BlockKeys
+from flexkv.engine.weights import adapter_stamps, digest
 from flexkv.operators.engine_door import PART_BLOCKS
 from flexkv.operators.verbs import PromptQuestion
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+_loads: Counter[tuple[str, str]] = Counter()
+"""Loads of LoRA adapters after the first, by name and path."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _stamp(name: str, path: str, load: int) -> bytes:
+    """The stamp of an adapter's files as they are at the first call for a load."""
+    # Without local files, FlexKV cannot know whether the next process has the same weights.
+    known = adapter_stamps(Path(path)) or [secrets.token_hex()]
+    return bytes.fromhex(digest([name, path, *known]))
+
+
+def adapter_stamp(adapter: LoRARequest) -> bytes:
+    """16 bytes to append to a key, which distinguish adapters of the same name and path.
+
+    vLLM's hashes contain only name and path. After a restart, they may stand for other weights.
+    """
+    name, path = adapter.lora_name, adapter.lora_path
+    return _stamp(name, path, _loads[name, path])
+
+
+def adapter_loaded(adapter: LoRARequest) -> bool:
+    """Note that vLLM has loaded an adapter, perhaps in place of another one of its name and path.
+    Returns whether it may have other weights than before. vLLM's hashes do not show that.
+
+    Raises:
+        OSError: a file cannot be examined.
+    """
+    before = adapter_stamp(adapter)
+    if Path(adapter.lora_path).exists() or getattr(adapter, "load_inplace", False):
+        _loads[adapter.lora_name, adapter.lora_path] += 1
+    return adapter_stamp(adapter) != before
+
+
+def request_stamp(request: Request) -> bytes:
+    """The stamp of the request's LoRA adapter; empty if it has none."""
+    adapter = request.lora_request
+    return b"" if adapter is None else adapter_stamp(adapter)
+
+
+def block_keys(groups: Groups) -> BlockKeys:
+    """What makes the keys of requests' blocks."""
+    return BlockKeys(groups, request_stamp)
+
 
 class VllmPromptKeys:
-    """See `flexkv.operators.engine_door.PromptKeys`. The blocks of a prompt are those of the group
-    that reaches furthest back; of others, a hit needs the last blocks only.
+    """The keys of a prompt that is no request, for operators that ask where its blocks are; see
+    `flexkv.operators.engine_door.PromptKeys`. The blocks of a prompt are those of the group that
+    reaches furthest back; of others, a hit needs the last blocks only.
 
     Args:
         algorithm: name of vLLM's hash function.
-        groups: of its model.
         keys: makes the keys of its requests.
-
-    Attributes:
-        block_tokens: tokens of a block.
     """
 
     def __init__(self, algorithm: str, groups: Groups, keys: BlockKeys) -> None:

@@ -3,15 +3,12 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm.v1.kv_offload.base", reason="this vLLM has no offloading specs")
+pytest.importorskip("offloading_release")
 
 from vllm.v1.kv_offload import base
 
 from flexkv.types.changes import Medium
-from flexkv_vllm.compat.offloading import may_load_from
-
-if not hasattr(base, "TierFilter"):
-    pytest.skip("this vLLM has no filters of tiers", allow_module_level=True)
+from flexkv_vllm.offloading.request import may_load_from
 
 
 @pytest.mark.parametrize(

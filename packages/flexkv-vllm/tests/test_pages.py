@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv_vllm.stages import Stages
+from flexkv_vllm.pages import Stages
 
 
 @pytest.mark.parametrize("split", ["3,3,3", "1,5,3", "2,2,5"])
