@@ -27,8 +27,8 @@ from flexkv.operators.ask_door import AskError
 from flexkv.operators.ask_door import ask as question
 from flexkv.operators.door import listen_at
 from flexkv.operators.verbs import PromptQuestion
+from flexkv.service import endpoints
 from flexkv.service import messages as wire
-from flexkv.service import operators
 from flexkv.service.ask import (
     clear_pools,
     find_prompt,
@@ -173,7 +173,7 @@ def test_a_port_that_nobody_asks_is_closed_at_once(monkeypatch: pytest.MonkeyPat
 def test_a_loop_that_does_not_answer_is_no_health(
     port: int, make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "_LOOP_SECONDS", 0.05)
+    monkeypatch.setattr(endpoints, "_LOOP_SECONDS", 0.05)
     service = make_service()
     service.stop()
     status, text = ask(port, "GET", "/health")

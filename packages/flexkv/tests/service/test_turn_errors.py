@@ -82,7 +82,7 @@ def test_a_pool_that_cannot_be_polled_stops_nothing(
     [
         "lobby.Lobby.serve",
         "pool.PoolMaker.drain",
-        "operators.Operators.serve",
+        "endpoints.Operators.serve",
         "pool.SharedPool.poll",
         "pool.SharedPool.busy",
         "attached.AttachedEngine.is_gone",

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv.operators.ask_door import AskError
@@ -127,20 +127,13 @@ def find_folders(given: Sequence[str], leftovers: bool = False) -> Found:
     for root in silent:
         problem = f"has not answered for {ANSWER_SECONDS:g} s: {HANGS}"
         print(f"{root!r} from {source} {problem}", file=sys.stderr)
-    answering = [root for root in looks if root in answers]
-    found = _folders_of(answers[root] for root in answering)
-    if answering and not found:
-        raise _refused(";".join(answering), source, "holds no cache of FlexKV")
-    return Found(found, silent)
+    return Found(_all_of(answers, source), silent)
 
 
 def cache_folders(given: str) -> list[str]:
     """As `find_folders` for one DIR, without a time limit."""
     roots, source = _roots([given])
-    found = _folders_of(_look(root, source, False) for root in roots)
-    if not found:
-        raise _refused(";".join(roots), source, "holds no cache of FlexKV")
-    return found
+    return _all_of({root: _look(root, source, False) for root in roots}, source)
 
 
 def read_settings() -> CacheConfig:
@@ -162,32 +155,28 @@ def default_root() -> str:
     return config.service or config.session_root
 
 
-def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
-    """FlexKV's folders in a directory, or why it cannot be used."""
+def _look(root: str, source: str, leftovers: bool) -> list[str]:
+    """FlexKV's folders in a directory. Raises DiskError if it cannot be used."""
     if not root:  # as of an empty variable; it does not mean the current directory
-        return _refused(root, source, "is empty")
+        raise _refused(root, source, "is empty")
     path = os.path.abspath(root)
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return _refused(root, source, "does not exist")
+        raise _refused(root, source, "does not exist") from None
     except OSError as error:
-        return _refused(root, source, f"cannot be read ({error.strerror})")
+        raise _refused(root, source, f"cannot be read ({error.strerror})") from None
     if not stat.S_ISDIR(mode):
-        return _refused(root, source, "is not a directory")
-    try:
-        return folders_below(path, leftovers)
-    except DiskError as error:
-        return error
+        raise _refused(root, source, "is not a directory")
+    return folders_below(path, leftovers)
 
 
-def _folders_of(looks: Iterable[list[str] | DiskError]) -> list[str]:
-    found: list[str] = []
-    for look in looks:
-        if isinstance(look, DiskError):
-            raise look
-        found += look
-    return list(dict.fromkeys(found))
+def _all_of(found: Mapping[str, Sequence[str]], source: str) -> list[str]:
+    """The folders of all directories, each once. Raises DiskError if no directory has one."""
+    folders = list(dict.fromkeys(itertools.chain.from_iterable(found.values())))
+    if found and not folders:
+        raise _refused(";".join(found), source, "holds no cache of FlexKV")
+    return folders
 
 
 def _split(given: Sequence[str]) -> list[str]:

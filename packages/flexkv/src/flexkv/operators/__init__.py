@@ -3,5 +3,5 @@
 on a port for those who know a token.
 
 `verbs` is the table of calls with their questions and answers, `door` answers, `ask_door` asks.
-`engine_door` opens the doors of an engine; `flexkv.service.operators` those of a service.
+`engine_door` opens the doors of an engine; `flexkv.service.endpoints` those of a service.
 """

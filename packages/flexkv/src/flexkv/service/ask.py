@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a service that runs, as an operator; see `flexkv.service.operators`."""
+"""Asks a service that runs, as an operator; see `flexkv.service.endpoints`."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine, Process
+from flexkv.service.endpoints import Operators
 from flexkv.service.lobby import Lobby, Newcomer, RefusalError
-from flexkv.service.operators import Operators
 from flexkv.service.page import MOST_ENGINES
 from flexkv.service.pool import Made, PoolMaker, PoolMemory, SharedPool, slot_bytes_of
 from flexkv.service.pool_sizes import NoRoomError, PoolFile, PoolSizes, sizes_of_settings
