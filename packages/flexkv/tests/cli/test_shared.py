@@ -13,12 +13,15 @@ FINGERPRINT = "fe" * 16
 CONFIG = CacheConfig(mooncake_master="127.0.0.1:9", mooncake_metadata="http://127.0.0.1:9/metadata")
 
 
-def test_the_fingerprints_of_mooncake_are_those_of_the_folders() -> None:
+def test_the_fingerprints_of_mooncake_are_those_of_the_folders(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folders = [f"/kv/{FINGERPRINT}", f"/kv/{FINGERPRINT}-1", "/kv/a folder that was renamed"]
     found = shared_blocks(CONFIG, None, lambda: folders)
     assert [(each.store, each.fingerprint) for each in found] == [
         (CONFIG.mooncake_master, FINGERPRINT)
     ]
+    assert "those of removed cache directories are left out" in capsys.readouterr().err
 
 
 def test_folders_that_were_renamed_name_no_fingerprint() -> None:

@@ -243,11 +243,15 @@ def shared_blocks(
     blocks = []
     for store, names in listed.items():
         address, own = str(store.address(config)), known if names is None else names
-        if not own and names is None:
-            raise ConfigError(
-                f"NAME is 'all' on the command line, and {store.medium.value} at {address} does "
-                "not list fingerprints; allowed: one that an engine logs when it starts"
-            )
+        if names is None:
+            lists_none = f"{store.medium.value} at {address} does not list fingerprints"
+            if not own:
+                raise ConfigError(
+                    f"NAME is 'all' on the command line, and {lists_none}; allowed: one that an "
+                    "engine logs when it starts"
+                )
+            removed = "those of removed cache directories are left out; clear them by their names"
+            print(f"{lists_none}: {removed}", file=sys.stderr)
         records = store.records(config, own)
         blocks += [SharedBlocks(address, *each) for each in zip(own, records, strict=True)]
     return blocks
