@@ -207,8 +207,8 @@ _BROKEN_FIELDS: tuple[dict[str, object], ...] = (
     {"choices": [3]},
     {"choices": 4},
     {"samples": [{}]},
-    {"choices": [{"direction": "LOAD", "mode": "AUTO", "run_bytes": 1, "slot_run_bytes": 1}]},
-    {"choices": [{"direction": "LOAD", "mode": "TMA", "run_bytes": -1, "slot_run_bytes": 1}]},
+    {"choices": [{"direction": 0, "mode": 0, "run_bytes": 1, "slot_run_bytes": 1}]},
+    {"choices": [{"direction": 0, "mode": 3, "run_bytes": -1, "slot_run_bytes": 1}]},
 )
 
 

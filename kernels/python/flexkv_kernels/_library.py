@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import (
     POINTER,
     c_char,
@@ -25,6 +25,7 @@ from ctypes import (
 from ctypes import c_void_p as address
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ABI_VERSION = 13
 """The ``FKV_ABI_VERSION`` these declarations were written for."""
@@ -114,6 +115,71 @@ class CudaDeviceStruct(ctypes.Structure):
     )
 
 
+_MESSAGE = (c_char_p, c_size_t)
+"""A buffer for a message, and its size."""
+_HOLD = (c_int, address, c_int64, c_uint64, c_int64, *_MESSAGE)
+
+_WAITING: Mapping[str, Sequence[Any]] = {
+    "fkv_cpu_mover_create": (address, POINTER(LayoutStruct), POINTER(CpuOptionsStruct), *_MESSAGE),
+    "fkv_mover_wait": (c_int, address, c_int64, c_int64),
+    "fkv_mover_hold": _HOLD,
+    "fkv_mover_close": (None, address),
+    "fkv_mover_destroy": (None, address),
+    "fkv_mover_error": (c_int, address, *_MESSAGE),
+    "fkv_bench_memcpy": (c_int, address, address, c_uint64, c_uint32, c_uint32, POINTER(c_double)),
+    "fkv_cuda_devices": (c_int, c_char_p, *_MESSAGE),
+    "fkv_cuda_describe": (c_int, c_char_p, c_int32, POINTER(CudaDeviceStruct), *_MESSAGE),
+    "fkv_cuda_mover_create": (
+        address,
+        POINTER(LayoutStruct),
+        POINTER(CudaOptionsStruct),
+        *_MESSAGE,
+    ),
+    "fkv_cuda_mover_force": (c_int, address, c_uint32, c_uint32, c_uint64, *_MESSAGE),
+    "fkv_cuda_mover_ring_bytes": (c_uint64, address),
+    "fkv_cuda_alloc": (c_uint64, c_char_p, c_int32, c_uint64, *_MESSAGE),
+    "fkv_cuda_free": (None, c_uint64),
+}
+"""The functions that are called through `Library.waiting`: the type of the result, and those of the
+arguments."""
+
+_BRIEF: Mapping[str, Sequence[Any]] = {
+    "fkv_cpu_kernels": (c_char_p,),
+    "fkv_mover_block_bytes": (c_uint64, address),
+    "fkv_mover_submit": (
+        c_int64,
+        address,
+        c_int,
+        address,
+        address,
+        c_uint64,
+        c_uint32,
+        c_uint32,
+        c_uint64,
+        c_int64,
+        address,
+        *_MESSAGE,
+    ),
+    "fkv_mover_mark": (c_int64, address, c_uint64, *_MESSAGE),
+    "fkv_mover_path_bytes": (None, address, POINTER(c_uint64)),
+    "fkv_mover_poll": (c_int, address, c_int64),
+    "fkv_mover_copy_ns": (c_int64, address, c_int64),
+    "fkv_mover_hold": _HOLD,
+    "fkv_hazard_policy_type": (py_object,),
+    "fkv_block_index_type": (py_object, py_object),
+    "fkv_block_index_bytes": (c_uint64, c_uint64),
+    "fkv_index_reader_type": (py_object,),
+    "fkv_slot_index_type": (py_object,),
+    "fkv_key_set_bytes": (c_uint64, c_uint64),
+    "fkv_key_set_type": (py_object,),
+    "fkv_packed_keys_type": (py_object,),
+    "fkv_block_uses_type": (py_object,),
+    "fkv_fill_calendar_type": (py_object,),
+    "fkv_extend_tables": (py_object,),
+}
+"""The same for `Library.brief`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Library:
     """The shared object, loaded twice. Calls through ``waiting`` release the GIL; calls through
@@ -131,11 +197,8 @@ def library_name() -> str:
 
 
 def find(directories: Sequence[str]) -> Path:
-    """Path of the shared object in the first of ``directories`` that has it.
-
-    Raises:
-        ImportError: no directory has it.
-    """
+    """Path of the shared object in the first of ``directories`` that has it. Raises ImportError if
+    no directory has it."""
     for directory in directories:
         path = Path(directory) / library_name()
         if path.is_file():
@@ -148,14 +211,12 @@ def find(directories: Sequence[str]) -> Path:
 
 
 def load(path: Path, abi_version: int = ABI_VERSION) -> Library:
-    """Load the shared object at ``path`` and declare its functions.
+    """Load the shared object at ``path`` and declare its functions. Raises ImportError if the file
+    cannot be loaded, or has another version.
 
     Args:
         path: path of the shared object.
         abi_version: the version that it must have.
-
-    Raises:
-        ImportError: the file cannot be loaded, or has another version.
     """
     try:
         library = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
@@ -168,124 +229,15 @@ def load(path: Path, abi_version: int = ABI_VERSION) -> Library:
             f"{path} has ABI version {version()}, this Python package needs {abi_version}:"
             " reinstall flexkv-kernels."
         )
-    _declare_waiting(library.waiting)
-    _declare_cuda(library.waiting)
-    _declare_brief(library.brief)
+    _declare(library.waiting, _WAITING)
+    _declare(library.brief, _BRIEF)
     return library
 
 
-def _declare_waiting(lib: ctypes.CDLL) -> None:
-    lib.fkv_cpu_mover_create.restype = address
-    lib.fkv_cpu_mover_create.argtypes = (
-        POINTER(LayoutStruct),
-        POINTER(CpuOptionsStruct),
-        c_char_p,
-        c_size_t,
-    )
-    lib.fkv_mover_wait.restype = c_int
-    lib.fkv_mover_wait.argtypes = (address, c_int64, c_int64)
-    _declare_hold(lib)
-    lib.fkv_mover_close.restype = None
-    lib.fkv_mover_close.argtypes = (address,)
-    lib.fkv_mover_destroy.restype = None
-    lib.fkv_mover_destroy.argtypes = (address,)
-    lib.fkv_mover_error.restype = c_int
-    lib.fkv_mover_error.argtypes = (address, c_char_p, c_size_t)
-    lib.fkv_bench_memcpy.restype = c_int
-    lib.fkv_bench_memcpy.argtypes = (
-        address,
-        address,
-        c_uint64,
-        c_uint32,
-        c_uint32,
-        POINTER(c_double),
-    )
-
-
-def _declare_cuda(lib: ctypes.CDLL) -> None:
-    lib.fkv_cuda_devices.restype = c_int
-    lib.fkv_cuda_devices.argtypes = (c_char_p, c_char_p, c_size_t)
-    lib.fkv_cuda_describe.restype = c_int
-    lib.fkv_cuda_describe.argtypes = (
-        c_char_p,
-        c_int32,
-        POINTER(CudaDeviceStruct),
-        c_char_p,
-        c_size_t,
-    )
-    lib.fkv_cuda_mover_create.restype = address
-    lib.fkv_cuda_mover_create.argtypes = (
-        POINTER(LayoutStruct),
-        POINTER(CudaOptionsStruct),
-        c_char_p,
-        c_size_t,
-    )
-    lib.fkv_cuda_mover_force.restype = c_int
-    lib.fkv_cuda_mover_force.argtypes = (address, c_uint32, c_uint32, c_uint64, c_char_p, c_size_t)
-    lib.fkv_cuda_mover_ring_bytes.restype = c_uint64
-    lib.fkv_cuda_mover_ring_bytes.argtypes = (address,)
-    lib.fkv_cuda_alloc.restype = c_uint64
-    lib.fkv_cuda_alloc.argtypes = (c_char_p, c_int32, c_uint64, c_char_p, c_size_t)
-    lib.fkv_cuda_free.restype = None
-    lib.fkv_cuda_free.argtypes = (c_uint64,)
-
-
-def _declare_brief(lib: ctypes.PyDLL) -> None:
-    lib.fkv_cpu_kernels.restype = c_char_p
-    lib.fkv_cpu_kernels.argtypes = ()
-    lib.fkv_mover_block_bytes.restype = c_uint64
-    lib.fkv_mover_block_bytes.argtypes = (address,)
-    lib.fkv_mover_submit.restype = c_int64
-    lib.fkv_mover_submit.argtypes = (
-        address,
-        c_int,
-        address,
-        address,
-        c_uint64,
-        c_uint32,
-        c_uint32,
-        c_uint64,
-        c_int64,
-        address,
-        c_char_p,
-        c_size_t,
-    )
-    lib.fkv_mover_mark.restype = c_int64
-    lib.fkv_mover_mark.argtypes = (address, c_uint64, c_char_p, c_size_t)
-    lib.fkv_mover_path_bytes.restype = None
-    lib.fkv_mover_path_bytes.argtypes = (address, POINTER(c_uint64))
-    lib.fkv_mover_poll.restype = c_int
-    lib.fkv_mover_poll.argtypes = (address, c_int64)
-    lib.fkv_hazard_policy_type.restype = py_object
-    lib.fkv_hazard_policy_type.argtypes = ()
-    lib.fkv_block_index_type.restype = py_object
-    lib.fkv_block_index_type.argtypes = (py_object,)
-    lib.fkv_block_index_bytes.restype = c_uint64
-    lib.fkv_block_index_bytes.argtypes = (c_uint64,)
-    lib.fkv_index_reader_type.restype = py_object
-    lib.fkv_index_reader_type.argtypes = ()
-    lib.fkv_slot_index_type.restype = py_object
-    lib.fkv_slot_index_type.argtypes = ()
-    lib.fkv_key_set_bytes.restype = c_uint64
-    lib.fkv_key_set_bytes.argtypes = (c_uint64,)
-    lib.fkv_key_set_type.restype = py_object
-    lib.fkv_key_set_type.argtypes = ()
-    lib.fkv_packed_keys_type.restype = py_object
-    lib.fkv_packed_keys_type.argtypes = ()
-    lib.fkv_block_uses_type.restype = py_object
-    lib.fkv_block_uses_type.argtypes = ()
-    lib.fkv_fill_calendar_type.restype = py_object
-    lib.fkv_fill_calendar_type.argtypes = ()
-    lib.fkv_extend_tables.restype = py_object
-    lib.fkv_extend_tables.argtypes = ()
-    lib.fkv_mover_copy_ns.restype = c_int64
-    lib.fkv_mover_copy_ns.argtypes = (address, c_int64)
-    _declare_hold(lib)
-
-
-def _declare_hold(lib: ctypes.CDLL) -> None:
-    lib.fkv_mover_hold.restype = c_int
-    lib.fkv_mover_hold.argtypes = (address, c_int64, c_uint64, c_int64, c_char_p, c_size_t)
+def _declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[Any]]) -> None:
+    for name, (result, *arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
 
 
 # The package's own search path and not __file__: an editable install keeps sources and the shared

@@ -162,16 +162,14 @@ class BlockIndex:
         """End one lease of each block, without counting a use."""
 
     def reserve(self, key: bytes, after: bytes | None, tenant: int = NO_TENANT, /) -> Block | None:
-        """Give `key` a slot to write, and evict a block if no slot is free.
+        """Give `key` a slot to write, and evict a block if no slot is free. Returns the block, in
+        state WRITING. None if the key has a slot already, if no slot can be had, or if `after` has
+        no slot, since no prefix would then lead to the block.
 
         Args:
             key: key of the new block.
             after: key of the block before it in the prefix; None for the first block.
             tenant: number of the tenant for whom it counts.
-
-        Returns:
-            The block, in state WRITING. None if the key has a slot already, if no slot can be had,
-            or if `after` has no slot, since no prefix would then lead to the block.
         """
 
     def reserve_all(
@@ -183,7 +181,8 @@ class BlockIndex:
         tenants: Sequence[int] | None = None,
         /,
     ) -> BlockRow:
-        """Reserve slots for blocks of one prefix, or of several prefixes in a row.
+        """Reserve slots for blocks of one prefix, or of several prefixes in a row. Returns the
+        blocks that got a slot.
 
         Args:
             keys: keys of blocks, each of which builds on the one before.
@@ -191,41 +190,25 @@ class BlockIndex:
             prefix_starts: positions of the first blocks of prefixes.
             fetched: whether a lower tier will give the bytes, for a request that has not begun.
             tenants: for each of `keys` the tenant for whom its block counts; None for no tenant.
-
-        Returns:
-            The blocks that got a slot.
         """
 
     def take_slots(self, most: int, writer: int, tenant: int | None = None, /) -> list[int]:
         """Take up to `most` slots for a writer in another process, and evict blocks for them. They
         have no block until `place` or `give_back`, and count for `tenant` until then; None for a
-        writer that stores for several.
-
-        Raises:
-            ValueError: the writer's number is not one of 1 to 255, or the tenant's is none.
-        """
+        writer that stores for several. Raises ValueError if the writer's number is not one of 1 to
+        255, or the tenant's is none."""
 
     def is_taken(self, slot: int, /) -> bool:
-        """Whether `take_slots` took this slot, and it has no block.
-
-        Raises:
-            ValueError: it is no slot of the index.
-        """
+        """Whether `take_slots` took this slot, and it has no block. Raises ValueError if it is no
+        slot of the index."""
 
     def is_taken_since_clear(self, slot: int, /) -> bool:
         """Whether `is_taken`, and there was no `clear` since the slot was taken, under an owner of
-        the memory before this one either.
-
-        Raises:
-            ValueError: it is no slot of the index.
-        """
+        the memory before this one either. Raises ValueError if it is no slot of the index."""
 
     def taken_by(self, writer: int, /) -> list[int]:
-        """The slots that are taken for a writer, in order. Takes O(all slots).
-
-        Raises:
-            ValueError: see `take_slots`.
-        """
+        """The slots that are taken for a writer, in order. Takes O(all slots). Raises ValueError as
+        `take_slots` does."""
 
     def place(
         self,
@@ -236,7 +219,9 @@ class BlockIndex:
         tenants: Sequence[int] | None = None,
         /,
     ) -> BlockRow:
-        """As `reserve_all`, for blocks whose bytes lie in slots that `take_slots` took.
+        """As `reserve_all`, for blocks whose bytes lie in slots that `take_slots` took. Returns the
+        blocks that got their slot, in state WRITING. The slots of the others stay taken. Raises
+        ValueError if a slot was not taken.
 
         Args:
             keys: keys of blocks, each of which builds on the one before.
@@ -244,35 +229,20 @@ class BlockIndex:
             prefix_starts: positions of the first blocks of prefixes.
             slots: for each of `positions` its slot.
             tenants: see `reserve_all`.
-
-        Returns:
-            The blocks that got their slot, in state WRITING. The slots of the others stay taken.
-
-        Raises:
-            ValueError: a slot was not taken.
         """
 
     def give_back(self, slots: Sequence[int], /) -> None:
-        """Free slots that `take_slots` took, and that nobody writes to any more.
-
-        Raises:
-            ValueError: a slot was not taken, or has a block.
-        """
+        """Free slots that `take_slots` took, and that nobody writes to any more. Raises ValueError
+        if a slot was not taken, or has a block."""
 
     def add_reader(self, holds: Buffer, /) -> int:
         """A reader in another process holds slots from now on, in these counters; see
-        `IndexReader`. Returns its number.
-
-        Raises:
-            ValueError: the memory has another size than a 16-bit counter for each slot.
-        """
+        `IndexReader`. Returns its number. Raises ValueError if the memory has another size than a
+        16-bit counter for each slot."""
 
     def remove_reader(self, reader: int, /) -> None:
-        """A reader has ended. What it held may be given away.
-
-        Raises:
-            ValueError: there is no such reader.
-        """
+        """A reader has ended. What it held may be given away. Raises ValueError if there is no such
+        reader."""
 
     def look_at_holds(self) -> int:
         """Look again at what readers held when it should have been evicted or given away. To be
@@ -383,27 +353,16 @@ class IndexReader(Protocol):
         """See `BlockIndex.missing`."""
 
     def lease(self, keys: Sequence[bytes], /) -> list[int] | None:
-        """Hold the blocks of `keys`, until `release`.
-
-        Returns:
-            The slot of each, whose bytes do not change meanwhile. None, and nothing is held, if one
-            of them is not ready.
-        """
+        """Hold the blocks of `keys`, until `release`. Returns the slot of each, whose bytes do not
+        change meanwhile. None, and nothing is held, if one of them is not ready."""
 
     def release(self, slots: Sequence[int], /) -> None:
-        """End one hold of each slot.
-
-        Raises:
-            ValueError: a slot is not held.
-        """
+        """End one hold of each slot. Raises ValueError if a slot is not held."""
 
     def settle(self, slots: Sequence[int], /) -> None:
         """After an error that may have lost holds: end all but one of each of these slots, which
-        may be named several times. Takes O(all slots).
-
-        Raises:
-            ValueError: a slot is none of the index.
-        """
+        may be named several times. Takes O(all slots). Raises ValueError if a slot is none of the
+        index."""
 
 class SlotIndex:
     """The index of a directory on disk; `flexkv.index.slot_index.slot_index` makes one.
@@ -493,7 +452,9 @@ class SlotIndex:
         self, key: bytes, after: bytes | None = None, behind: int | None = None, /
     ) -> int | None:
         """Reserve a slot to write the block of `key` to, which is neither ready nor being written.
-        If none is free, a block is evicted.
+        If none is free, a block is evicted. Returns the slot, in use until `release`; None if every
+        other one is in use or, without a policy, has a block that was used since the one that this
+        block builds on.
 
         Args:
             key: as above.
@@ -501,10 +462,6 @@ class SlotIndex:
                 here; None if that is unknown, or there is none.
             behind: a slot in use. The block counts as used just before the block there; if None, as
                 used now.
-
-        Returns:
-            The slot, in use until `release`; None if every other one is in use or, without a
-            policy, has a block that was used since the one that this block builds on.
         """
 
     def publish(self, slot: int, checksum: bytes, /) -> bool:
@@ -518,28 +475,21 @@ class SlotIndex:
         """The checksums that the bytes of ready slots must have."""
 
     def times(self, slots: Sequence[int], /) -> list[int]:
-        """When the blocks in these slots were stored; see `flexkv.types.ages`."""
+        """When the blocks in these slots were stored; see `flexkv.index.ages`."""
 
     def set_times(self, slots: Sequence[int], times: Sequence[int], /) -> None: ...
     def touch(self, keys: Sequence[bytes], /) -> list[int]:
         """Count the blocks of a prefix as used, also while they are written. The first block counts
-        last, so that the prefix is evicted from its end.
-
-        Returns:
-            Slots of the blocks whose records must be written again, in that order. A record is
-            written again once as many writes as half of all slots have begun since: after a
-            restart, the order of the records is the order of use. The blocks before such a block
-            are among them, so that they are not evicted before it.
-        """
+        last, so that the prefix is evicted from its end. Returns slots of the blocks whose records
+        must be written again, in that order. A record is written again once as many writes as half
+        of all slots have begun since: after a restart, the order of the records is the order of
+        use. The blocks before such a block are among them, so that they are not evicted before
+        it."""
 
     def end_uses(self, used: Sequence[int], /) -> list[int]:
         """End all uses of slots but those in `used`, each of which is one, after an error that may
-        have lost some. Takes O(slots).
-
-        Returns:
-            Slots whose blocks were being written or are forgotten, and whose records are to be
-            erased. Each stays in use until `release`.
-        """
+        have lost some. Takes O(slots). Returns slots whose blocks were being written or are
+        forgotten, and whose records are to be erased. Each stays in use until `release`."""
 
     def take_old(self, oldest: int, most: int, searched: int, /) -> list[int]:
         """Use the slots of up to `most` blocks that were stored before the time `oldest`, of the
@@ -571,11 +521,8 @@ class KeySet:
     """A set of keys. One process owns it and makes every change. The calls of others take no lock,
     make no system call, and go on while the owner hangs or after it has ended; what they meet in
     the middle of a change is absent. A call that changes the set raises TypeError in other
-    processes.
-
-    Attributes:
-        is_complete: whether a key that the set lacks is one that the tier lacks; False at first.
-    """
+    processes. `is_complete`: whether a key that the set lacks is one that the tier lacks; False at
+    first."""
 
     is_complete: bool
 
@@ -597,10 +544,7 @@ class KeySet:
 
 def pack_keys(hashes: Sequence[str], end: bytes, /) -> PackedKeys:
     """Make keys of hashes in hexadecimal digits, all of the same length, each followed by `end`.
-
-    Raises:
-        ValueError: a hash is not hexadecimal, or has another length than the first one.
-    """
+    Raises ValueError if a hash is not hexadecimal, or has another length than the first one."""
 
 def index_bytes(num_slots: int) -> int: ...
 def key_set_bytes(keys: int) -> int: ...

@@ -6,22 +6,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import platform
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from flexkv.system.directories import open_directory
-from flexkv.system.regular_files import open_regular
-from flexkv.types.mover import Direction
+from flexkv.system.regular_files import closing_fd, open_regular
 from flexkv_kernels.cuda_measure import Sample
-from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions
+from flexkv_kernels.cuda_options import CudaChoice, CudaMode, CudaOptions, Size
 
 logger = logging.getLogger("flexkv.cuda")
 
@@ -51,12 +50,19 @@ class Calibration:
     is_whole: bool = field(default=True, compare=False)
 
     def options(self, driver: str = "") -> CudaOptions:
-        """Make the options of a mover.
-
-        Args:
-            driver: path of the driver's library; "" for the system's.
-        """
+        """Make the options of a mover. `driver`: path of the driver's library; "" for the
+        system's."""
         return CudaOptions(self.mode, self.choices, ring_bytes=self.ring_bytes, driver=driver)
+
+
+class _Saved(msgspec.Struct):
+    """The content of a file."""
+
+    made_for: list[str]
+    mode: CudaMode
+    choices: tuple[CudaChoice, ...]
+    ring_bytes: Size
+    samples: tuple[Sample, ...]
 
 
 class CalibrationFile:
@@ -84,33 +90,23 @@ class CalibrationFile:
         try:
             with self._opened() as folder:
                 file = open_regular(folder, self._name, os.O_RDONLY)
-                with open(file, encoding="utf-8") as text:
-                    document = json.load(text)
-            if document["made_for"] != self._made_for:
-                return None
-            return Calibration(
-                CudaMode[document["mode"]],
-                tuple(_choice(entry) for entry in document["choices"]),
-                _size(document["ring_bytes"]),
-                tuple(Sample(**_enums(entry)) for entry in document["samples"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                with open(file, "rb") as content:
+                    saved = msgspec.json.decode(content.read(), type=_Saved)
+        except (OSError, ValueError, RecursionError):
             return None
+        is_broken = any(choice.mode is CudaMode.AUTO for choice in saved.choices)
+        if saved.made_for != self._made_for or is_broken:
+            return None
+        return Calibration(saved.mode, saved.choices, saved.ring_bytes, saved.samples)
 
     def write(self, found: Calibration) -> None:
         """Write the file so that readers see all of it or none. Failures are ignored."""
-        document = {
-            "made_for": self._made_for,
-            "mode": found.mode.name,
-            "choices": [_names(choice) for choice in found.choices],
-            "ring_bytes": found.ring_bytes,
-            "samples": [_names(sample) for sample in found.samples],
-        }
+        saved = _Saved(self._made_for, found.mode, found.choices, found.ring_bytes, found.samples)
         temporary = f"{self._name}.{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with contextlib.suppress(OSError), self._opened() as folder:
-            with open(open_regular(folder, temporary, flags), "w", encoding="utf-8") as file:
-                json.dump(document, file)
+            with open(open_regular(folder, temporary, flags), "wb") as file:
+                file.write(msgspec.json.encode(saved))
             os.replace(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
 
     @contextlib.contextmanager
@@ -133,15 +129,10 @@ class CalibrationFile:
             if lock >= 0:
                 os.close(lock)
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self) -> contextlib.AbstractContextManager[int]:
         if self._folder is None:
             raise FileNotFoundError("this user has no home")
-        folder = open_directory(str(self._folder), mode_above=0o700)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
+        return closing_fd(open_directory(str(self._folder), mode_above=0o700))
 
 
 def _cache_folder() -> Path | None:
@@ -170,26 +161,3 @@ def _locked(descriptor: int) -> bool:
 
 def _digest(parts: Sequence[str]) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
-
-
-def _choice(entry: dict[str, Any]) -> CudaChoice:
-    choice = CudaChoice(**_enums(entry))
-    if choice.mode is CudaMode.AUTO:
-        raise ValueError("a choice is AUTO")
-    for size in (choice.run_bytes, choice.slot_run_bytes, choice.thread_blocks):
-        _size(size)
-    return choice
-
-
-def _enums(entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"direction": Direction[entry["direction"]], "mode": CudaMode[entry["mode"]]}
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 31:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
-def _names(entry: CudaChoice | Sample) -> dict[str, Any]:
-    return asdict(entry) | {"direction": entry.direction.name, "mode": entry.mode.name}

@@ -59,7 +59,8 @@ class CpuMover(NativeMover):
         *,
         store: range | None = None,
     ) -> None:
-        """Start the copying threads.
+        """Start the copying threads. Raises ValueError if an argument is out of range, and the
+        message names it; or a thread cannot start.
 
         Args:
             planes: planes of the pages; see :data:`~flexkv_kernels.native_mover.PlaneTuple`.
@@ -69,10 +70,6 @@ class CpuMover(NativeMover):
             threads: number of threads, 1 to 1024.
             options: see :class:`CpuOptions`.
             store: numbers of the planes that stores copy; None for all. Loads copy all planes.
-
-        Raises:
-            ValueError: an argument is out of range, and the message names it; or a thread cannot
-                start.
         """
         layout = layout_struct(planes, num_blocks, arena_address, arena_bytes, store)
         native_options = CpuOptionsStruct(

@@ -39,7 +39,7 @@ from flexkv_kernels.native_mover import PlaneTuple
 
 logger = logging.getLogger("flexkv.cuda")
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format of the files in the cache."""
 
 TRANSFER_BYTES = 192 << 20
@@ -103,6 +103,7 @@ def calibrated(
     chosen, and the others stay. If the cache cannot be read or written, copies are measured again
     at the next start. If they cannot be measured, because memory is short or a copy fails, the ways
     that were found correct are used by their defaults; without memory to check them, DMA alone.
+    Raises ValueError if the device cannot be used, or its driver's own copies move wrong bytes.
 
     Args:
         device: ordinal of the device among those that this process sees.
@@ -111,9 +112,6 @@ def calibrated(
         kind: that of the engine's arena.
         driver: path of the driver's library; "" for the system's.
         cache_dir: folder of the cache; None for ``flexkv`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-
-    Raises:
-        ValueError: the device cannot be used, or its driver's own copies move wrong bytes.
     """
     described = cuda_device(device, driver)
     target = _Target(device, driver, planes, classes_of(planes, stored), kind)

@@ -53,14 +53,11 @@ def check_modes(scratch: Scratch, modes: Sequence[CudaMode]) -> Checked:
 
     Each way is tried against DMA: it loads blocks that DMA stores, and stores blocks that DMA
     loads. The pages have the heads of a token side by side, so that each row is copied by itself.
+    Raises RuntimeError if a copy fails; ValueError if there can be no mover on this device.
 
     Args:
         scratch: memory whose arena and pages have at least `CHECK_BYTES` each.
         modes: the ways to try.
-
-    Raises:
-        RuntimeError: a copy fails.
-        ValueError: there can be no mover on this device.
     """
     correct: list[CudaMode] = []
     wrong: list[CudaMode] = []

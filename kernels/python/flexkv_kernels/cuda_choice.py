@@ -59,13 +59,8 @@ def choose(samples: Sequence[Sample]) -> tuple[list[CudaChoice], int]:
     The ring is the smallest with which every class is about as fast as with its best ring. Then
     each class takes the way that is about as fast as the fastest with that ring, by copy engines if
     one is, and needs the fewest multiprocessors. See `SMALLER_RING`, `BY_COPY_ENGINES` and
-    `FEWER_BLOCKS`.
-
-    Args:
-        samples: of all ways. Those without a ring count for every ring.
-
-    Returns:
-        The choices, and bytes of the ring of a direction; 0 if no way with a ring was measured.
+    `FEWER_BLOCKS`. Returns the choices, and bytes of the ring of a direction; 0 if no way with a
+    ring was measured. `samples`: of all ways. Those without a ring count for every ring.
     """
     by_class: dict[_Key, list[Sample]] = {}
     for sample in samples:

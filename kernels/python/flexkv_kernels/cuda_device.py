@@ -35,25 +35,19 @@ class CudaDevice:
 
 def cuda_unavailable(driver: str = "") -> str | None:
     """The reason why there can be no :class:`CudaMover` here, in one sentence; None if there can be
-    one.
-
-    Args:
-        driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
-    """
+    one. `driver`: path of the driver's library; "" for the system's ``libcuda.so.1``."""
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     count: int = LIBRARY.waiting.fkv_cuda_devices(driver.encode() or None, message, MESSAGE_BYTES)
     return message.value.decode(errors="replace") if count < 0 else None
 
 
 def cuda_device(device: int, driver: str = "") -> CudaDevice:
-    """Describe a device.
+    """Describe a device. Raises ValueError if there is no such device, or it cannot be used; the
+    message says why.
 
     Args:
         device: ordinal of the device among those that this process sees.
         driver: path of the driver's library; "" for the system's ``libcuda.so.1``.
-
-    Raises:
-        ValueError: there is no such device, or it cannot be used; the message says why.
     """
     info = CudaDeviceStruct()
     message = ctypes.create_string_buffer(MESSAGE_BYTES)

@@ -73,17 +73,13 @@ class Sample:
 
 class Bench:
     """Measures copies in scratch memory, all by one mover. Close it before the memory is freed.
+    Raises ValueError if there can be no mover on this device, or no block fits the memory.
+    `ring_bytes`: as given, or fewer if the device lacks memory; 0 for no ring.
 
     Args:
         scratch: the memory; borrowed.
         planes: planes of the engine. Their strides count, their addresses are not used.
         ring_bytes: bytes of the ring of a direction.
-
-    Attributes:
-        ring_bytes: as given, or fewer if the device lacks memory; 0 for no ring.
-
-    Raises:
-        ValueError: there can be no mover on this device, or no block fits the memory.
     """
 
     def __init__(self, scratch: Scratch, planes: Sequence[PlaneTuple], ring_bytes: int) -> None:
@@ -109,19 +105,14 @@ class Bench:
     def measure(
         self, part: TransferClass, candidate: Candidate, ring_bytes: int = 0
     ) -> Sample | None:
-        """Measure one way for one class of transfers.
+        """Measure one way for one class of transfers. Returns None if transfers of this class do
+        not go this way. Raises RuntimeError if a copy fails or does not end.
 
         Args:
             part: the class.
             candidate: the way.
             ring_bytes: bytes of the ring, for ``CudaMode.STAGED`` alone; at most those of this
                 bench's ring.
-
-        Returns:
-            None if transfers of this class do not go this way.
-
-        Raises:
-            RuntimeError: a copy fails or does not end.
         """
         copied = self._planes[part.first : part.last]
         run_bytes, slot_run_bytes = run_lengths(copied)
@@ -156,13 +147,9 @@ class Bench:
 
 
 def speed_of(times: Sequence[tuple[int, float]]) -> float:
-    """The speed at which a long transfer goes on, in bytes per second.
-
-    Args:
-        times: bytes and seconds of the fastest transfer of one size, or of two sizes, the smaller
-            one first. From two, the time in which a transfer starts and ends is left out, as far as
-            that is less than a tenth.
-    """
+    """The speed at which a long transfer goes on, in bytes per second. `times`: bytes and seconds
+    of the fastest transfer of one size, or of two sizes, the smaller one first. From two, the time
+    in which a transfer starts and ends is left out, as far as that is less than a tenth."""
     size, seconds = times[-1]
     speed = size / seconds
     small, least = times[0]
@@ -205,15 +192,13 @@ def placed_at(
     address: int, planes: Sequence[PlaneTuple], blocks: int
 ) -> tuple[list[PlaneTuple], int]:
     """Move planes to other memory. Planes whose rows lie between those of another keep their place
-    relative to it.
+    relative to it. Returns the planes with their new addresses, in the same order, and the bytes
+    that they all take.
 
     Args:
         address: address of the memory.
         planes: the planes.
         blocks: engine blocks in each plane.
-
-    Returns:
-        The planes with their new addresses, in the same order, and the bytes that they all take.
     """
     moved: dict[int, int] = {}
     taken = end = shift = 0

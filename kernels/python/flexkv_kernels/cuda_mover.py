@@ -45,7 +45,9 @@ class CudaMover(NativeMover):
         *,
         store: range | None = None,
     ) -> None:
-        """Page-lock the arena and start the thread.
+        """Page-lock the arena and start the thread. Raises ValueError if an argument is out of
+        range, there is no driver, or the arena cannot be page-locked. The message says which, and
+        names the limit.
 
         Args:
             planes: planes of the pages, with addresses on the device; see
@@ -56,10 +58,6 @@ class CudaMover(NativeMover):
             device: ordinal of the device among those that this process sees, as torch counts them.
             options: see :class:`CudaOptions`.
             store: numbers of the planes that stores copy; None for all. Loads copy all planes.
-
-        Raises:
-            ValueError: an argument is out of range, there is no driver, or the arena cannot be
-                page-locked. The message says which, and names the limit.
         """
         layout = layout_struct(planes, num_blocks, arena_address, arena_bytes, store)
         choices = (CudaChoiceStruct * len(options.choices))(*map(_choice, options.choices))
@@ -81,16 +79,14 @@ class CudaMover(NativeMover):
         super().__init__(handle, len(planes))
 
     def force(self, mode: CudaMode, thread_blocks: int = 0, ring_bytes: int = 0) -> None:
-        """Make all later transfers go one way, for measurements.
+        """Make all later transfers go one way, for measurements. Raises ValueError if the device or
+        the mover lacks what the way takes, or a transfer is pending; RuntimeError if the mover is
+        closed.
 
         Args:
             mode: the way; not ``CudaMode.AUTO``.
             thread_blocks: the most thread blocks of a kernel's launch; 0 for the default.
             ring_bytes: bytes of each ring that are used, at most those that it has; 0 for all.
-
-        Raises:
-            ValueError: the device or the mover lacks what the way takes, or a transfer is pending.
-            RuntimeError: the mover is closed.
         """
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         code: int = LIBRARY.waiting.fkv_cuda_mover_force(

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from flexkv.types.mover import Direction
+
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""A number from a file is refused if it is none of these."""
 
 
 class CudaMode(IntEnum):
@@ -37,10 +43,10 @@ class CudaChoice:
     """
 
     direction: Direction
-    run_bytes: int
-    slot_run_bytes: int
+    run_bytes: Size
+    slot_run_bytes: Size
     mode: CudaMode
-    thread_blocks: int = 0
+    thread_blocks: Size = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,16 +69,14 @@ class Scratch:
     arena_bytes: int
 
     def open_mover(self, planes: Sequence[PlaneTuple], blocks: int, ring_bytes: int) -> CudaMover:
-        """Make a mover that can be told to copy by each way, which the caller closes.
+        """Make a mover that can be told to copy by each way, which the caller closes. Raises
+        ValueError if there can be no mover on this device.
 
         Args:
             planes: planes within the pages' memory.
             blocks: engine blocks in each plane.
             ring_bytes: bytes of the ring of a direction. The mover's is smaller, or there is none,
                 where the device lacks memory.
-
-        Raises:
-            ValueError: there can be no mover on this device.
         """
         options = CudaOptions(ring_bytes=ring_bytes, driver=self.driver)
         return CudaMover(planes, blocks, self.arena, self.arena_bytes, self.device, options)
@@ -89,6 +87,7 @@ def scratch_memory(
     device: int, driver: str, arena_bytes: int, page_bytes: int, kind: HostKind
 ) -> Iterator[Scratch]:
     """Allocate memory on a device and in this process, and free it at the end of the context.
+    Raises MemoryError if the device or the host lacks the memory, or the device cannot be used.
 
     Args:
         device: ordinal of the device.
@@ -97,9 +96,6 @@ def scratch_memory(
         page_bytes: bytes of the pages' memory.
         kind: that of the engine's arena. This memory is of the same kind as far as the machine has
             such memory left.
-
-    Raises:
-        MemoryError: the device or the host lacks the memory, or the device cannot be used.
     """
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     path = driver.encode() or None

@@ -82,7 +82,7 @@ class NativeMover:
     ) -> int:
         """Queue the copies of ``blocks[i]`` from or to arena bytes ``offsets[i]`` onward.
 
-        Never waits for a copy.
+        Never waits for a copy. Returns the ticket, at least 1.
 
         Args:
             direction: direction of the transfer.
@@ -103,9 +103,6 @@ class NativeMover:
                 nothing to copy is DONE.
             mark: 0, or a number that :meth:`mark` has returned. The copies then follow the marked
                 work, and ``after`` is not used.
-
-        Returns:
-            The ticket, at least 1.
 
         Raises:
             ValueError: the planes, a block, an offset or the mark are out of range, and the message
@@ -139,18 +136,10 @@ class NativeMover:
 
     def mark(self, stream: int) -> int:
         """Mark the work that is in a stream now, for :meth:`submit`. Takes about a microsecond.
-
-        Args:
-            stream: the handle of a stream of the CUDA mover's device, as ``after`` of
-                :meth:`submit`, but not 0.
-
-        Returns:
-            A number, at least 1 and greater by 1 each time. The last 32 can be used.
-
-        Raises:
-            ValueError: this is not a stream of the mover's device; a CPU mover has none.
-            RuntimeError: the mover is closed, or its device has failed.
-        """
+        Returns a number, at least 1 and greater by 1 each time. The last 32 can be used. `stream`:
+        the handle of a stream of the CUDA mover's device, as ``after`` of :meth:`submit`, but not
+        0. Raises ValueError if this is not a stream of the mover's device; a CPU mover has none;
+        RuntimeError if the mover is closed, or its device has failed."""
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         mark: int = LIBRARY.brief.fkv_mover_mark(
             self._handle, unsigned("stream", stream), message, MESSAGE_BYTES
@@ -160,27 +149,18 @@ class NativeMover:
         return mark
 
     def poll(self, ticket: int) -> Status:
-        """The state of a transfer, without waiting. Asking again gives the same answer.
-
-        Raises:
-            ValueError: ``ticket`` is not one of this mover.
-            RuntimeError: this is a forked process.
-        """
+        """The state of a transfer, without waiting. Asking again gives the same answer. Raises
+        ValueError if ``ticket`` is not one of this mover; RuntimeError if this is a forked
+        process."""
         return _status(LIBRARY.brief.fkv_mover_poll(self._handle, ticket), ticket)
 
     def copy_seconds(self, ticket: int) -> float | None:
         """Seconds that the copies of a DONE transfer took, from the first byte to the last.
 
         They are measured by the clock of the thread or device that copied. Waiting in the queue or
-        for ``after`` is not included.
-
-        Returns:
-            None if unknown: the transfer is not DONE or had nothing to copy, or 4,096 others have
-            been submitted since.
-
-        Raises:
-            ValueError: ``ticket`` is not one of this mover.
-            RuntimeError: this is a forked process.
+        for ``after`` is not included. Returns None if unknown: the transfer is not DONE or had
+        nothing to copy, or 4,096 others have been submitted since. Raises ValueError if ``ticket``
+        is not one of this mover; RuntimeError if this is a forked process.
         """
         nanoseconds: int = LIBRARY.brief.fkv_mover_copy_ns(self._handle, ticket)
         if nanoseconds < 0:
@@ -207,24 +187,18 @@ class NativeMover:
         place, or when the transfer has failed. This thread does not wait for the bytes.
 
         It waits until the device has been given all copies: microseconds, unless more is pending
-        than the device is given at a time (about 1,000 copies, 32 transfers, or the bytes of
-        a ring).
+        than the device is given at a time (about 1,000 copies, 32 transfers, or the bytes of a
+        ring). Returns the present state. PENDING: the stream follows, but the transfer may still
+        fail. Poll later, and use no result computed from its bytes before it is DONE. DONE and
+        FAILED: the transfer had ended; nothing was put into the stream. Raises ValueError if
+        ``ticket`` is not one of this mover, or ``stream`` not one of its device; RuntimeError if
+        this is a forked process, or the device has failed. The stream does not follow.
 
         Args:
             ticket: ticket of the transfer.
             stream: the handle of a stream of the CUDA mover's device, as ``after`` of
                 :meth:`submit`, that no graph captures. 0: this thread itself waits until the
                 transfer has ended; a CPU mover takes nothing else.
-
-        Returns:
-            The present state. PENDING: the stream follows, but the transfer may still fail. Poll
-            later, and use no result computed from its bytes before it is DONE. DONE and FAILED: the
-            transfer had ended; nothing was put into the stream.
-
-        Raises:
-            ValueError: ``ticket`` is not one of this mover, or ``stream`` not one of its device.
-            RuntimeError: this is a forked process, or the device has failed. The stream does not
-                follow.
         """
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         stream = unsigned("stream", stream)
@@ -270,7 +244,8 @@ def layout_struct(
     arena_bytes: int,
     store: range | None,
 ) -> LayoutStruct:
-    """Make the C ABI's description of the memory.
+    """Make the C ABI's description of the memory. Returns a structure that keeps its array of
+    planes alive. Raises ValueError if a number does not fit its field; the message names it.
 
     Args:
         planes: planes of the pages.
@@ -278,12 +253,6 @@ def layout_struct(
         arena_address: address of the arena in this process.
         arena_bytes: bytes of the arena.
         store: numbers of the planes that stores copy, with a step of 1; None for all.
-
-    Returns:
-        A structure that keeps its array of planes alive.
-
-    Raises:
-        ValueError: a number does not fit its field; the message names it.
     """
     names = [name for name, _ in PlaneStruct._fields_]
     structs = (PlaneStruct * len(planes))()
@@ -301,15 +270,9 @@ def layout_struct(
 
 
 def unsigned(name: str, value: int, bits: int = 64) -> int:
-    """Check a number for a native call, because ctypes would take it modulo ``2**bits``.
-
-    Returns:
-        ``value``.
-
-    Raises:
-        ValueError: ``value`` is not between 0 and ``2**bits - 1``; the message begins with
-            ``name``.
-    """
+    """Check a number for a native call, because ctypes would take it modulo ``2**bits``. Returns
+    ``value``. Raises ValueError if ``value`` is not between 0 and ``2**bits - 1``; the message
+    begins with ``name``."""
     if not 0 <= value < 1 << bits:
         raise ValueError(f"{name} is {value}, it must be between 0 and 2**{bits} - 1")
     return value

@@ -17,10 +17,8 @@ class AccessLog:
     In doubt, loads follow all steps. A block that a request seems to keep counts as in use. After
     an error, the caller calls `lose`.
 
-    A call raises ValueError for the number of a block that no engine has.
-
-    Attributes:
-        step: number of the step that the engine is preparing; the first is 1.
+    A call raises ValueError for the number of a block that no engine has. `step`: number of the
+    step that the engine is preparing; the first is 1.
     """
 
     @property
@@ -56,10 +54,7 @@ class AccessLog:
 
     def check(self, computed: Mapping[str, Any], /) -> None:
         """Check that the blocks of all requests that the step computes are known; else `lose`.
-
-        Args:
-            computed: a dictionary whose keys are ids of the requests.
-        """
+        `computed`: a dictionary whose keys are ids of the requests."""
 
     def lose(self) -> None:
         """Forget all blocks. From now on, loads follow all steps."""
@@ -74,14 +69,11 @@ class FullBlocks:
     """
 
     def __init__(self, group_tokens: Sequence[int], alignment: int, /) -> None:
-        """A calendar that watches no request.
+        """A calendar that watches no request. Raises ValueError if the alignment is not allowed.
 
         Args:
             group_tokens: tokens of an engine block of each cached group; 0 for a group of states.
             alignment: see `Groups`.
-
-        Raises:
-            ValueError: the alignment is not allowed.
         """
 
     def watch(self, tracked: TrackedRequest, tokens: int, /) -> None:
@@ -96,16 +88,14 @@ class FullBlocks:
 
         Speculative decoding also computes draft tokens, and asynchronous scheduling counts tokens
         that are not sampled yet. A block has a hash once all of its tokens are final. They are not
-        computed again: later steps do not change the block.
+        computed again: later steps do not change the block. Returns the number of tokens before the
+        first block, and that before the end of the last. None if there is no such block, or the
+        request's blocks are unknown.
 
         Args:
             tracked: the request; its `next_fill` is changed.
             computed_tokens: number of its tokens.
             hash_tokens: tokens of one of the engine's block hashes.
-
-        Returns:
-            The number of tokens before the first block, and that before the end of the last. None
-            if there is no such block, or the request's blocks are unknown.
         """
 
     def take(
@@ -116,19 +106,14 @@ class FullBlocks:
         several: bool,
         /,
     ) -> list[tuple[TrackedRequest, int, int]]:
-        """Begin the next step and find the blocks that it fills.
+        """Begin the next step and find the blocks that it fills. Returns the due requests with full
+        blocks. Raises what a request raises that lacks an attribute. The others are due again.
 
         Args:
             scheduled: tokens that the step computes, by request; a dictionary.
             requests: all tracked requests, by id; a dictionary.
             hash_tokens: as for `filled`.
             several: whether a request of the step computes more than one token.
-
-        Returns:
-            The due requests with full blocks.
-
-        Raises:
-            Exception: what a request raises that lacks an attribute. The others are due again.
         """
 
 NativeFullBlocks: Final = FullBlocks
@@ -141,13 +126,11 @@ def extend_tables(
     members: Sequence[int],
     /,
 ) -> tuple[list[int], bool]:
-    """Append new blocks to the `engine_blocks` of requests whose blocks are known.
+    """Append new blocks to the `engine_blocks` of requests whose blocks are known. Returns all new
+    blocks; and whether each request with an entry got at least one.
 
     Args:
         requests: the tracked requests, by id; a dictionary. Requests that are not tracked may
             get blocks, too.
         blocks: for each request its new blocks by the engine's groups; None if it gets none.
-
-    Returns:
-        All new blocks; and whether each request with an entry got at least one.
     """

@@ -28,11 +28,8 @@ work to wait for."""
 
 
 class CudaMemory:
-    """Pages on a CUDA device of torch. A `Device` of the adapters.
-
-    Args:
-        device: the device, as torch names it. Without a number, torch's current device.
-    """
+    """Pages on a CUDA device of torch. A `Device` of the adapters. `device`: the device, as torch
+    names it. Without a number, torch's current device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,11 +37,8 @@ class CudaMemory:
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node that the GPU is attached to; None if it is unknown.
-
-        Raises:
-            ValueError: the device cannot be used.
-        """
+        """The NUMA node that the GPU is attached to; None if it is unknown. Raises ValueError if
+        the device cannot be used."""
         return node_of_device(cuda_device(self._number).pci_bus_id)
 
     def make_mover(
@@ -87,15 +81,9 @@ def _report_short_memory(device: int, ring_bytes: int, wanted: int) -> None:
 
 
 def device_of(kv_caches: Mapping[str, torch.Tensor]) -> HostMemory | CudaMemory:
-    """Find the one device of all tensors. Without tensors, it is host memory.
-
-    Args:
-        kv_caches: the tensors, by layer; borrowed for the call.
-
-    Raises:
-        LayoutError: there are several devices, or one that no mover copies from, or a value is not
-            a tensor.
-    """
+    """Find the one device of all tensors. Without tensors, it is host memory. Raises LayoutError if
+    there are several devices, or one that no mover copies from, or a value is not a tensor.
+    `kv_caches`: the tensors, by layer; borrowed for the call."""
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise LayoutError(

@@ -65,7 +65,7 @@ inline constexpr Tenant kUnknownTenant = 0xffffffff;  // of a writer that stores
 // The key of the block in a slot. Its version is even while that block can be leased. The block that it
 // builds on, or none, its tenant, the slot's writer, and the resets before the slot was given to it are
 // named for a next owner of the memory. A slot with a writer has the tenant that the writer stores for.
-// `flexkv.index.slot_times` keeps `stored`, and further words behind the header.
+// `flexkv.index.ages` keeps `stored`, and further words behind the header.
 struct alignas(64) StoredKey {
   std::uint32_t version;
   Slot parent;

@@ -8,9 +8,11 @@ change after it was checked.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 
 from flexkv.system.directories import refused, root_ids
 
@@ -39,6 +41,15 @@ def open_regular(folder: int, name: str, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _check(fd: int, folder: int, name: str, *, writes: bool) -> None:
