@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.types import ages
+from flexkv.index import ages
 
 START = 1_800_000_000.0
 

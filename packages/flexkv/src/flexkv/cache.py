@@ -34,14 +34,13 @@ from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
 from flexkv.figures.tenant_samples import tenant_samples
 from flexkv.host.arena import Arena
+from flexkv.index.ages import BlockAges, bind_ages
 from flexkv.index.block_index import BlockRow, Buffer, block_index, publish
 from flexkv.index.pins import HostPins
-from flexkv.index.slot_times import bind_ages
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.job import Priority, Urgency
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.transfer.stack import TierStack
-from flexkv.types.ages import BlockAges
 from flexkv.types.changes import Changes, Medium, changes_of, take_oldest
 from flexkv.types.mover import Direction
 from flexkv.types.presence import Presence, presence_below

@@ -9,9 +9,8 @@ import pytest
 from ages_clock import AgesClock
 
 from flexkv.eviction import LRUPolicy
-from flexkv.index.block_index import BlockIndex, block_index, index_bytes, index_reader
-from flexkv.index.slot_times import SlotTimes, YoungReader
-from flexkv.types.ages import BlockAges
+from flexkv.index.ages import BlockAges, young_reader
+from flexkv.index.block_index import BlockIndex, block_index, index_bytes
 
 SLOTS = 8
 KEYS = [b"%d" % number for number in range(4)]
@@ -25,9 +24,9 @@ class World:
         memory, self.holds = mmap(-1, index_bytes(SLOTS)), bytearray(2 * SLOTS)
         self.index: BlockIndex = block_index(SLOTS, LRUPolicy(), memory)
         self.index.add_reader(self.holds)
-        self.ages, times = BlockAges(AGE, SLOTS), SlotTimes(memory, SLOTS)
-        self.ages.share(times, [], [])
-        self.reader = YoungReader(index_reader(memory, self.holds), times)
+        self.ages = BlockAges(AGE, SLOTS)
+        self.ages.bind(self.index, memory)
+        self.reader = young_reader(memory, self.holds, SLOTS)
 
     def store(self, keys: list[bytes]) -> None:
         blocks = self.index.reserve_all(keys, range(len(keys)), range(len(keys)))

@@ -159,11 +159,8 @@ class LRUPolicy:
 
 def hazard_policy(slots: int) -> EvictionPolicy:
     """Make the policy `hazard` for a tier of `slots` blocks. The kernels have its code, because
-    Python would be too slow.
-
-    Raises:
-        ConfigError: the kernels are not installed, or the tier has too many blocks.
-    """
+    Python would be too slow. Raises ConfigError if the kernels are not installed, or the tier has
+    too many blocks."""
     try:
         policy: EvictionPolicy = kernels("hazard").HazardPolicy(slots)
     except ValueError as error:

@@ -65,7 +65,9 @@ class BlockState(enum.Enum):
 def block_index(
     num_slots: int, policy: AnyPolicy, memory: Buffer | None = None, *, begun: bool = False
 ) -> BlockIndex:
-    """An index of `num_slots` slots, whose victims `policy` picks.
+    """An index of `num_slots` slots, whose victims `policy` picks. Raises ConfigError if the
+    kernels are not installed; ValueError if the memory has another size, or is no index of this
+    layout.
 
     Args:
         num_slots: slots of the tier.
@@ -75,10 +77,6 @@ def block_index(
         begun: whether `memory` is that of an index whose owner has ended; if not, it is zero. The
             index then has the blocks that were ready, and knows nothing of their uses. Slots that
             were taken stay so. Readers may go on meanwhile.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-        ValueError: the memory has another size, or is no index of this layout.
     """
     asked: object = None if isinstance(policy, LRUPolicy) else policy
     if isinstance(policy, TenantPolicies):
@@ -88,26 +86,20 @@ def block_index(
 
 
 def index_bytes(num_slots: int) -> int:
-    """Bytes of the shared memory of an index.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-    """
+    """Bytes of the shared memory of an index. Raises ConfigError if the kernels are not
+    installed."""
     size: int = kernels("block_index").index_bytes(num_slots)
     return size
 
 
 def index_reader(memory: Buffer, holds: Buffer) -> IndexReader:
-    """A reader of the index in `memory`.
+    """A reader of the index in `memory`. Raises ConfigError if the kernels are not installed;
+    ValueError if `memory` is no index of this layout, or `holds` has another size.
 
     Args:
         memory: as the owner of the index has it; only read, and kept.
         holds: 16-bit counters, one for each slot, all zero, that the index knows by `add_reader`
             and nothing but this reader writes; kept.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-        ValueError: `memory` is no index of this layout, or `holds` has another size.
     """
     reader: IndexReader = kernels("block_index").NativeIndexReader(memory, holds)
     return reader

@@ -22,25 +22,19 @@ __all__ = ["KeySet", "key_set", "key_set_bytes"]
 
 
 def key_set(memory: Buffer, *, is_owner: bool) -> KeySet:
-    """The set in `memory`, which is kept.
+    """The set in `memory`, which is kept. Raises ConfigError if the kernels are not installed;
+    ValueError if the memory is no set of this layout.
 
     Args:
         memory: of `key_set_bytes` bytes; zero, if this process is to own the set.
         is_owner: whether this process owns the set.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-        ValueError: the memory is no set of this layout.
     """
     made: KeySet = kernels("block_index").NativeKeySet(memory, is_owner)
     return made
 
 
 def key_set_bytes(keys: int) -> int:
-    """Bytes of the memory of a set of so many keys.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-    """
+    """Bytes of the memory of a set of so many keys. Raises ConfigError if the kernels are not
+    installed."""
     size: int = kernels("block_index").key_set_bytes(keys)
     return size

@@ -143,11 +143,8 @@ class Pins:
 
 class HostPins:
     """The pins and the retained blocks of one index. Callers pass the time, in seconds of their
-    clock. A hold lasts `seconds` if no time is given.
-
-    Attributes:
-        refused: how many blocks were not pinned or retained because of a limit.
-    """
+    clock. A hold lasts `seconds` if no time is given. `refused`: how many blocks were not pinned or
+    retained because of a limit."""
 
     def __init__(self, index: BlockIndex, seconds: float) -> None:
         self._slots, self._seconds = index.num_slots, seconds

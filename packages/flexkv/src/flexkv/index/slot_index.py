@@ -29,10 +29,7 @@ _AT_ONCE = 4096
 
 def slot_index(num_slots: int, policy: OnePolicy | None = None) -> SlotIndex:
     """An index of `num_slots` slots, whose victims `policy` chooses; None for LRU until `follow`.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-    """
+    Raises ConfigError if the kernels are not installed."""
     index: SlotIndex = kernels("block_index").NativeSlotIndex(num_slots)
     if policy is not None and not isinstance(policy, LRUPolicy):
         index.follow(policy)

@@ -3,6 +3,10 @@
 
 A time is a number of seconds since 2026. A record on disk has 24 bits of it, which count
 `UNIT_SECONDS`. A block is too old a little before its time, never after it.
+
+`BlockAges` has the times of the blocks in host memory, by their keys. If that is shared memory,
+`SlotTimes` keeps them beside the keys, too. So they outlive the owner of the index, and readers
+know them without it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,14 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+
+from flexkv.index.block_index import (
+    BlockIndex,
+    Buffer,
+    IndexReader,
+    index_bytes,
+    index_reader,
+)
 
 UNIT_SECONDS = 32
 UNKNOWN = 0
@@ -21,7 +32,7 @@ LAST = ((1 << 24) - 1) * UNIT_SECONDS
 _STEPS = 64
 """Times are rounded down to parts of the greatest age, so many of it, or to `UNIT_SECONDS` if that
 is less: the search for old blocks takes memory for each."""
-_BEGIN = 1_767_225_600
+_YEAR_2026 = 1_767_225_600
 """2026-01-01, in seconds of `time.time()`."""
 _MARGIN_SECONDS = 8.0
 """A block is too old so much sooner, because nobody looks for old blocks all the time."""
@@ -31,6 +42,11 @@ _LOOK_SECONDS = 1.0
 """Pause between two searches for old blocks."""
 _CHECKED = 4
 """Keys that are checked for each that is noted, while more are known than blocks are there."""
+
+_HEADER_BYTES = 64
+_RECORD_BYTES, _TIME_BYTE = 128, 124
+"""`Header` and `StoredKey` of the index's memory, which leave this room; see memory.hpp."""
+_BEGIN, _SECONDS, _EARLIEST = range(3)
 
 
 def uptime() -> float:
@@ -49,19 +65,56 @@ def oldest_of(begin: int, seconds: int) -> int:
     return max(1, begin + int(uptime()) - seconds)
 
 
-class SharedTimes(Protocol):
-    """The times of blocks in memory that other processes read; see `SlotTimes`."""
+class SlotTimes:
+    """The times by slot, in the memory of an index with so many slots, and what is too old. The
+    memory is kept."""
+
+    def __init__(self, memory: Buffer, num_slots: int) -> None:
+        words = memoryview(memory).cast("B").cast("I")
+        records = index_bytes(num_slots) - num_slots * _RECORD_BYTES
+        self._head = words[_HEADER_BYTES // 4 :]
+        self._times = words[(records + _TIME_BYTE) // 4 :: _RECORD_BYTES // 4]
 
     @property
-    def begin(self) -> int: ...
-    def set(self, begin: int, seconds: int, earliest: int) -> None: ...
-    def note(self, slots: Iterable[int], stored: Iterable[int]) -> None: ...
-    def of(self, slots: Iterable[int]) -> list[int]: ...
+    def begin(self) -> int:
+        """See `BlockAges`; zero if no owner had ages."""
+        return self._head[_BEGIN]
+
+    def set(self, begin: int, seconds: int, earliest: int) -> None:
+        """Set what is too old: see `oldest_of`. No block is older than `earliest`. If `seconds` is
+        zero, no block is too old."""
+        self._head[_EARLIEST] = earliest
+        self._head[_BEGIN] = begin
+        self._head[_SECONDS] = seconds
+
+    def note(self, slots: Iterable[int], stored: Iterable[int]) -> None:
+        """Set the times of blocks, which no reader finds yet."""
+        for slot, at in zip(slots, stored, strict=True):
+            self._times[slot] = at
+
+    def of(self, slots: Iterable[int]) -> list[int]:
+        """The times of blocks; `UNKNOWN` for those that an owner without ages has stored."""
+        return [self._times[slot] for slot in slots]
+
+    def _oldest(self, spare: int) -> int:
+        seconds = self._head[_SECONDS]
+        return oldest_of(self._head[_BEGIN], seconds) + spare if seconds else 0
+
+    @property
+    def has_old(self) -> bool:
+        """Whether any block may be too old, or will be within `SPARE_SECONDS`."""
+        return self._head[_EARLIEST] < self._oldest(SPARE_SECONDS)
+
+    def are_young(self, slots: Iterable[int], spare: int = 0) -> list[bool]:
+        """Which of these blocks, none of which may leave meanwhile, are not too old, nor will be
+        within `spare` seconds."""
+        oldest = self._oldest(spare)
+        return [at >= oldest for at in self.of(slots)]
 
 
 class BlockAges:
     """When the blocks of one cache were stored. It knows those in host memory by their keys; a disk
-    keeps the times of its own, and so does shared memory. Single-threaded, but for `at_least`.
+    keeps the times of its own. Single-threaded, but for `at_least`.
 
     Args:
         max_age_seconds: blocks that were stored longer ago are too old.
@@ -73,11 +126,10 @@ class BlockAges:
         self._step = max(1, min(UNIT_SECONDS, self._seconds // _STEPS))
         self._most = 2 * num_blocks + 1024
         # The time of day at the start: who sets the clock later does not change the age of a block.
-        self._begin = max(0, int(time_of_day() - _BEGIN - uptime()))
+        self._begin = max(0, int(time_of_day() - _YEAR_2026 - uptime()))
         self._least = UNKNOWN
-        self._shared: SharedTimes | None = None
-        self._has: Callable[[bytes], bool] = lambda _: True
-        self._slot_of: Callable[[bytes], int] = lambda _: 0
+        self._shared: SlotTimes | None = None
+        self._index: BlockIndex | None = None
         self._stored: dict[bytes, int] = {}
         self._keys: dict[int, dict[bytes, None]] = {}  # by time
         self._times: list[int] = []  # a heap of the keys of `_keys`
@@ -108,23 +160,23 @@ class BlockAges:
         if behind > 0:
             self._begin += behind + UNIT_SECONDS - 1  # a record is rounded down
 
-    def share(self, times: SharedTimes, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Keep the times in shared memory, too. Those of the blocks with these keys and slots go
-        on, which are there already."""
+    def bind(self, index: BlockIndex, memory: Buffer | None = None) -> None:
+        """The blocks of host memory are those of this index. Keep their times in its shared memory,
+        too, where those of the present blocks go on."""
+        self._index = index
+        if memory is None:
+            return
+        times, blocks = SlotTimes(memory, index.num_slots), index.blocks
         if times.begin:
             self._begin = times.begin
             self.at_least(self._least)
-        self.note(keys, times.of(slots))
+        self.note(blocks.keys, times.of(blocks.slots))
         self._shared = times
         self._tell()
 
     def _tell(self) -> None:
         if self._shared is not None:
             self._shared.set(self._begin, self._seconds, self._times[0] if self._times else LAST)
-
-    def bind(self, has: Callable[[bytes], bool], slot_of: Callable[[bytes], int]) -> None:
-        """Set what says whether host memory has a block, complete or not, and in which slot."""
-        self._has, self._slot_of = has, slot_of
 
     def note(
         self,
@@ -133,7 +185,7 @@ class BlockAges:
         slots: Sequence[int] | None = None,
     ) -> None:
         """Blocks come into host memory, where nobody finds them yet. Without times, they are stored
-        now; without slots, `bind` has what knows them."""
+        now; without slots, the index knows them."""
         times = [self.now] * len(keys) if stored is None else stored
         for key, at in zip(keys, times, strict=True):
             self._drop(key)
@@ -194,6 +246,17 @@ class BlockAges:
         self._left = None
         self._tell()
 
+    def _has(self, key: bytes) -> bool:
+        """Whether host memory has a block, complete or not."""
+        return self._index is None or key in self._index
+
+    def _slot_of(self, key: bytes) -> int:
+        block = None if self._index is None else self._index.pin(key)
+        assert self._index is not None
+        assert block is not None
+        self._index.unpin(block)
+        return block.slot
+
     def _has_older(self, oldest: int) -> bool:
         return bool(self._times) and self._times[0] < oldest
 
@@ -220,3 +283,71 @@ class BlockAges:
                 return
             if not self._has(key):
                 self._drop(key)
+
+
+class YoungReader:
+    """An `IndexReader` that finds no block that is too old, whether or not the owner of the index
+    lives to remove it. `times`: of the index."""
+
+    def __init__(self, reader: IndexReader, times: SlotTimes) -> None:
+        self._reader = reader
+        self._times = times
+        self.missing, self.release, self.settle = reader.missing, reader.release, reader.settle
+
+    @property
+    def held(self) -> int:
+        """See `IndexReader`."""
+        return self._reader.held
+
+    @property
+    def held_slots(self) -> int:
+        """See `IndexReader`."""
+        return self._reader.held_slots
+
+    def lookup(self, keys: Sequence[bytes], /) -> int:
+        """See `IndexReader.lookup`."""
+        found = self._reader.lookup(keys)
+        if not self._times.has_old:
+            return found
+        young = self._are_young(keys[:found])
+        return young.index(False) if False in young else len(young)
+
+    def present(self, keys: Sequence[bytes], /) -> list[bool]:
+        """See `IndexReader.present`."""
+        there = self._reader.present(keys)
+        if not self._times.has_old:
+            return there
+        young = iter(self._are_young([k for k, has in zip(keys, there, strict=True) if has]))
+        return [has and next(young) for has in there]
+
+    def lease(self, keys: Sequence[bytes], /) -> list[int] | None:
+        """See `IndexReader.lease`."""
+        slots = self._reader.lease(keys)
+        if slots and self._times.has_old and not all(self._times.are_young(slots)):
+            self._reader.release(slots)
+            return None
+        return slots
+
+    def _are_young(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are not too old, nor will be soon, and have not left."""
+        slots = self._reader.lease(keys)
+        if slots is None:
+            return [len(keys) > 1 and all(self._are_young([key])) for key in keys]
+        young = self._times.are_young(slots, SPARE_SECONDS)
+        self._reader.release(slots)
+        return young
+
+
+def young_reader(memory: Buffer, holds: Buffer, num_slots: int) -> YoungReader:
+    """A reader of the index of so many slots in `memory`; see `index_reader`."""
+    return YoungReader(index_reader(memory, holds), SlotTimes(memory, num_slots))
+
+
+def bind_ages(index: BlockIndex, ages: BlockAges | None, memory: Buffer | None) -> None:
+    """Let ages be those of the blocks of an index, and of its shared memory. Without ages, no block
+    in that memory is too old."""
+    if ages is not None:
+        ages.bind(index, memory)
+    elif memory is not None:
+        times = SlotTimes(memory, index.num_slots)
+        times.set(times.begin, 0, 0)
