@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, settings
 from flexkv import cache, client
 from flexkv.eviction import POLICIES, AnyPolicy
 from flexkv.session import session_server
-from flexkv.tiers import link, questions
-from flexkv.tiers.disk import drive
+from flexkv.tiers import device, link, questions
 from flexkv.transfer import demote, fetcher, reads, running_fetch, sources, stack
 from packages import patience
 
@@ -33,7 +32,7 @@ PATIENCE_SECONDS = patience.PATIENCE_SECONDS
 @pytest.fixture(scope="session", autouse=True)
 def _patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drive, "CLOSE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(device, "CLOSE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(link, "PROBE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(session_server, "GREETING_SECONDS", PATIENCE_SECONDS)
         # An engine's HTTP server sees `close` when it next looks: by default every 0.5 s, which is

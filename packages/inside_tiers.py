@@ -11,7 +11,7 @@ from flexkv.tiers.link import Link
 
 def link_of(owner: Any) -> Link:
     """The threads that do a tier's jobs, or put its queries to a store."""
-    link: Link = owner._link
+    link: Link = owner._device.link if hasattr(owner, "_device") else owner._link
     return link
 
 
@@ -137,14 +137,19 @@ def await_opening(owner: Any, seconds: float) -> bool:
 def assert_no_batch(disk: Any, remote: Any) -> None:
     """A disk and a store keep nothing of a batch, and each drive is done with its blocks."""
     for tier in (disk, remote):
-        assert tier._batches._jobs == tier._batches._places == {}
+        assert tier._batches._jobs == {}
     assert remote._keys == {}
     assert all(drive._running == {} for drive in disk.drives)
 
 
-def epochs_of(store: Any) -> Any:
+def epochs_of(tier: Any) -> Any:
     """The epochs of a remote tier's blocks."""
-    return store.epochs if hasattr(store, "epochs") else store._epochs
+    return tier._epochs
+
+
+def knows_record(tier: Any, record: Any) -> bool:
+    """Whether a remote tier knows the epoch in this record."""
+    return bool(tier._epochs._last.to_bytes() == record.read())
 
 
 def epoch_record(epochs: Any) -> Any:

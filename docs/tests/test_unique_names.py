@@ -21,7 +21,7 @@ PACKAGES = {
 }
 
 STEMS = {
-    "flexkv": {"request": 2, "verify": 2},
+    "flexkv": {"request": 2},
     "flexkv_sglang": {},
     "flexkv_vllm": {"events": 3},
 }
@@ -38,7 +38,7 @@ CLASSES = {
     "Reservation": 2,
     "Source": 2,
     "_Pin": 2,
-    "_Running": 3,
+    "_Running": 2,
 }
 """The names of several classes, and the number of these classes."""
 

@@ -20,9 +20,10 @@ from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.tiers.base import AttachedTier
+from flexkv.tiers.epochs import Epoch
 from flexkv.tiers.job import Outcome
-from flexkv.tiers.questions import CALLS, Found, Question
-from flexkv.tiers.remote import RemoteLimits, RemoteTier
+from flexkv.tiers.questions import CALLS, Found
+from flexkv.tiers.remote import NamedQuestion, OpenStore, RemoteLimits, RemoteTier
 from flexkv.types.admission import ADMISSIONS
 from flexkv.types.changes import Medium
 from integration.bench.rows import Goal, Row, milliseconds
@@ -47,45 +48,50 @@ Say = Callable[[str], None]
 
 
 class PacedStore:
-    """See `flexkv.tiers.remote.BlockStore`. It has every block, until it is gone.
+    """A `flexkv.tiers.remote.BlockStore` and its record. It has every block, until it is gone.
 
     Attributes:
         seconds: that a call of `find` takes.
         gone: whether calls fail after `TIMEOUT_SECONDS`.
     """
 
+    prefix = "paced"
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.gone = False
+        self._record = Epoch.first().to_bytes()
 
     def register(self, address: int, size: int) -> None:
         """Do nothing."""
 
-    def open(self) -> str:
-        return "epoch"
+    def open(self) -> None:
+        """Do nothing."""
+
+    def read(self) -> bytes:
+        return self._record
+
+    def create(self, record: bytes) -> None:
+        """Do nothing."""
+
+    def replace(self, record: bytes) -> None:
+        self._record = record
 
     def find(
-        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+        self, questions: Sequence[NamedQuestion], answer: Callable[[int, Found], None]
     ) -> None:
         if self.gone:
             time.sleep(TIMEOUT_SECONDS)
             raise ConnectionError("the store is gone")
         time.sleep(self.seconds)
         for number, question in enumerate(questions):
-            answer(number, [True] * (len(question.keys) + len(question.scattered)))
+            answer(number, [True] * sum(map(len, question)))
 
-    def get(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
-        return [Outcome.DONE] * len(keys)
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Outcome]:
+        return [Outcome.DONE] * len(names)
 
-    def put(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
-        return [Outcome.DONE] * len(keys)
-
-    def renew_epoch(self) -> None:
-        """Do nothing."""
+    def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Outcome]:
+        return [Outcome.DONE] * len(names)
 
     def close(self) -> None:
         """Do nothing."""
@@ -154,7 +160,8 @@ class _Engine:
 def _engine(store: PacedStore, deadline: float) -> Iterator[_Engine]:
     arena = Arena.create(ArenaSpec(BlockFormat(1, (_SLOT,)), _SLOTS), threads=1)
     limits = RemoteLimits(deadline, TIMEOUT_SECONDS)
-    tier = RemoteTier(Medium.OBJECTS, store, _SLOT, limits)
+    opened = OpenStore(store, store, limits, "objects")
+    tier = RemoteTier(Medium.OBJECTS, opened, "0" * 32, _SLOT)
     cache = KVCache(arena, LRUPolicy(), [AttachedTier(tier, ADMISSIONS["second_hit"])])
     yield _Engine(cache)
     cache.close()

@@ -23,7 +23,7 @@ import pytest
 from flexkv.tiers.disk import slabs, table
 from flexkv.tiers.disk.files import OsFiles, open_folder
 from flexkv.tiers.disk.folder import TABLE, fingerprint_of
-from flexkv.tiers.disk.reader import Record, TableCopy
+from flexkv.tiers.disk.table_reader import FoundTable, Record, read_table
 from flexkv.tiers.envelope import checksum_of
 from integration.harness.checkpoint import TINY
 from integration.harness.prompts import random_tokens
@@ -46,14 +46,12 @@ class Folder:
 
     path: Path
 
-    def table(self) -> TableCopy:
+    def table(self) -> FoundTable:
         folder = open_folder(str(self.path))
-        copy = TableCopy(OsFiles(), folder, fingerprint_of(str(self.path)))
         try:
-            copy.update()
+            return read_table(OsFiles(), folder, fingerprint_of(str(self.path)))
         finally:
             os.close(folder)
-        return copy
 
     def records(self) -> dict[bytes, Record]:
         return {record.key: record for record in self.table().records()}

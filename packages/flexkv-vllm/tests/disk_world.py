@@ -165,13 +165,14 @@ class Hang:
             self._ended.wait()
             return read(*args)
 
-        def asked(slots: Any, keys: Any, buffers: Any, urgency: Urgency) -> Any:
+        def asked(*blocks: Any) -> Any:
             # Its threads may call `read` in another order.
             hangs = next(numbers) >= free
             self._asked += hangs
             store_of(drive).read = hanging if hangs else late
+            *_, urgency = blocks
             self._want(urgency.priority)
-            return reading(slots, keys, buffers, urgency)
+            return reading(*blocks)
 
         def raised(jobs: Any, urgency: Urgency) -> None:
             self._want(urgency.priority)

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-import xxhash
-
+from flexkv.tiers.envelope import fits, seal
+from flexkv.tiers.epochs import Epoch
 from flexkv.tiers.job import Outcome
-from flexkv.tiers.questions import Found, Question
+from flexkv.tiers.questions import Found
+from flexkv.tiers.remote import NamedQuestion, OpenStore, RemoteLimits
 
-EPOCH = "shared"
+FINGERPRINT = "f" * 32
 
 
 class MemoryStore:
-    """See `BlockStore`. Thread-safe.
+    """A `BlockStore` and its `EpochRecord`. Thread-safe.
 
     Attributes:
-        blocks: by epoch and key, with their checksums.
+        blocks: envelopes and bytes, by name.
         seconds: that each call takes, by its name.
         broken: names of calls that fail.
         hanging: names of calls that wait until `release`.
@@ -28,13 +30,15 @@ class MemoryStore:
         calls: how many questions each call had.
         gets, puts: keys of each call, in order.
         opens: how often it was tried to open it.
-        renewed: how often the epoch was renewed.
+        renewed: how often the record of the epoch was replaced.
         registered: address and size, once registered.
         closed: whether it was closed.
     """
 
+    prefix = "memory"
+
     def __init__(self) -> None:
-        self.blocks: dict[tuple[str, bytes], tuple[bytes, bytes]] = {}
+        self.blocks: dict[str, tuple[bytes, bytes]] = {}
         self.seconds = {"open": 0.0, "find": 0.0, "get": 0.0, "put": 0.0, "renew": 0.0}
         self.broken: set[str] = set()
         self.hanging: set[str] = set()
@@ -47,8 +51,13 @@ class MemoryStore:
         self.renewed = 0
         self.registered: tuple[int, int] | None = None
         self.closed = False
+        self._epoch = Epoch.first()
         self._gate = threading.Event()
         self._lock = threading.Lock()
+
+    def opened(self, limits: RemoteLimits, name: str) -> OpenStore:
+        """What a tier over this store takes."""
+        return OpenStore(self, self, limits, name)
 
     def release(self) -> None:
         """Let what hangs go on."""
@@ -60,79 +69,85 @@ class MemoryStore:
         gate, self._gate = self._gate, threading.Event()
         gate.set()
 
-    def fill(self, blocks: dict[bytes, bytes], epoch: str = EPOCH) -> None:
+    def fill(self, blocks: dict[bytes, bytes]) -> None:
         """Have blocks that another engine wrote."""
         with self._lock:
             for key, data in blocks.items():
-                self.blocks[epoch, key] = data, _checksum(epoch, key, data)
+                self._put(self._name(key), data)
 
-    def damage(self, key: bytes, epoch: str = EPOCH) -> None:
-        data, checksum = self.blocks[epoch, key]
-        self.blocks[epoch, key] = bytes([data[0] ^ 1]) + data[1:], checksum
+    def damage(self, key: bytes) -> None:
+        envelope, data = self.blocks[self._name(key)]
+        self.blocks[self._name(key)] = envelope, bytes([data[0] ^ 1]) + data[1:]
 
-    def keys(self, epoch: str = EPOCH) -> list[bytes]:
+    def keys(self) -> list[bytes]:
+        """The keys of the blocks that an engine finds which starts now."""
         with self._lock:
-            return sorted(key for each, key in self.blocks if each == epoch)
+            return sorted(_key(name) for name in self.blocks if name == self._name(_key(name)))
 
     def register(self, address: int, size: int) -> None:
         self.registered = address, size
 
-    def open(self) -> str:
+    def open(self) -> None:
         self.opens += 1
         self._pass("open")
-        return EPOCH
+
+    def read(self) -> bytes:
+        return self._epoch.to_bytes()
+
+    def create(self, record: bytes) -> None:
+        """Does nothing: there is a record."""
+
+    def replace(self, record: bytes) -> None:
+        self._pass("renew")
+        self._epoch = Epoch.from_bytes(record)
+        self.renewed += 1
 
     def find(
-        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+        self, questions: Sequence[NamedQuestion], answer: Callable[[int, Found], None]
     ) -> None:
         self._pass("find")
         with self._lock:
             self.calls.append(len(questions))
             for number, question in enumerate(questions):
-                wanted = [*question.keys, *question.scattered]
-                self.finds.append(wanted)
-                answer(number, [(epoch, key) in self.blocks for key in wanted])
+                wanted = [name for names in question for name in names]
+                self.finds.append([_key(name) for name in wanted])
+                answer(number, [name in self.blocks for name in wanted])
 
-    def get(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Outcome]:
         self._pass("get")
         with self._lock:
-            self.gets.append(list(keys))
-            return [
-                self._get(epoch, key, buffer) for key, buffer in zip(keys, buffers, strict=True)
-            ]
+            self.gets.append([_key(name) for name in names])
+            return [self._get(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
 
-    def put(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Outcome]:
+    def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Outcome]:
         self._pass("put")
         with self._lock:
-            new = [key for key in keys if (epoch, key) not in self.blocks]
-            self.puts.append(new)
-        self.fill(
-            {key: bytes(each) for key, each in zip(keys, buffers, strict=True) if key in new}, epoch
-        )
-        return [Outcome.DONE] * len(keys)
-
-    def renew_epoch(self) -> None:
-        self._pass("renew")
-        with self._lock:
-            self.blocks = {name: each for name, each in self.blocks.items() if name[0] != EPOCH}
-        self.renewed += 1
+            new = [name not in self.blocks for name in names]
+            self.puts.append([_key(name) for name in itertools.compress(names, new)])
+            for name, buffer in itertools.compress(zip(names, buffers, strict=True), new):
+                self._put(name, bytes(buffer))
+        return [Outcome.DONE] * len(names)
 
     def close(self) -> None:
         self.closed = True
 
-    def _get(self, epoch: str, key: bytes, buffer: memoryview) -> Outcome:
-        found = self.blocks.get((epoch, key))
+    def _name(self, key: bytes) -> str:
+        """The name of a block in the present epoch."""
+        folder = f"{self._epoch.name}-{self._epoch.generation}"
+        return f"{self.prefix}/{FINGERPRINT}/{folder}/{key.hex()}"
+
+    def _put(self, name: str, data: bytes) -> None:
+        self.blocks[name] = seal(name.encode(), memoryview(data)), data
+
+    def _get(self, name: str, buffer: memoryview) -> Outcome:
+        found = self.blocks.get(name)
         if found is None:
             return Outcome.MISSING
-        data, checksum = found
+        envelope, data = found
         buffer[:] = data
-        if _checksum(epoch, key, data) == checksum:
+        if fits(envelope, name.encode(), buffer):
             return Outcome.DONE
-        del self.blocks[epoch, key]
+        del self.blocks[name]
         return Outcome.DAMAGED
 
     def _pass(self, name: str) -> None:
@@ -146,5 +161,5 @@ class MemoryStore:
             raise ConnectionError(name)
 
 
-def _checksum(epoch: str, key: bytes, data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(epoch.encode() + key))
+def _key(name: str) -> bytes:
+    return bytes.fromhex(name.rpartition("/")[2])

@@ -27,13 +27,13 @@ from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import open_shared_tiers
 from flexkv.settings import CacheConfig
-from flexkv.tiers import remote
+from flexkv.tiers import device, remote
 from flexkv.tiers.epochs import FRESH_SECONDS, Epochs
 from flexkv.tiers.remote import RemoteTier
 from flexkv.tiers.shared_store import SharedStore
 from flexkv.types.mover import Status
 from packages.inside import index_of
-from packages.inside_tiers import epoch_record, epochs_of, store_of
+from packages.inside_tiers import epoch_record, epochs_of
 from packages.tier_blocks import ready_blocks
 
 SLOT = 1 << 16
@@ -56,7 +56,7 @@ def be_patient(settings: Mapping[str, Any]) -> None:
 
     A node whose first question is late would drop its first blocks. Here it asks again.
     """
-    remote.CLOSE_SECONDS = PATIENCE_SECONDS
+    device.CLOSE_SECONDS = PATIENCE_SECONDS
     remote.OPEN_SECONDS = PATIENCE_SECONDS
     ask = Epochs.open
 
@@ -82,9 +82,7 @@ def open_tier(
     patient = {f"{store.medium.value}_{each}": PATIENCE_SECONDS for each in limits}
     config = CacheConfig(**(patient | settings))
     opened = store.open(config, fingerprint, slot_bytes, 1 << 30)
-    return RemoteTier(
-        store.medium, opened.blocks, slot_bytes, opened.limits, store_name=opened.name
-    )
+    return RemoteTier(store.medium, opened, fingerprint, slot_bytes)
 
 
 class Node:
@@ -129,7 +127,7 @@ class Node:
 
     def reset(self, text: str) -> str:
         """Ends once the store has been told."""
-        epochs = epochs_of(store_of(self.tier))
+        epochs = epochs_of(self.tier)
         before = epoch_record(epochs)
         self.cache.reset(Reset.CLEAR)
         while epoch_record(epochs) == before:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from memory_store import MemoryStore
+from memory_store import FINGERPRINT, MemoryStore
 
 from flexkv.tiers import questions
 from flexkv.tiers.base import Answer, BlockResult
@@ -37,7 +37,7 @@ class Client:
     def __init__(self, store: MemoryStore, **limits: Any) -> None:
         self.store = store
         given = RemoteLimits(**({"question_seconds": 60.0, "timeout_seconds": 60.0} | limits))
-        self.tier = RemoteTier(Medium.DISK, store, SLOT, given)
+        self.tier = RemoteTier(Medium.DISK, store.opened(given, "disk"), FINGERPRINT, SLOT)
         self._memory = memoryview(mmap.mmap(-1, SLOT * SLOTS))
         self.buffers = [self._memory[i * SLOT : (i + 1) * SLOT] for i in range(SLOTS)]
         self._results: list[BlockResult] = []

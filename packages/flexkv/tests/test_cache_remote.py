@@ -16,7 +16,7 @@ from memory_store import MemoryStore
 from two_tiers import LONG, Node, content, names
 
 from flexkv.client import Reset
-from flexkv.tiers import remote
+from flexkv.tiers import device
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.transfer import sources
 from flexkv.types.changes import Medium
@@ -466,7 +466,7 @@ def test_a_clear_reaches_both_tiers(make: Callable[..., Node], store: MemoryStor
 def test_a_hanging_store_lets_the_disk_end(
     make: Callable[..., Node], store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(device, "CLOSE_SECONDS", 0.05)
     fill(store, "x")
     node = Node(tmp_path / "own", store, disk="write_through")
     store.hanging = {"get"}

@@ -103,7 +103,7 @@ def test_mooncake_is_left_after_a_bucket_was_refused(monkeypatch: pytest.MonkeyP
     from integration.harness.mooncake_master import MooncakeMaster
 
     monkeypatch.setattr("flexkv.tiers.remote.OPEN_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr("flexkv.tiers.remote.CLOSE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("flexkv.tiers.device.CLOSE_SECONDS", PATIENCE_SECONDS)
     closed: list[bool] = []
     close = RemoteTier.close
 

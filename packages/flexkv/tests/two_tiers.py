@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import memory_store
 from memory_store import MemoryStore
 
 from flexkv import KVCache
@@ -55,7 +56,8 @@ class Node:
         self.store = store
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), slots), threads=1)
         limits = RemoteLimits(question_seconds, LONG, threads, batch_bytes=SLOT)
-        self.remote = RemoteTier(Medium.MOONCAKE, store, SLOT, limits)
+        opened = store.opened(limits, "mooncake")
+        self.remote = RemoteTier(Medium.MOONCAKE, opened, memory_store.FINGERPRINT, SLOT)
         tiers = [AttachedTier(self.remote, ADMISSIONS[remote], stall_seconds)]
         if disk is not None:
             self.disk = open_disk_tier(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flexkv.eviction import POLICIES, AnyPolicy, OnePolicy, TenantPolicies, choose_policy
 from flexkv.host.arena import ArenaSpec
+from flexkv.index.ages import BlockAges
 from flexkv.session import Session
 from flexkv.session.state_reports import StateReport
 from flexkv.settings import GIB, CacheConfig
@@ -17,7 +18,6 @@ from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
 from flexkv.tiers.remote import RemoteTier
 from flexkv.tiers.shared_store import shared_stores
 from flexkv.types.admission import ADMISSIONS
-from flexkv.types.ages import BlockAges
 from flexkv.types.changes import Medium
 
 logger = logging.getLogger(__name__)
@@ -120,14 +120,7 @@ def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) ->
         for store in shared_stores(config):
             opened = store.open(config, fingerprint, slot_bytes, _queue_bytes(spec))
             states = _states(config, store.medium, str(store.address(config)), fingerprint)
-            tier = RemoteTier(
-                store.medium,
-                opened.blocks,
-                slot_bytes,
-                opened.limits,
-                store_name=opened.name,
-                states=states,
-            )
+            tier = RemoteTier(store.medium, opened, fingerprint, slot_bytes, states)
             tiers.append(AttachedTier(tier, store.admission(config), opened.limits.timeout_seconds))
     return tiers
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.files import OsFiles, open_folder
-from flexkv.tiers.disk.reader import Record, TableCopy
+from flexkv.tiers.disk.table_reader import FoundTable, Record, read_table
 from flexkv.tiers.job import Outcome, Priority
 from packages.flexkv.tests.cli import engine
 
@@ -68,14 +68,12 @@ class Cache:
     def records(self) -> list[Record]:
         return list(self.table().records())
 
-    def table(self) -> TableCopy:
+    def table(self) -> FoundTable:
         folder = open_folder(str(self.folder))
-        copy = TableCopy(OsFiles(), folder, FINGERPRINT)
         try:
-            copy.update()
+            return read_table(OsFiles(), folder, FINGERPRINT)
         finally:
             os.close(folder)
-        return copy
 
     def damage_headers(self) -> None:
         """Change a byte in each copy of the table's header."""

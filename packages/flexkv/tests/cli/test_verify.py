@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexkv.tiers.disk import slabs, table, verify
+from flexkv.tiers.disk import folder_check, slabs, table
 from flexkv.tiers.disk.files import OsFiles
-from flexkv.tiers.disk.reader import Record
 from flexkv.tiers.disk.slabs import is_slab
+from flexkv.tiers.disk.table_reader import Record
 from flexkv.tiers.envelope import checksum_of
 from packages.flexkv.tests.cli import engine
 from packages.flexkv.tests.cli.stores import Cache, Flexkv, FlexkvOnTerminal
@@ -20,8 +20,8 @@ from packages.flexkv.tests.cli.stores import Cache, Flexkv, FlexkvOnTerminal
 NOT_WRITTEN = "its bytes do not match its checksum"
 
 
-def check(cache: Cache, files: OsFiles | None = None) -> verify.Report:
-    return verify.verify_folder(
+def check(cache: Cache, files: OsFiles | None = None) -> folder_check.Report:
+    return folder_check.check_folder(
         files or OsFiles(), str(cache.folder), lambda _: None, lambda _: None
     )
 
@@ -29,7 +29,7 @@ def check(cache: Cache, files: OsFiles | None = None) -> verify.Report:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What seems bad is looked at again at once: nothing changes but by the test."""
-    monkeypatch.setattr(verify, "RECHECK_SECONDS", 0.0)
+    monkeypatch.setattr(folder_check, "RECHECK_SECONDS", 0.0)
 
 
 def test_intact_blocks_pass(flexkv: Flexkv, cache: Cache) -> None:
@@ -157,7 +157,7 @@ def test_blocks_that_an_engine_replaces_meanwhile_are_not_bad(
             assert time.monotonic() < end, "the engine replaces nothing"
             time.sleep(0.01)
 
-    monkeypatch.setattr(verify, "time", SimpleNamespace(sleep=until_written))
+    monkeypatch.setattr(folder_check, "time", SimpleNamespace(sleep=until_written))
     with cache.owned("write"):
         first = {record.generation for record in cache.records()}
         replaced = 0
@@ -290,7 +290,7 @@ def test_all_slabs_are_read(quick: None, cache: Cache, monkeypatch: pytest.Monke
 def test_a_block_larger_than_the_buffers_together_is_read_by_one_thread(
     quick: None, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "MEMORY", cache.block_bytes // 2)
+    monkeypatch.setattr(folder_check, "MEMORY", cache.block_bytes // 2)
     cache.fill(3)
     cache.flip(cache.records()[0].slot)
     assert len(check(cache).bad) == 1

@@ -10,8 +10,8 @@ import pytest
 from disk_blocks import DEADLINE, FINGERPRINT, SLOT, Client, capacity_of, names, opened
 from faults.faulty_files import HangingFiles
 
-from flexkv.tiers import circuit
-from flexkv.tiers.disk import drive, open_disk_tier, tier
+from flexkv.tiers import circuit, device
+from flexkv.tiers.disk import open_disk_tier, tier
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.link import Link
 from packages.conftest import Clock
@@ -140,7 +140,7 @@ def test_every_drive_comes_to_an_end_in_the_same_seconds(
 ) -> None:
     """Three that hang take no longer than one."""
     monkeypatch.setattr(tier, "time", clock)
-    monkeypatch.setattr(drive, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(device, "CLOSE_SECONDS", 0.2)
     waited: list[float] = []
     real = Link.close
 

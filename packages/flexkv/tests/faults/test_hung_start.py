@@ -21,7 +21,7 @@ from policy_checks import CheckedPolicy, UseOrderPolicy
 from flexkv import KVLayout, TensorView, open_cache
 from flexkv.tiers import disk
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk import OsFiles, open_disk_tier, opening, reader, table, tier
+from flexkv.tiers.disk import OsFiles, open_disk_tier, opening, table, table_reader, tier
 from flexkv.tiers.disk.folder import Folder, claim
 from flexkv.tiers.disk.opening import check_apart, places_of
 from flexkv.tiers.job import Outcome
@@ -141,8 +141,8 @@ def large(
         client.adopt()
         client.write(KEYS)
     files, clock = SteppedReads(), StillClock()
-    monkeypatch.setattr(reader, "_PART_BYTES", 2 * table.RECORD_BYTES)
-    monkeypatch.setattr(reader, "_PART_RECORDS", 2)
+    monkeypatch.setattr(table_reader, "_PART_BYTES", 2 * table.RECORD_BYTES)
+    monkeypatch.setattr(table_reader, "_PART_RECORDS", 2)
     monkeypatch.setattr(opening, "time", clock)
 
     def await_two(*_: object) -> None:

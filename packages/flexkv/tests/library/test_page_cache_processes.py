@@ -12,7 +12,7 @@ import os, sys, numpy as np, flexkv
 pages = np.ones((4, 4096), np.uint8)
 layout = flexkv.KVLayout.from_tensors([flexkv.TensorView.of("kv", pages)], 4)
 settings = {"cpu_cache_gb": 1e-4, "ssd_cache_gb": 1e-3, "ssd_cache_dir": sys.argv[1]}
-settings["ssd_timeout_seconds"] = flexkv.tiers.disk.drive.CLOSE_SECONDS = 60.0
+settings["ssd_timeout_seconds"] = flexkv.tiers.device.CLOSE_SECONDS = 60.0
 cache = flexkv.open_cache(settings, layout, identity="m")
 """
 

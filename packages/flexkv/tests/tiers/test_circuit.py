@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from flexkv.tiers import circuit
-from flexkv.tiers.circuit import FAILURES, PAUSE_SECONDS, Circuit, CircuitState, Health
+from flexkv.tiers.circuit import FAILURES, PAUSE_SECONDS, Circuit, CircuitState
 from packages.conftest import Clock, StillClock
 
 BUDGET = 1.0
@@ -111,37 +111,3 @@ def test_jobs_from_before_the_pause_close_but_never_prolong_it(clock: Clock) -> 
     device = opened()
     assert not device.end(failed=False)
     assert (device.allows, device.state) == (True, CircuitState.CLOSED)
-
-
-def device_health() -> Health:
-    return Health("objects", BUDGET, PAUSE_SECONDS, "1 s", "the network")
-
-
-def note(health: Health, what: str, error: str) -> None:
-    """A call that has not failed as a whole."""
-    health.note(health.reads, what, False, error, 0.0)
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records]
-
-
-def test_the_first_error_of_each_kind_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = device_health()
-    note(log, "writes to", "")
-    for i in range(3):
-        note(log, "writes to", f"403 Forbidden, no access to {i:032x} after {i}.5 s")
-        note(log, "reads from", "403 Forbidden")
-        note(log, "writes to", "code -704")
-        note(log, "writes to", "code -900")
-    said = ["no access to", "reads from objects failed: 403 Forbidden;", "-704", "-900"]
-    assert [text in line for text, line in zip(said, lines(caplog), strict=True)] == [True] * 4
-
-
-def test_a_store_that_makes_up_texts_does_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    log = device_health()
-    for i in range(100):
-        note(log, "reads from", "x" * i)
-    assert len(lines(caplog)) == circuit._KINDS

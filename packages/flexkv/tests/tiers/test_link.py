@@ -64,7 +64,7 @@ def ended(link: Link, count: int) -> list[Job]:
 @pytest.mark.parametrize("outcome", Outcome)
 def test_a_job_ends_as_its_work_says(outcome: Outcome) -> None:
     with running() as link:
-        job = Job(Priority.LOAD, 1, lambda: [outcome, Outcome.DONE], blocks=2)
+        job = Job(Priority.LOAD, 1, lambda: [outcome, Outcome.DONE], positions=range(2))
         link.submit(job)
         assert ended(link, 1) == [job]
         assert job.outcomes == [outcome, Outcome.DONE]
@@ -78,7 +78,7 @@ def test_an_error_of_the_system_is_a_failed_job_and_the_next_one_runs() -> None:
 
     with running(threads=1) as link:
         for _ in range(3):
-            link.submit(Job(Priority.LOAD, 1, fail, blocks=2))
+            link.submit(Job(Priority.LOAD, 1, fail, positions=range(2)))
         link.submit(Job(Priority.LOAD, 1, lambda: [Outcome.DONE]))
         outcomes = [job.outcomes for job in ended(link, 4)]
         assert outcomes == [[Outcome.FAILED] * 2] * 3 + [[Outcome.DONE]]
@@ -95,7 +95,7 @@ def test_whatever_a_job_raises_it_is_failed_and_the_thread_lives(
 
     with running(threads=1) as link:
         for _ in range(3):
-            link.submit(Job(Priority.WRITE, 1, fail, blocks=2))
+            link.submit(Job(Priority.WRITE, 1, fail, positions=range(2)))
         link.submit(Job(Priority.WRITE, 1, lambda: [Outcome.DONE]))
         outcomes = [job.outcomes for job in ended(link, 4)]
         assert outcomes == [[Outcome.FAILED] * 2] * 3 + [[Outcome.DONE]]
@@ -249,7 +249,9 @@ def test_a_full_queue_drops_writes_and_keeps_loads() -> None:
         first, gate = gated(Priority.LOAD)
         link.submit(first)
         assert gate.began.wait(PATIENCE)
-        writes = [Job(Priority.WRITE, 1, lambda: [Outcome.DONE], blocks=2) for _ in range(3)]
+        writes = [
+            Job(Priority.WRITE, 1, lambda: [Outcome.DONE], positions=range(2)) for _ in range(3)
+        ]
         loads = [Job(Priority.LOAD, 1, lambda: [Outcome.DONE]) for _ in range(3)]
         for job in [*writes, *loads]:
             link.submit(job)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 import pytest
-from memory_store import MemoryStore
+from memory_store import FINGERPRINT, MemoryStore
 from store_client import DONE, SLOT, Client, clients, content, names
 
-from flexkv.tiers import circuit, remote
+from flexkv.tiers import circuit, device, remote
 from flexkv.tiers.base import BlockResult, QueriedTier
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome, Priority, Urgency
 from flexkv.tiers.remote import RemoteLimits, RemoteTier, address_of
 from flexkv.types.changes import Medium
 from packages.conftest import PATIENCE_SECONDS, Clock
-from packages.inside_tiers import await_opening, link_of, running_jobs
+from packages.inside_tiers import await_opening, knows_record, link_of, running_jobs
 from packages.patience import wait_until
 
 
@@ -124,8 +124,8 @@ def test_other_processes_read_that_the_store_was_not_reached() -> None:
 
     store, told = MemoryStore(), Told()
     store.broken = {"open"}
-    limits = RemoteLimits(60.0, 60.0)
-    tier = RemoteTier(Medium.DISK, store, SLOT, limits, states=told)
+    opened = store.opened(RemoteLimits(60.0, 60.0), "disk")
+    tier = RemoteTier(Medium.DISK, opened, FINGERPRINT, SLOT, told)
     assert told.first == {"reads": "connecting", "writes": "connecting"}
     store.broken = set()
     wait_until(lambda: told.read() == {"reads": "closed", "writes": "closed"})
@@ -322,9 +322,9 @@ def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[...,
     client.outcomes(outdated, 1)
     assert client.ask("abx") == [False] * 3
     assert client.read("a") == [Outcome.MISSING]
+    wait_until(lambda: client.store.renewed == 1 and knows_record(client.tier, client.store))
     assert client.write("ac") == [DONE] * 2
     assert client.ask("abc") == [True, False, True]
-    wait_until(lambda: client.store.renewed == 1)
     # Engines that were not reset go on together, and share nothing with the one that was.
     other, third = make(client.store), make(client.store)
     assert other.ask("abc") == [False] * 3
@@ -357,6 +357,7 @@ def test_a_write_after_a_reset_repeats_none_of_before(make: Callable[..., Client
     client.store.hanging = {"put"}
     client.begin_write("a")
     client.tier.clear()
+    wait_until(lambda: client.store.renewed == 1 and knows_record(client.tier, client.store))
     client.begin_write("a")
     client.store.release()
     results: list[BlockResult] = []
@@ -386,7 +387,7 @@ def test_a_reset_right_before_the_end_reaches_the_store() -> None:
 
 
 def test_a_store_that_hangs_at_the_end_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(device, "CLOSE_SECONDS", 0.05)
     client = Client(MemoryStore())
     client.store.hanging = {"get"}
     client.begin_read("a")

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from flexkv.cli.common import Command, add_directories, add_json, find_folders, print_json
 from flexkv.tiers.disk.files import OsFiles
-from flexkv.tiers.disk.verify import BadBlock, Report, verify_folder
+from flexkv.tiers.disk.folder_check import BadBlock, Report, check_folder
 from flexkv.types.deadline import call_beside
 from flexkv.types.errors import DiskError
 from flexkv.types.texts import blocks, size
@@ -80,7 +80,7 @@ def _verify(progress: Progress, path: str) -> Report:
     task = progress.add_task(os.path.basename(path)[:16], total=None)
 
     def verify() -> Report:
-        return verify_folder(
+        return check_folder(
             OsFiles(),
             path,
             begin=lambda total: progress.update(task, total=total),

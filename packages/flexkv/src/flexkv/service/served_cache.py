@@ -31,7 +31,7 @@ from flexkv.figures.counters import Counters, ResetCause
 from flexkv.figures.definitions import HostFigures
 from flexkv.figures.meter import Figures, Meter
 from flexkv.host.arena import Arena
-from flexkv.index.slot_times import young_reader
+from flexkv.index.ages import young_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached, Reattachment
 from flexkv.service.line import Line

@@ -126,11 +126,8 @@ class LowerTier(Protocol):
     are undefined.
 
     A read or write that hangs keeps its buffer. The cache then fetches the block from the next
-    tier, into another slot.
-
-    Attributes:
-        medium: the tier's name in metrics, hit sources and events; each tier of a cache has its
-            own.
+    tier, into another slot. `medium`: the tier's name in metrics, hit sources and events; each tier
+    of a cache has its own.
     """
 
     medium: Medium
@@ -205,12 +202,9 @@ class LowerTier(Protocol):
 
     def drain(self) -> bool:
         """Drop all reads, writes and questions that have not begun, and all results. Called after
-        an error that may have lost the caller's records of them. Does not wait.
-
-        Returns:
-            Whether no read, write or question runs. If so, the tier borrows no buffer, and `poll`
-            returns no result of earlier calls. If not, the caller calls again.
-        """
+        an error that may have lost the caller's records of them. Does not wait. Returns whether no
+        read, write or question runs. If so, the tier borrows no buffer, and `poll` returns no
+        result of earlier calls. If not, the caller calls again."""
         ...
 
     def begin_close(self, flush_seconds: float) -> None:
@@ -221,12 +215,8 @@ class LowerTier(Protocol):
 
     def close(self, flush_seconds: float = 0.0) -> bool:
         """Call `begin_close`, wait for the running reads and writes, and drop the others. `poll`
-        returns no more results.
-
-        Returns:
-            Whether all reads and writes have ended. If not, a device hangs: every buffer without a
-            result stays borrowed until the process ends.
-        """
+        returns no more results. Returns whether all reads and writes have ended. If not, a device
+        hangs: every buffer without a result stays borrowed until the process ends."""
         ...
 
 
@@ -310,11 +300,8 @@ class QueriedTier(LowerTier, Protocol):
     """A tier that needs a query to know which blocks it has. The cache remembers for a while what
     the tier has answered, read and written. It queries a key again only after the answer, or after
     `clear`. The tier emits no events, because a store does not report what it evicts.
-
-    Attributes:
-        question_seconds: the deadline of a question. A block without an answer by then is a miss
-            for the fetch that waits; later requests use the answer.
-    """
+    `question_seconds`: the deadline of a question. A block without an answer by then is a miss for
+    the fetch that waits; later requests use the answer."""
 
     question_seconds: float
 
@@ -350,12 +337,8 @@ AnyTier: TypeAlias = IndexedTier | QueriedTier
 
 @dataclass(frozen=True, slots=True)
 class AttachedTier:
-    """A tier, which the cache owns, and how the cache uses it.
-
-    Attributes:
-        stall_seconds: if a fetch gets no block from the tier for this time, it takes the block from
-            the next tier, or ends.
-    """
+    """A tier, which the cache owns, and how the cache uses it. `stall_seconds`: if a fetch gets no
+    block from the tier for this time, it takes the block from the next tier, or ends."""
 
     tier: AnyTier
     admission: Admission = ADMISSIONS["write_through"]

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from operator import itemgetter
 
 from flexkv.tiers.base import BlockResult
 from flexkv.tiers.job import Job, Outcome, Urgency
@@ -13,37 +14,30 @@ from flexkv.tiers.link import Link
 
 class Batches:
     """The reads and writes of a tier that have not ended, and the results that nobody has taken.
-    Single-threaded; nothing waits.
-
-    Attributes:
-        queued_blocks: see `TierFigures`.
-    """
+    Single-threaded; nothing waits. `queued_blocks`: see `TierFigures`."""
 
     def __init__(self) -> None:
         self.queued_blocks = 0
         self._tickets = itertools.count(1)
         self._jobs: dict[int, dict[Job, Link]] = {}
-        self._places: dict[Job, tuple[int, Sequence[int]]] = {}
         self._results: list[BlockResult] = []
 
     def new_ticket(self) -> int:
         return next(self._tickets)
 
-    def add(self, ticket: int, link: Link, job: Job, positions: Sequence[int]) -> None:
-        """A job of `link` reads or writes the blocks at these positions of a batch."""
+    def add(self, ticket: int, job: Job, link: Link) -> None:
+        """A job of `link` reads or writes some blocks of a batch."""
+        job.ticket = ticket
         self._jobs.setdefault(ticket, {})[job] = link
-        self._places[job] = ticket, positions
-        self.queued_blocks += len(positions)
+        self.queued_blocks += len(job.positions)
 
-    def end(self, job: Job) -> tuple[int, Sequence[int]]:
-        """Forget a job that has ended. Returns its batch's ticket and the positions of its blocks,
-        in the order of its outcomes."""
-        ticket, positions = self._places.pop(job)
-        del self._jobs[ticket][job]
-        if not self._jobs[ticket]:
-            del self._jobs[ticket]
-        self.queued_blocks -= len(positions)
-        return ticket, positions
+    def end(self, job: Job) -> None:
+        """Forget a job that has ended."""
+        jobs = self._jobs[job.ticket]
+        del jobs[job]
+        if not jobs:
+            del self._jobs[job.ticket]
+        self.queued_blocks -= len(job.positions)
 
     def report(self, ticket: int, positions: Iterable[int], outcomes: Iterable[Outcome]) -> None:
         """Add results, which `take_results` returns."""
@@ -55,31 +49,30 @@ class Batches:
 
     def cancel(self, ticket: int) -> None:
         """See `LowerTier.cancel`."""
-        for link, jobs in self._by_link(ticket).items():
+        for link, jobs in self._by_link(ticket):
             link.cancel(jobs)
 
     def raise_priority(self, ticket: int, urgency: Urgency) -> None:
         """See `LowerTier.raise_priority`."""
-        for link, jobs in self._by_link(ticket).items():
+        for link, jobs in self._by_link(ticket):
             link.raise_priority(jobs, urgency)
 
     def hung(self, ticket: int) -> Collection[int]:
         """See `LowerTier.hung`."""
-        hung = [job for job in self._jobs.get(ticket, ()) if job.hangs]
-        return {position for job in hung for position in self._places[job][1]}
+        hung = (job.positions for job in self._jobs.get(ticket, ()) if job.hangs)
+        return set(itertools.chain.from_iterable(hung))
 
-    def jobs(self) -> Collection[Job]:
+    def jobs(self) -> Iterable[Job]:
         """Those without a result."""
-        return self._places.keys()
+        return itertools.chain.from_iterable(self._jobs.values())
+
+    def _by_link(self, ticket: int) -> Iterator[tuple[Link, Iterable[Job]]]:
+        """The jobs of a batch, which has those of each link in a row."""
+        for link, jobs in itertools.groupby(self._jobs.get(ticket, {}).items(), itemgetter(1)):
+            yield link, [job for job, _ in jobs]
 
     def clear(self) -> None:
         """Forget all."""
-        for known in (self._jobs, self._places, self._results):
-            known.clear()
+        self._jobs.clear()
+        self._results.clear()
         self.queued_blocks = 0
-
-    def _by_link(self, ticket: int) -> dict[Link, list[Job]]:
-        jobs: dict[Link, list[Job]] = {}
-        for job, link in self._jobs.get(ticket, {}).items():
-            jobs.setdefault(link, []).append(job)
-        return jobs

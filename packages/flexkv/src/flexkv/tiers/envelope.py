@@ -36,11 +36,8 @@ def checksum_of(data: bytes | memoryview, seal: int, key: bytes) -> bytes:
 
 def seal(name: bytes, block: memoryview) -> bytes:
     """Make the envelope of a block, ENVELOPE_BYTES long. The name distinguishes the block from all
-    others: fingerprint, epoch and whole key.
-
-    Raises:
-        ValueError: the name is longer than MOST_NAME_BYTES.
-    """
+    others: fingerprint, epoch and whole key. Raises ValueError if the name is longer than
+    MOST_NAME_BYTES."""
     head = _head(name, len(block))
     return head + checksum_of(block, 0, head)
 

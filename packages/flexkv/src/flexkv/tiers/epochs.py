@@ -119,7 +119,8 @@ class Epochs:
         """Begin a new epoch for processes that start later, and a new generation for all."""
         begun = Epoch.begin()
         self._record.replace(begun.to_bytes())
-        self._last = begun  # restored if the record is lost before it is read again
+        with self._lock:  # a read that is under way may have the record of before
+            self._last = begun  # restored if the record is lost before it is read again
 
     def _refresh(self, came: float) -> None:
         """Read the record for a caller that came at time.monotonic() `came`, in seconds."""

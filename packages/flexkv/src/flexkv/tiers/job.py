@@ -53,15 +53,17 @@ Result: TypeAlias = Outcome | OSError
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The read or write of one or several blocks. The link sets `outcomes` and the attributes
-    behind it.
+    """The read or write of one or several blocks. The caller sets the first attributes, `Batches`
+    the ticket, and the link all those behind it.
 
     Attributes:
         size: bytes of all blocks.
         work: reads or writes the blocks, in a thread of the link; may wait for the device.
             Returns a result for each block. If it raises, all blocks are FAILED. It may hold
             buffers, so an ended job does not keep it.
+        positions: those of the blocks in their batch, in the order of the results.
         turn: its place among jobs of the same priority: the lower value goes first.
+        ticket: that of its batch.
         outcomes: an outcome for each block; empty until the job has ended.
         error: text of the first error; empty if there was none.
         begun: time.monotonic() when a thread took the job, in seconds; 0.0 before.
@@ -73,26 +75,32 @@ class Job:
     priority: Priority
     size: int
     work: Callable[[], Sequence[Result]]
-    blocks: int = 1
+    positions: Sequence[int] = (0,)
     turn: int = 0
+    ticket: int = 0
     outcomes: Sequence[Outcome] = ()
     error: str = ""
     begun: float = 0.0
     seconds: float = 0.0
     hangs: bool = False
 
+    @property
+    def writes(self) -> bool:
+        return self.priority is Priority.WRITE
+
     def end(self, results: Sequence[Result]) -> None:
         """Set the outcome of each block; all are FAILED if not each has a result. Of an error only
         its text is kept: its traceback would keep the buffers of the blocks."""
-        if len(results) != self.blocks:
-            results = [OSError(f"{len(results)} results for {self.blocks} blocks")] * self.blocks
+        blocks = len(self.positions)
+        if len(results) != blocks:
+            results = [OSError(f"{len(results)} results for {blocks} blocks")] * blocks
         self.outcomes = [Outcome.FAILED if isinstance(each, OSError) else each for each in results]
         self.error = next((text_of(each) for each in results if isinstance(each, OSError)), "")
         self.work = _ended
 
     def end_as(self, outcome: Outcome) -> None:
         """Give all blocks the same outcome."""
-        self.end([outcome] * self.blocks)
+        self.end([outcome] * len(self.positions))
 
 
 def text_of(error: OSError) -> str:

@@ -36,27 +36,23 @@ def most_jobs(threads: int) -> int:
 class LinkQueue:
     """The bounded queue of a link. It has no lock; the link has.
 
-    Jobs are in the order of priority, then of turn, then of arrival. Every call takes O(1) for each
-    job, and O(1) for each turn that jobs wait with.
-
-    Args:
-        limit: how many bytes may wait. Beyond it, the queue drops jobs of the lowest priority
-            and the last turn, the newest first. It never drops loads, because each needs a slot of
-            the arena, which bounds them.
-
+    Jobs are in the order of urgency, then of arrival. Every call takes O(1) for each job, and O(1)
+    for each urgency that jobs wait with. `limit`: how many bytes may wait. Beyond it,
+    the queue drops jobs of the lowest priority and the last turn, the newest first. It never drops
+    loads, because each needs a slot of the arena, which bounds them.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # By priority and turn. No turn is without a job, so mostly there is one.
-        self._waiting: dict[Priority, dict[int, OrderedDict[Job, None]]] = {p: {} for p in Priority}
+        # No urgency is without a job, so mostly there are few.
+        self._waiting: dict[Urgency, OrderedDict[Job, None]] = {}
         self.size = 0  # bytes of the jobs that wait
 
     def __len__(self) -> int:
-        return sum(map(self.waiting, Priority))
+        return sum(map(len, self._waiting.values()))
 
     def waiting(self, priority: Priority) -> int:
-        return sum(map(len, self._waiting[priority].values()))
+        return sum(len(jobs) for each, jobs in self._waiting.items() if each.priority is priority)
 
     def push(self, job: Job) -> list[Job]:
         """Add a job. Returns the jobs that are dropped for it, perhaps the job itself."""
@@ -64,18 +60,16 @@ class LinkQueue:
         self.size += job.size
         dropped = []
         while self.size > self._limit:
-            turns = self._lowest()
-            if turns is None:
+            most = [each for each in self._waiting if each.priority is not Priority.LOAD]
+            if not most:
                 break
-            dropped.append(self._take(turns, max(turns), last=True))
+            dropped.append(self._take(max(most), last=True))
         return dropped
 
     def pop(self, writes: bool) -> Job | None:
         """Remove and return the next job, a write only if `writes`; None if there is none."""
-        for priority, turns in self._waiting.items():
-            if turns and (writes or priority is not Priority.WRITE):
-                return self._take(turns, min(turns), last=False)
-        return None
+        ready = [each for each in self._waiting if writes or each.priority is not Priority.WRITE]
+        return self._take(min(ready), last=False) if ready else None
 
     def remove(self, jobs: Iterable[Job]) -> list[Job]:
         """Remove those of `jobs` that wait, and return them."""
@@ -89,12 +83,12 @@ class LinkQueue:
     def keep_only(self, priority: Priority | None) -> None:
         """Discard all jobs except those of `priority`; all of them if it is None. A discarded job
         is DROPPED, and keeps no buffer."""
-        for other, turns in self._waiting.items():
-            if other is not priority:
-                for job in itertools.chain(*turns.values()):
+        for urgency in list(self._waiting):
+            if urgency.priority is not priority:
+                for job in self._waiting[urgency]:
                     self.size -= job.size
                     job.end_as(Outcome.DROPPED)
-                turns.clear()
+                del self._waiting[urgency]
 
     def raise_to(self, jobs: Iterable[Job], urgency: Urgency) -> None:
         """Raise those of `jobs` that wait with a lower urgency to `urgency`."""
@@ -104,33 +98,27 @@ class LinkQueue:
                 self._add(job)
 
     def _add(self, job: Job) -> None:
-        self._waiting[job.priority].setdefault(job.turn, OrderedDict())[job] = None
+        self._waiting.setdefault(Urgency(job.priority, job.turn), OrderedDict())[job] = None
 
     def _discard(self, job: Job) -> bool:
         """Remove a job. Returns whether it waited."""
-        turns = self._waiting[job.priority]
-        jobs = turns.get(job.turn)
+        urgency = Urgency(job.priority, job.turn)
+        jobs = self._waiting.get(urgency)
         if jobs is None or job not in jobs:
             return False
         del jobs[job]
         if not jobs:
-            del turns[job.turn]
+            del self._waiting[urgency]
         return True
 
-    def _take(self, turns: dict[int, OrderedDict[Job, None]], turn: int, *, last: bool) -> Job:
-        """Remove and return the newest job of a turn, or the oldest."""
-        jobs = turns[turn]
+    def _take(self, urgency: Urgency, *, last: bool) -> Job:
+        """Remove and return the newest of such jobs, or the oldest."""
+        jobs = self._waiting[urgency]
         job, _ = jobs.popitem(last=last)
         self.size -= job.size
         if not jobs:
-            del turns[turn]
+            del self._waiting[urgency]
         return job
-
-    def _lowest(self) -> dict[int, OrderedDict[Job, None]] | None:
-        for priority in reversed(Priority):
-            if priority is not Priority.LOAD and self._waiting[priority]:
-                return self._waiting[priority]
-        return None
 
 
 class Link:
@@ -286,11 +274,11 @@ class Link:
             try:
                 job.end(job.work())
             except OSError as error:
-                job.end([error] * job.blocks)
+                job.end([error] * len(job.positions))
             except Exception as error:  # noqa: BLE001
                 # If the thread ended here, the job's buffers and slots would never be released,
                 # and one by one all threads of the link would be gone.
-                job.end([OSError(repr(error))] * job.blocks)
+                job.end([OSError(repr(error))] * len(job.positions))
                 self._report(error)
             job.seconds = time.monotonic() - job.begun
             job = self._exchange(job)
@@ -388,7 +376,7 @@ class Link:
 
     def _account(self, job: Job, sign: int) -> None:
         # A job that runs keeps its priority: only waiting ones are raised.
-        if job.priority is Priority.WRITE:
+        if job.writes:
             self._writing += sign * job.size
         else:
             self._reads += sign

@@ -40,7 +40,7 @@ Found: TypeAlias = Sequence[bool] | OSError
 """The answers for the keys of a question, the scattered ones last; or why there are none."""
 
 Find: TypeAlias = Callable[[str, Sequence[Question], Callable[[int, Found], None]], None]
-"""See `BlockStore.find`."""
+"""Asks a store for the blocks of an epoch; see `BlockStore.find`."""
 
 
 @dataclass(slots=True, eq=False)

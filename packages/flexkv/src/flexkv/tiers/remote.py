@@ -7,11 +7,11 @@ bounded queue, circuits and figures, and handles resets.
 Start: the tier opens its store in the background, and retries until that succeeds. Before, the tier
 reads and writes nothing, because blocks of an unknown epoch are of no use to anybody.
 
-Epochs: the store keeps blocks under a fingerprint, an epoch and a key. After a reset, keys mean
-something else in this process, and may mean a third thing in processes that start later. So this
-process goes on in a random epoch of its own, which no other process reads, and renews the store's
-epoch for processes that start later. Other processes of the old epoch were not reset, and keys mean
-the same in them as before. They go on sharing, in a generation that begins with the reset.
+Epochs: a block's name has a fingerprint, an epoch and a key. After a reset, keys mean something
+else in this process, and may mean a third thing in processes that start later. So this process goes
+on in a random epoch of its own, which no other process reads, and renews the store's epoch for
+processes that start later. Other processes of the old epoch were not reset, and keys mean the same
+in them as before. They go on sharing, in a generation that begins with the reset.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from flexkv.system.retries import Retried
-from flexkv.tiers.base import Answer, BlockResult, States, TierFigures, Traffic
+from flexkv.tiers.base import Answer, BlockResult, States, TierFigures
 from flexkv.tiers.batches import Batches
-from flexkv.tiers.circuit import Circuit, CircuitState, Health
+from flexkv.tiers.circuit import Circuit, CircuitState
+from flexkv.tiers.device import BlockDevice, close_seconds
+from flexkv.tiers.epochs import EpochRecord, Epochs
 from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
 from flexkv.tiers.link import Link
 from flexkv.tiers.questions import Found, Question, Questions
@@ -49,65 +51,50 @@ FIRST_SHARE = 4
 tier of unknown pace that gives no block within 20 ms (`flexkv.engine.choice.chooser`). Not
 tuned."""
 
-CLOSE_SECONDS = 5.0
-"""Seconds that `close` waits for running calls. In the first half, waiting writes still begin; in a
-longer time if `flush_seconds` says so. Not tuned."""
+NamedQuestion: TypeAlias = tuple[Sequence[str], Sequence[str]]
+"""A `Question` by the names of blocks in place of their keys."""
 
 
 class BlockStore(Protocol):
-    """Keeps blocks for several engines. All methods block, and several threads call them at once. A
-    method that raises has read or written no block.
+    """Keeps blocks for several engines, each under a name that no other block has. All methods
+    block, and several threads call them at once. A method that raises OSError has read or written
+    no block.
 
-    The name of a block in the store contains the fingerprint, which the store was made with, the
-    epoch and the whole key. The store keeps a checksum over name and bytes with each block, and
-    verifies it. A block whose name or bytes do not match is DAMAGED, and the store removes it.
-    A buffer holds a block. Its address is `address_of(buffer)`, within the registered memory.
+    The store keeps a checksum over name and bytes with each block, and verifies it; see
+    `flexkv.tiers.envelope`. A block whose name or bytes do not match is DAMAGED, and the store
+    removes it. A buffer holds a block. Its address is `address_of(buffer)`, within the registered
+    memory. `prefix`: the beginning of the names of all blocks.
     """
+
+    prefix: str
 
     def register(self, address: int, size: int) -> None:
         """See `QueriedTier.register`. Called before any other method but `open`."""
         ...
 
-    def open(self) -> str:
-        """Reach the store, and return the fingerprint's epoch. Called until it succeeds, by one
-        thread, and before `find`, `get` and `put`.
-
-        Raises:
-            OSError: the store cannot be used now.
-        """
+    def open(self) -> None:
+        """Reach the store. Called until it succeeds, by one thread, and before `find`, `get` and
+        `put`. Raises OSError if the store cannot be used now."""
         ...
 
     def find(
-        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+        self, questions: Sequence[NamedQuestion], answer: Callable[[int, Found], None]
     ) -> None:
-        """Ask for each key of each question whether the store has its complete block; see
-        `QueriedTier.query`. A store asks for all questions together if it can.
-
-        Args:
-            answer: called with the number of each question and its answers, as soon as they are
-                known, by any thread and before this call returns. If the method raises, the
-                questions without an answer fail.
-        """
+        """Ask for each name of each question whether the store has its complete block; see
+        `QueriedTier.query`. A store asks for all questions together if it can. `answer`: called
+        with the number of each question and its answers, as soon as they are known, by any thread
+        and before this call returns. If the method raises, the questions without an answer fail."""
         ...
 
-    def get(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Result]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Result]:
         """Read blocks into `buffers`. Returns for each DONE, MISSING, DAMAGED, or the error of its
         read, without traceback."""
         ...
 
-    def put(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Result]:
+    def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Result]:
         """Write blocks that the store lacks. Returns for each DONE, also if the store has the
         complete block already, DROPPED if the store has no room, or the error of its write, without
         traceback."""
-        ...
-
-    def renew_epoch(self) -> None:
-        """Hide all present blocks from all processes, and later blocks of the running processes
-        from processes that open the store from now on."""
         ...
 
     def close(self) -> None:
@@ -136,6 +123,16 @@ class RemoteLimits:
     queue_bytes: int = 1 << 30
 
 
+class OpenStore(NamedTuple):
+    """A store that a tier owns, the record of its epoch, the tier's bounds, and the store's name in
+    the log."""
+
+    blocks: BlockStore
+    record: EpochRecord
+    limits: RemoteLimits
+    name: str
+
+
 _Place: TypeAlias = tuple[int, int]
 """A block of a batch: the batch's ticket, and the position."""
 
@@ -144,47 +141,42 @@ class RemoteTier:
     """See `QueriedTier`.
 
     Args:
-        store: owned. The constructor waits until it is open, at most until the first
-            try to open it has ended or `OPEN_SECONDS` have passed.
+        opened: owned. The constructor waits until the store is open, at most until the first try to
+            open it has ended or `OPEN_SECONDS` have passed.
         slot_bytes: bytes of a block.
-        store_name: name of the store for the log; empty for that of the medium.
         states: reports the states of the circuits to other processes; owned. None for no reports.
     """
 
     def __init__(
         self,
         medium: Medium,
-        store: BlockStore,
+        opened: OpenStore,
+        fingerprint: str,
         slot_bytes: int,
-        limits: RemoteLimits,
-        *,
-        store_name: str = "",
         states: States | None = None,
     ) -> None:
+        limits, name = opened.limits, f"flexkv-{medium.value}"
         self.medium = medium
         self.question_seconds = limits.question_seconds
-        self._store = store
-        self._store_name = store_name or medium.value
+        self._store = opened.blocks
+        self._store_name = opened.name
+        self._fingerprint = fingerprint
+        self._epochs = Epochs(opened.record)
         self._epoch = ""  # until it is known
         self._slot_bytes = slot_bytes
         self._batch_blocks = max(1, limits.batch_bytes // slot_bytes)
-        self._health = Health(
-            medium.value,
-            limits.timeout_seconds,
-            PAUSE_SECONDS,
-            f"{limits.timeout_seconds:g} s (questions: {limits.question_seconds:g} s)",
-            "the store and the network",
-        )
-        name = f"flexkv-{medium.value}"
         write_bytes = limits.threads * max(limits.batch_bytes, slot_bytes)
         stall_seconds = limits.timeout_seconds
-        self._link = Link(name, limits.threads, write_bytes, limits.queue_bytes, stall_seconds)
+        self._device = BlockDevice(
+            medium.value,
+            Link(name, limits.threads, write_bytes, limits.queue_bytes, stall_seconds),
+            slot_bytes,
+            pause_seconds=PAUSE_SECONDS,
+            check="the store and the network",
+            limits=f"{stall_seconds:g} s (questions: {limits.question_seconds:g} s)",
+        )
         self._questions = Questions(
-            f"{name}-ask",
-            store.find,
-            limits.question_seconds,
-            limits.timeout_seconds,
-            self._note_question,
+            f"{name}-ask", self._find, limits.question_seconds, stall_seconds, self._note_question
         )
         self._batches = Batches()
         self._keys: dict[Job, list[bytes]] = {}  # of the blocks that are written
@@ -192,10 +184,9 @@ class RemoteTier:
         self._writing: dict[bytes, _Place] = {}
         self._repeats: dict[_Place, list[_Place]] = {}
         self._writes_under_way = 0
-        self._traffic = Traffic()
         self._renewal = Retried(
             f"{name}-renewal",
-            store.renew_epoch,
+            self._epochs.renew,
             partial(
                 logger.error,
                 "%s: the record of a reset cannot be written (%s); FlexKV retries until it can. If "
@@ -216,7 +207,7 @@ class RemoteTier:
         self._opening.begin()
         self._states = states
         if states is not None:
-            circuits = {"reads": self._health.reads, "writes": self._health.writes}
+            circuits = {"reads": self._device.reads, "writes": self._device.writes}
             states.begin(lambda: {what: self._shown(each).value for what, each in circuits.items()})
         if not self._opening.await_try(OPEN_SECONDS):
             failed(f"no answer within {OPEN_SECONDS:g} s")
@@ -226,20 +217,19 @@ class RemoteTier:
         return TierFigures(
             blocks=0,
             slots=0,
-            written_blocks=self._traffic.written_bytes // self._slot_bytes,
+            written_blocks=self._device.traffic.written_bytes // self._slot_bytes,
             evicted_blocks=0,
             queued_blocks=self._batches.queued_blocks,
-            queued_bytes=self._link.queued_bytes,
-            reads=Counter([self._shown(self._health.reads)]),
-            writes=Counter([self._shown(self._health.writes)]),
-            openings=self._health.openings,
-            traffic=self._traffic,
+            queued_bytes=self._device.link.queued_bytes,
+            reads=Counter([self._shown(self._device.reads)]),
+            writes=Counter([self._shown(self._device.writes)]),
+            openings=self._device.openings,
+            traffic=self._device.traffic,
         )
 
     @property
     def readable(self) -> bool:
-        stalled = self._link.stalled or self._questions.stalled
-        return self._is_open and self._health.reads.allows and not stalled
+        return self._is_open and self._device.can_read and not self._questions.stalled
 
     def register(self, address: int, size: int) -> None:
         self._store.register(address, size)
@@ -249,7 +239,7 @@ class RemoteTier:
         if not self._is_open:
             self._refused.append(Answer(ticket, None))
         elif self._questions.begin(ticket, self._epoch, Question(list(keys), list(scattered))):
-            self._health.reads.begin()
+            self._device.reads.begin()
         else:
             self._refused.append(Answer(ticket, None, late=True))
         return ticket
@@ -291,8 +281,8 @@ class RemoteTier:
                 self._writing[key] = ticket, i
                 wanted.append(i)
         held = (self._writes_under_way + len(wanted)) * self._slot_bytes
-        full = held > self._link.queue_bytes
-        if full or not (self._is_open and self._health.writes.allows) or self._link.stalled:
+        full = held > self._device.link.queue_bytes
+        if full or not (self._is_open and self._device.can_write):
             for i in wanted:
                 self._end_write(keys[i], (ticket, i), Outcome.DROPPED)
             return ticket
@@ -317,25 +307,26 @@ class RemoteTier:
         return self._batches.hung(ticket)
 
     def poll(self) -> list[BlockResult]:
-        for job in self._link.note_hung():
-            self._after(job, self._health.note_job(job, True))
-        for job in self._link.poll():
+        openings = self._device.writes.openings
+        for job in self._device.poll():
             self._end(job)
+        if self._device.writes.openings > openings:
+            # The blocks of writes that wait cannot be evicted meanwhile.
+            self._device.link.cancel([job for job in self._batches.jobs() if job.writes])
         return self._batches.take_results()
 
     def drain(self) -> bool:
         self._questions.drain()
-        if not self._link.drain():
+        if not self._device.drain():
             return False
         self._batches.clear()
         for known in (self._keys, self._refused, self._writing, self._repeats):
             known.clear()
         self._writes_under_way = 0
-        self._health.drop_all()
         return True
 
     def begin_close(self, flush_seconds: float) -> None:
-        self._link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
+        self._device.begin_close(flush_seconds)
         self._questions.begin_close()
         self._renewal.begin_close()
         self._opening.begin_close()
@@ -344,9 +335,9 @@ class RemoteTier:
         self.begin_close(flush_seconds)
         if self._states is not None:
             self._states.close()
-        bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
+        bound = close_seconds(flush_seconds)
         end = time.monotonic() + bound
-        links = [self._link.close(bound)]
+        links = [self._device.link.close(bound)]
         links.append(self._questions.close(max(0.0, end - time.monotonic())))
         renewed = self._renewal.close(max(0.0, end - time.monotonic()))
         self.poll()
@@ -369,15 +360,38 @@ class RemoteTier:
         self._epoch = self._epoch or self._opened
         return True
 
-    def _shown(self, device: Circuit) -> CircuitState:
+    def _shown(self, circuit: Circuit) -> CircuitState:
         if self._opened is None:
             return CircuitState.CONNECTING
-        asks = device is self._health.reads
-        return device.shown(self._link.stalled or (asks and self._questions.stalled))
+        asks = circuit is self._device.reads
+        return self._device.shown(circuit, stalled=asks and self._questions.stalled)
 
     def _open(self) -> None:
-        self._opened = self._store.open()
+        self._store.open()
+        self._opened = self._epochs.open()
         logger.info("FlexKV shares blocks in %s", self._store_name)
+
+    def _folder(self, epoch: str) -> str:
+        """What the names of an epoch's blocks begin with now. Raises OSError if the store cannot be
+        reached."""
+        return f"{self._store.prefix}/{self._fingerprint}/{self._epochs.folder(epoch)}"
+
+    def _find(
+        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+    ) -> None:
+        """Put questions to the store; in a thread of `_questions`."""
+        folder = self._folder(epoch)
+        self._store.find(
+            [(_names(folder, each.keys), _names(folder, each.scattered)) for each in questions],
+            answer,
+        )
+
+    def _call(
+        self, epoch: str, writes: bool, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Sequence[Result]:
+        """Read or write blocks; in a thread of the link."""
+        call = self._store.put if writes else self._store.get
+        return call(_names(self._folder(epoch), keys), buffers)
 
     def _begin(
         self,
@@ -392,19 +406,17 @@ class RemoteTier:
             return
         priority, turn = urgency
         writes = priority is Priority.WRITE
-        call = self._store.put if writes else self._store.get
         jobs = []
         for part in self._parts(positions, writes):
             named = [keys[i] for i in part]
-            work = partial(call, self._epoch, named, [buffers[i] for i in part])
-            job = Job(priority, len(part) * self._slot_bytes, work, len(part), turn)
-            self._batches.add(ticket, self._link, job, part)
+            work = partial(self._call, self._epoch, writes, named, [buffers[i] for i in part])
+            job = Job(priority, len(part) * self._slot_bytes, work, part, turn)
+            self._batches.add(ticket, job, self._device.link)
             if writes:
                 self._keys[job] = named
             jobs.append(job)
         self._writes_under_way += len(positions) * writes
-        (self._health.writes if writes else self._health.reads).begin(len(jobs))
-        self._link.submit(*jobs)
+        self._device.begin(*jobs)
 
     def _parts(self, positions: Sequence[int], writes: bool) -> Iterator[Sequence[int]]:
         """The positions of the blocks of each call."""
@@ -414,18 +426,13 @@ class RemoteTier:
             positions, size = positions[size:], self._batch_blocks
 
     def _end(self, job: Job) -> None:
-        ticket, positions = self._batches.end(job)
-        writes = job.priority is Priority.WRITE
-        if writes:
-            self._writes_under_way -= len(positions)
-            for key, i, outcome in zip(self._keys.pop(job), positions, job.outcomes, strict=True):
-                self._end_write(key, (ticket, i), outcome)
-        else:
-            self._batches.report(ticket, positions, job.outcomes)
-        moved = job.outcomes.count(Outcome.DONE)
-        if moved:
-            self._traffic.add(moved * self._slot_bytes, job.seconds, writes)
-        self._after(job, self._health.note_end(job))
+        self._batches.end(job)
+        if not job.writes:
+            self._batches.report(job.ticket, job.positions, job.outcomes)
+            return
+        self._writes_under_way -= len(job.positions)
+        for key, i, outcome in zip(self._keys.pop(job), job.positions, job.outcomes, strict=True):
+            self._end_write(key, (job.ticket, i), outcome)
 
     def _end_write(self, key: bytes, place: _Place, outcome: Outcome) -> None:
         """Report the result of a block's write, also for the writes that repeated it meanwhile."""
@@ -434,16 +441,12 @@ class RemoteTier:
         for ticket, i in (place, *self._repeats.pop(place, ())):
             self._batches.report(ticket, [i], [outcome])
 
-    def _after(self, job: Job, opened: bool) -> None:
-        """Drop the writes that have not begun if this one has opened the circuit: their blocks
-        cannot be evicted meanwhile."""
-        if opened and job.priority is Priority.WRITE:
-            self._link.cancel(
-                [each for each in self._batches.jobs() if each.priority is Priority.WRITE]
-            )
-
     def _note_question(self, failed: bool, error: str, seconds: float) -> None:
-        self._health.note(self._health.reads, "questions to", failed, error, seconds)
+        self._device.note(self._device.reads, "questions to", failed, error, seconds)
+
+
+def _names(folder: str, keys: Sequence[bytes]) -> list[str]:
+    return [f"{folder}/{key.hex()}" for key in keys]
 
 
 def address_of(buffer: memoryview) -> int:

@@ -11,22 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import NamedTuple
 
 from flexkv.settings import CacheConfig, address_setting
 from flexkv.tiers.epochs import EpochRecord
-from flexkv.tiers.remote import BlockStore, RemoteLimits
+from flexkv.tiers.remote import OpenStore, RemoteLimits
 from flexkv.types.admission import ADMISSIONS, Admission
 from flexkv.types.changes import BELOW, Medium
 from flexkv.types.errors import ConfigError
-
-
-class OpenStore(NamedTuple):
-    """A store that a tier owns, the tier's bounds, and the store's name in the log."""
-
-    blocks: BlockStore
-    limits: RemoteLimits
-    name: str
 
 
 class SharedStore(ABC):
@@ -48,11 +39,8 @@ class SharedStore(ABC):
     def open(
         self, config: CacheConfig, fingerprint: str, slot_bytes: int, queue_bytes: int
     ) -> OpenStore:
-        """The store of the blocks of a fingerprint. Sends nothing: `BlockStore.open` does.
-
-        Raises:
-            StoreSettingError: it cannot be used as the settings name it.
-        """
+        """The store, with the record of a fingerprint's epoch. Sends nothing: `BlockStore.open`
+        does. Raises StoreSettingError if it cannot be used as the settings name it."""
 
     @abstractmethod
     def records(self, config: CacheConfig, fingerprints: Sequence[str]) -> list[EpochRecord]:
@@ -65,11 +53,7 @@ class SharedStore(ABC):
 
     def fingerprints(self, config: CacheConfig) -> list[str] | None:
         """Fingerprints of all blocks that engines have shared; None if the store does not list
-        them.
-
-        Raises:
-            OSError: the store does not answer.
-        """
+        them. Raises OSError if the store does not answer."""
         return None
 
     def advice(self, config: CacheConfig) -> list[tuple[str, str]]:
@@ -81,11 +65,8 @@ class SharedStore(ABC):
         self.import_client(config)
 
     def import_client(self, config: CacheConfig) -> None:
-        """Import the client of the store.
-
-        Raises:
-            ConfigError: it is not installed, or cannot be imported.
-        """
+        """Import the client of the store. Raises ConfigError if it is not installed, or cannot be
+        imported."""
         try:
             import_module(self._client)
         except ImportError as error:

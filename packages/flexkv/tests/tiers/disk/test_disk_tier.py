@@ -28,8 +28,8 @@ from faults.faulty_files import HangingFiles, NoDirectFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexkv.tiers import device
 from flexkv.tiers.disk import MAX_OWNERS, open_disk_tier, slabs
-from flexkv.tiers.disk import drive as disk_drive
 from flexkv.tiers.disk.drive import THREADS
 from flexkv.tiers.disk.table import VERSION
 from flexkv.tiers.job import Outcome, Priority, Urgency
@@ -172,7 +172,7 @@ def test_what_waits_is_written_as_long_as_the_engine_allows(
     while running_jobs(drive.link) < THREADS:
         time.sleep(0)
     # By itself it begins writes for `DEADLINE`, and waits as long again for their ends.
-    monkeypatch.setattr(disk_drive, "CLOSE_SECONDS", 2 * DEADLINE)
+    monkeypatch.setattr(device, "CLOSE_SECONDS", 2 * DEADLINE)
     with ThreadPoolExecutor(1) as pool:
         closed = pool.submit(tier.close, allowed)
         while not is_closing(drive.link):

@@ -46,7 +46,7 @@ def contents(made: Slabs, count: int) -> list[bytes]:
     (buffer,) = buffers(1)
     result = []
     for slot in range(count):
-        assert made.read(slot, buffer)
+        assert made.read(slot, [buffer]) == [True]
         result.append(bytes(buffer))
     return result
 
@@ -56,7 +56,7 @@ def fill(made: Slabs, count: int) -> list[bytes]:
     blocks = [bytes_of(b"%d" % slot) for slot in range(count)]
     for slot in reversed(range(count)):
         buffer[:] = blocks[slot]
-        made.write(slot, buffer)
+        assert made.write(slot, [buffer]) == [None]
     return blocks
 
 
@@ -79,9 +79,9 @@ def test_a_run_of_slots_is_the_same_as_each_of_them(tmp_path: Path, files: OsFil
     made = slabs_in(tmp_path, files, 10)
     blocks = fill(made, 10)
     targets = buffers(3)[::-1]  # that are not neighbours in this order
-    assert made.read_run(5, targets)
+    assert made.read(5, targets) == [True] * 3
     assert [bytes(target) for target in targets] == blocks[5:8]
-    assert made.write_run(1, targets)
+    assert made.write(1, targets) == [None] * 3
     assert contents(made, 10) == [blocks[0], *blocks[5:8], *blocks[4:]]
     made.close()
 
@@ -132,9 +132,8 @@ def test_a_file_that_was_cut_has_no_bytes_behind_its_end(tmp_path: Path) -> None
     blocks = fill(made, 10)
     os.truncate(tmp_path / "slab-00001", 2 * SLOT - 100)
     (buffer,) = buffers(1)
-    assert made.read(4, buffer)
+    assert made.read(4, [buffer]) == [True]
     assert buffer == blocks[4]
-    assert not made.read(5, buffer)
-    assert not made.read(7, buffer)
-    assert made.read(8, buffer)
+    assert [made.read(slot, [buffer]) for slot in (5, 7, 8)] == [[False], [False], [True]]
+    assert made.read(4, buffers(2)) == [True, False]
     made.close()

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flexkv.index.ages import LAST, UNIT_SECONDS, UNKNOWN
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.table import Header
 from flexkv.tiers.envelope import checksum_of
-from flexkv.types.ages import LAST, UNIT_SECONDS, UNKNOWN
 
 KEYS = st.binary(min_size=1, max_size=MAX_KEY_BYTES)
 CHECKSUMS = st.binary(min_size=table.CHECKSUM_BYTES, max_size=table.CHECKSUM_BYTES)

@@ -30,7 +30,7 @@ from flexkv.layout import BlockFormat
 from flexkv.tiers import remote
 from flexkv.tiers.base import Answer, BlockResult
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.epochs import Epoch, Epochs
+from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome, Priority, Result
 from flexkv.tiers.mooncake import STORE
 from flexkv.tiers.mooncake.member import Member
@@ -89,26 +89,21 @@ def test_so_many_transfers_at_once(transfers: int) -> None:
         client = MooncakeDistributedStore()
         address = master.settings["mooncake_master"]
         assert client.setup("127.0.0.1", url, 1 << 24, 1 << 24, "tcp", "", address) == 0
-        epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
         slowly = Slowly(client, transfers)
         blocks = MooncakeBlocks(
             Member(lambda: slowly),
             ReplicateConfig(),
-            epochs,
-            FINGERPRINT,
             slot_bytes=SLOT,
             blocks=THREADS,
             transfers=transfers,
             timeout_seconds=PATIENCE_SECONDS,
         )
-        epoch = blocks.open()
+        blocks.open()
         blocks.register(arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
         def move(call: Callable[..., Any]) -> list[Result]:
             with ThreadPoolExecutor(THREADS) as pool:
-                done = pool.map(
-                    lambda i: call(epoch, [bytes([i]) * 32], [views[i]]), range(THREADS)
-                )
+                done = pool.map(lambda i: call([f"flexkv/{i}"], [views[i]]), range(THREADS))
                 return [each[0] for each in done]
 
         assert move(blocks.put) == [Outcome.DONE] * THREADS
@@ -154,33 +149,29 @@ class Store:
         client = MooncakeDistributedStore()
         address = master.settings["mooncake_master"]
         assert client.setup("127.0.0.1", url, 1 << 24, 1 << 24, "tcp", "", address) == 0
-        epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
         self.client = Answering(client)
         self.blocks = MooncakeBlocks(
             Member(lambda: self.client),
             ReplicateConfig(),
-            epochs,
-            FINGERPRINT,
             slot_bytes=SLOT,
             blocks=1,
             transfers=1,
             timeout_seconds=PATIENCE_SECONDS,
         )
-        self.epoch = self.blocks.open()
-        self.folder = epochs.folder(self.epoch)
+        self.blocks.open()
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 1), threads=1)
         spec = self.arena.spec
         self.blocks.register(self.arena.address + spec.slots_offset, spec.slots_bytes)
 
     def name(self, key: bytes) -> str:
-        return f"flexkv/{FINGERPRINT}/{self.folder}/{key.hex()}"
+        return f"flexkv/{FINGERPRINT}/{key.hex()}"
 
     def put(self, key: bytes) -> Result:
-        (result,) = self.blocks.put(self.epoch, [key], [self.arena.slot_view(0)])
+        (result,) = self.blocks.put([self.name(key)], [self.arena.slot_view(0)])
         return result
 
     def get(self, key: bytes) -> Result:
-        (result,) = self.blocks.get(self.epoch, [key], [self.arena.slot_view(0)])
+        (result,) = self.blocks.get([self.name(key)], [self.arena.slot_view(0)])
         return result
 
 
@@ -202,12 +193,17 @@ def test_a_failed_metadata_server_keeps_no_buffer(
         if answers:
             thread.start()
         url = f"http://127.0.0.1:{port}/metadata"
-        store.blocks._epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
+        epochs = Epochs(MetadataRecord(url, FINGERPRINT, PATIENCE_SECONDS))
+
+        def put(buffer: memoryview) -> None:
+            epochs.folder("0" * 32)
+            store.blocks.put([store.name(b"key")], [buffer])
+
         gc.collect()
         gc.disable()
         try:
             with contextlib.suppress(OSError):
-                store.put(b"key")
+                put(store.arena.slot_view(0))
                 raise AssertionError("the record was read")
             store.arena.close()
         finally:
@@ -357,15 +353,9 @@ def test_a_client_that_joins_after_the_end_is_closed_and_gets_no_memory() -> Non
         assert joined.wait(PATIENCE_SECONDS)
         return Late()
 
-    class Record:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: Epoch.begin().to_bytes()
-
     blocks = MooncakeBlocks(
         Member(join),
         None,
-        Epochs(Record()),
-        FINGERPRINT,
         slot_bytes=SLOT,
         blocks=1,
         transfers=1,

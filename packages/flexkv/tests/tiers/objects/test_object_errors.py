@@ -25,10 +25,11 @@ from flexkv.preflight.checks import check_store
 from flexkv.preflight.findings import Level
 from flexkv.settings import CacheConfig
 from flexkv.tiers.base import Answer
+from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects import STORE
 from flexkv.tiers.objects import object_store as module
-from flexkv.tiers.objects.object_store import ObjectBlocks
+from flexkv.tiers.objects.object_store import ObjectBlocks, ObjectRecord, Requests
 from flexkv.tiers.objects.open_objects import connect
 from packages.conftest import PATIENCE_SECONDS
 from packages.patience import wait_until
@@ -61,18 +62,28 @@ class Node:
 
     def __init__(self) -> None:
         self.store = connect(URL, PATIENCE_SECONDS)
-        self.blocks = ObjectBlocks(self.store, FINGERPRINT, PATIENCE_SECONDS)
+        requests = Requests(self.store, PATIENCE_SECONDS)
+        self.blocks = ObjectBlocks(requests)
         self.memory = mmap.mmap(-1, len(KEYS) * SLOT)
-        self.epoch = self.blocks.epochs.open()
+        self.epochs = Epochs(ObjectRecord(requests, FINGERPRINT))
+        self.epoch = self.epochs.open()
 
     def buffers(self) -> list[memoryview]:
         return buffers(self.memory)
 
     def put(self) -> Sequence[Result]:
-        return self.blocks.put(self.epoch, KEYS, self.buffers())
+        return self._call(self.blocks.put, self.buffers())
 
     def get(self) -> Sequence[Result]:
-        return self.blocks.get(self.epoch, KEYS, self.buffers())
+        return self._call(self.blocks.get, self.buffers())
+
+    def _call(
+        self,
+        call: Callable[[Sequence[str], Sequence[memoryview]], Sequence[Result]],
+        buffers: Sequence[memoryview],
+    ) -> Sequence[Result]:
+        folder = f"{self.blocks.prefix}/{FINGERPRINT}/{self.epochs.folder(self.epoch)}"
+        return call([f"{folder}/{key.hex()}" for key in KEYS], buffers)
 
 
 def buffers(memory: mmap.mmap) -> list[memoryview]:
@@ -232,20 +243,21 @@ def test_a_bucket_that_hangs_at_the_start_keeps_no_engine_from_ending(bucket: Fa
         go.wait()
 
     bucket.fault = hang
-    blocks = ObjectBlocks(connect(URL, PATIENCE_SECONDS), FINGERPRINT, PATIENCE_SECONDS)
+    requests = Requests(connect(URL, PATIENCE_SECONDS), PATIENCE_SECONDS)
+    epochs = Epochs(ObjectRecord(requests, FINGERPRINT))
     ended: list[BaseException] = []
 
-    def open_blocks() -> None:
+    def open_epochs() -> None:
         try:
-            blocks.open()
+            epochs.open()
         except Exception as error:  # noqa: BLE001
             ended.append(error)
 
-    opening = threading.Thread(target=open_blocks)
+    opening = threading.Thread(target=open_epochs)
     opening.start()
     while not bucket.requests:
         time.sleep(0.001)
-    blocks.close()
+    requests.close()
     opening.join(PATIENCE_SECONDS)
     go.set()
     assert len(ended) == 1
@@ -253,11 +265,12 @@ def test_a_bucket_that_hangs_at_the_start_keeps_no_engine_from_ending(bucket: Fa
 
 def test_a_renewal_after_the_end_is_an_error(bucket: FaultyS3) -> None:
     """Of a thread that renews the epoch while the tier closes."""
-    blocks = ObjectBlocks(connect(URL, PATIENCE_SECONDS), FINGERPRINT, PATIENCE_SECONDS)
-    blocks.open()
-    blocks.close()
+    requests = Requests(connect(URL, PATIENCE_SECONDS), PATIENCE_SECONDS)
+    epochs = Epochs(ObjectRecord(requests, FINGERPRINT))
+    epochs.open()
+    requests.close()
     with pytest.raises(OSError, match="is closed"):
-        blocks.renew_epoch()
+        epochs.renew()
 
 
 @pytest.mark.parametrize("status", [403, 503])
@@ -374,7 +387,7 @@ def test_a_failed_call_keeps_no_buffer(
     node = start()
     bucket.fault = of_blocks(503, "SlowDown") if call == "put" else lambda *_: (503, "SlowDown")
     if call == "put after a failed epoch":
-        monkeypatch.setattr(node.blocks.epochs, "_read_at", float("-inf"))
+        monkeypatch.setattr(node.epochs, "_read_at", float("-inf"))
     gc.collect()
     gc.disable()
     try:

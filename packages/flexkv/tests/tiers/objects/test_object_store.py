@@ -23,11 +23,13 @@ from obstore.store import LocalStore, MemoryStore
 
 from flexkv.tiers import epochs
 from flexkv.tiers.envelope import ENVELOPE_BYTES, seal
+from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects import object_store as module
-from flexkv.tiers.objects.object_store import ObjectBlocks
+from flexkv.tiers.objects.object_store import ObjectBlocks, ObjectRecord, Requests
 from flexkv.tiers.objects.open_objects import connect
 from flexkv.tiers.questions import Found, Question
+from flexkv.tiers.remote import NamedQuestion
 from flexkv.types.errors import StoreSettingError
 from packages.conftest import PATIENCE_SECONDS, Clock
 from packages.inside_tiers import requests_of
@@ -50,8 +52,11 @@ class Node:
     """A store of blocks, and memory for them."""
 
     def __init__(self, store: Any, slot: int = SLOT, fingerprint: str = FINGERPRINT) -> None:
-        self.blocks = ObjectBlocks(store, fingerprint, PATIENCE_SECONDS)
-        self.epoch = self.blocks.epochs.open()
+        requests = Requests(store, PATIENCE_SECONDS)
+        self.blocks = ObjectBlocks(requests)
+        self.epochs = Epochs(ObjectRecord(requests, fingerprint))
+        self.epoch = self.epochs.open()
+        self._fingerprint = fingerprint
         self._slot = slot
 
     def buffers(self, count: int) -> list[memoryview]:
@@ -62,12 +67,12 @@ class Node:
         keys, buffers = names(text), self.buffers(len(text))
         for key, buffer in zip(keys, buffers, strict=True):
             buffer[:] = content(key, self._slot)
-        return self.blocks.put(self.epoch, keys, buffers)
+        return self.blocks.put(self.named(keys), buffers)
 
     def get(self, text: str) -> Sequence[Result]:
         """The outcome of each block; the bytes of all that are DONE were right."""
         keys, buffers = names(text), self.buffers(len(text))
-        outcomes = self.blocks.get(self.epoch, keys, buffers)
+        outcomes = self.blocks.get(self.named(keys), buffers)
         for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
             assert outcome is not DONE or bytes(buffer) == content(key, self._slot)
         return outcomes
@@ -85,12 +90,19 @@ class Node:
     def answers(self, *questions: Question) -> list[Found]:
         """The answers to questions of one call."""
         answers: dict[int, Found] = {}
-        self.blocks.find(self.epoch, questions, answers.__setitem__)
+        self.blocks.find(self.named_questions(*questions), answers.__setitem__)
         return [answers[number] for number in range(len(questions))]
 
+    def named(self, keys: Sequence[bytes]) -> list[str]:
+        """Names of blocks, as a tier makes them."""
+        folder = f"{self.blocks.prefix}/{self._fingerprint}/{self.epochs.folder(self.epoch)}"
+        return [f"{folder}/{key.hex()}" for key in keys]
+
+    def named_questions(self, *questions: Question) -> list[NamedQuestion]:
+        return [(self.named(each.keys), self.named(each.scattered)) for each in questions]
+
     def name(self, key: str) -> str:
-        folder = self.blocks.epochs.folder(self.epoch)
-        return f"blocks/{FINGERPRINT}/{folder}/{names(key)[0].hex()}"
+        return self.named(names(key))[0]
 
 
 @pytest.fixture(params=["memory", "directory"])
@@ -127,7 +139,7 @@ def test_a_write_ends_when_no_block_is_read_any_more(
 
     monkeypatch.setattr(module, "seal", seal_late)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        node.blocks.put(node.epoch, keys, buffers)
+        node.blocks.put(node.named(keys), buffers)
     buffers[1][:] = content(b"of another block")
     reused.set()
     while asyncio.all_tasks(requests_of(node.blocks)._loop):
@@ -260,7 +272,7 @@ def test_few_requests_tell_how_far_a_prefix_is_there(
 ) -> None:
     node = start()
     keys = [bytes([i]) * 32 for i in range(100)]
-    node.blocks.put(node.epoch, keys[:there], node.buffers(there))
+    node.blocks.put(node.named(keys[:there]), node.buffers(there))
     if missed:
         assert node.find("x") == [False]
     asked = count_questions(node, monkeypatch)
@@ -302,7 +314,7 @@ def test_questions_of_one_call_do_not_wait_for_each_other(
 
     monkeypatch.setattr(requests_of(other.blocks), "has", has_late)
     questions = [Question(names(text)) for text in ("xy", "abz", "q")]
-    other.blocks.find(other.epoch, questions, answer)
+    other.blocks.find(other.named_questions(*questions), answer)
     assert sorted(answers) == [0, 1, 2]
     assert answers == {0: [False] * 2, 1: [True, True, False], 2: [False]}
     assert list(answers)[-1] == 0
@@ -373,7 +385,7 @@ def test_after_a_reset_elsewhere_those_of_the_epoch_go_on_without_what_was_befor
     monkeypatch.setattr(epochs, "time", clock)
     one, other, third = start(), start(), start()
     one.put("a")
-    one.blocks.renew_epoch()
+    one.epochs.renew()
     clock.skip(epochs.FRESH_SECONDS)
     assert other.find("a") == [False]
     assert other.get("a") == [MISSING]

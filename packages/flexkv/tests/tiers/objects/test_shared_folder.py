@@ -18,7 +18,7 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'fl
 from shared_node import FINGERPRINT, Remote, file_of
 
 from flexkv.tiers.job import Outcome, Result
-from flexkv.tiers.objects.object_store import ObjectBlocks
+from flexkv.tiers.objects.object_store import ObjectBlocks, Requests
 from flexkv.tiers.objects.open_objects import connect
 from flexkv.types.errors import StoreSettingError
 from packages.conftest import PATIENCE_SECONDS
@@ -67,28 +67,26 @@ def test_a_torn_file_is_a_miss_and_is_written_again(start: Start, folder: Path, 
 
 def test_a_reader_beside_a_writer_reads_whole_blocks_or_none(folder: Path) -> None:
     writer, reader = (
-        ObjectBlocks(connect(f"file://{folder}", PATIENCE_SECONDS), FINGERPRINT, PATIENCE_SECONDS)
+        ObjectBlocks(Requests(connect(f"file://{folder}", PATIENCE_SECONDS), PATIENCE_SECONDS))
         for _ in range(2)
     )
-    epoch = writer.epochs.open()
-    assert reader.epochs.open() == epoch
-    size, keys = 1 << 20, [bytes([i]) * 32 for i in range(40)]
-    blocks = [memoryview((key * size)[:size]) for key in keys]
+    size, names = 1 << 20, [f"blocks/{FINGERPRINT}/{i:032x}" for i in range(40)]
+    blocks = [memoryview((name.encode() * size)[:size]) for name in names]
     seen: Counter[Result] = Counter()
 
     def write() -> list[Any]:
-        each = zip(keys, blocks, strict=True)
-        return [writer.put(epoch, [key], [block]) for key, block in each]
+        each = zip(names, blocks, strict=True)
+        return [writer.put([name], [block]) for name, block in each]
 
     with ThreadPoolExecutor() as threads:
         written = threads.submit(write)
-        while seen[Outcome.DONE] < len(keys):
-            buffers = [memoryview(bytearray(size)) for _ in keys]
-            found = reader.get(epoch, keys, buffers)
+        while seen[Outcome.DONE] < len(names):
+            buffers = [memoryview(bytearray(size)) for _ in names]
+            found = reader.get(names, buffers)
             for result, buffer, block in zip(found, buffers, blocks, strict=True):
                 assert result is Outcome.MISSING or (result is Outcome.DONE and buffer == block)
             seen = Counter(found)
-        assert written.result() == [[Outcome.DONE]] * len(keys)
+        assert written.result() == [[Outcome.DONE]] * len(names)
     writer.close()
     reader.close()
 

@@ -2,9 +2,9 @@
 """Blocks on local disks. They have a bound, every read verifies them, and they outlive the process.
 
 `DiskTier` distributes blocks over drives. A `Drive` is one cache directory at run time, which an
-`Opening` opens in the background. Its `DiskStore` has the files of one folder: `directory` names
-and locks the folder, `table` describes the blocks, `slabs` hold them, `index` finds them, and
-`ledger` counts them.
+`Opening` opens in the background. Its `DiskStore` has the files of one folder, and compares each
+block that it reads with its checksum: `folder` names and locks the folder, `table` describes the
+blocks, `slabs` hold them, `slot_index` finds them, and `ledger` counts them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from flexkv.eviction import OTHERWISE, POLICIES, OnePolicy
+from flexkv.index.ages import BlockAges
 from flexkv.tiers.base import States
 from flexkv.tiers.disk.disk_store import DiskStore, slots_within
 from flexkv.tiers.disk.drive import QUEUE_BYTES, Drive
-from flexkv.tiers.disk.files import Files, OsFiles
+from flexkv.tiers.disk.files import OsFiles
 from flexkv.tiers.disk.folder import MAX_OWNERS
 from flexkv.tiers.disk.opening import DriveSpec, Opening, check_apart, places_of
 from flexkv.tiers.disk.tier import DiskTier
-from flexkv.types.ages import BlockAges
 
 __all__ = [
     "MAX_OWNERS",
@@ -52,7 +52,7 @@ def open_disk_tier(
     day_bytes: int | None = None,
     queue_bytes: int = QUEUE_BYTES,
     stall_seconds: float = 1.0,
-    files: Files | None = None,
+    files: OsFiles | None = None,
     policy: MakePolicy = POLICIES[OTHERWISE],
     identity: Sequence[str] = (),
     states: Callable[[str], States | None] = lambda root: None,
@@ -62,7 +62,9 @@ def open_disk_tier(
 
     A directory that cannot be used now is opened in the background: it hangs, a system call fails,
     there is no room, or another engine has it. The tier uses it once it is open, and does without
-    it and its part of the capacity meanwhile.
+    it and its part of the capacity meanwhile. Returns the tier. The caller closes it. Raises
+    DiskError if a directory is refused until somebody changes a setting or a file, or two are one
+    or in each other. None is left open.
 
     Args:
         roots: cache directories, each preferably on a disk of its own.
@@ -87,13 +89,6 @@ def open_disk_tier(
         states: makes what reports to other processes that a directory is not open; None for
             nothing.
         ages: of the cache's blocks; None if their age does not matter.
-
-    Returns:
-        The tier. The caller closes it.
-
-    Raises:
-        DiskError: a directory is refused until somebody changes a setting or a file, or two are
-            one or in each other. None is left open.
     """
     parts = len(roots)
     if parts > 1:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from flexkv.tiers.base import MAX_KEY_BYTES
-from flexkv.tiers.disk.files import Files, is_regular, read_fully, write_fully
+from flexkv.tiers.disk.files import OsFiles, is_regular, read_fully, write_fully
 
 FILE = "descriptions"
 MAX_TEXT_BYTES = 1 << 16
@@ -54,7 +54,7 @@ class Descriptions:
     """The file of descriptions in one folder, whose descriptor is borrowed. For one thread; all
     calls wait for the disk. `exists`: whether there is a file, of this owner or an earlier one."""
 
-    def __init__(self, files: Files, folder: int, num_slots: int) -> None:
+    def __init__(self, files: OsFiles, folder: int, num_slots: int) -> None:
         self._files, self._folder, self._num_slots = files, folder, num_slots
         self._fd = -1
         self._record_bytes = 0
@@ -62,11 +62,7 @@ class Descriptions:
 
     def write(self, slot: int, seal: int, key: bytes, text: bytes) -> None:
         """Write the description of the block in a slot. A description that is longer than the
-        records of the file discards all others.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        records of the file discards all others. Raises OSError if a system call failed."""
         head = _HEAD.pack(0, len(text), len(key))
         body = head[_CRC.size :] + key + text
         if len(text) > MAX_TEXT_BYTES or len(key) > MAX_KEY_BYTES:
@@ -80,11 +76,8 @@ class Descriptions:
 
     def read(self, seal: int) -> Iterator[Part]:
         """Read all descriptions, a part of the slots at a time, the first slots first. Writes may
-        come between two parts. Yields the slot after those of a part, and its texts by key.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        come between two parts. Yields the slot after those of a part, and its texts by key. Raises
+        OSError if a system call failed."""
         if self._fd < 0:
             self._open(os.O_RDWR)
         size = self._record_bytes
@@ -143,11 +136,8 @@ class Descriptions:
 class DescribedSlots:
     """Hands the descriptions of a store's slots from the thread that reads them to the one that
     reports their blocks, in the order of the slots. The first calls `read_part` and `stop`, the
-    other one all other methods. None waits for the other.
-
-    Attributes:
-        stop_slot: the slot after those whose blocks can be reported.
-    """
+    other one all other methods. None waits for the other. `stop_slot`: the slot after those whose
+    blocks can be reported."""
 
     def __init__(self, parts: Iterator[Part] | None, num_slots: int) -> None:
         self._unread = parts

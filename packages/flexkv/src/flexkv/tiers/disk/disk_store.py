@@ -14,23 +14,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from flexkv.index.ages import UNKNOWN, BlockAges
 from flexkv.index.slot_index import restore, slot_index
 from flexkv.tiers.disk import table
 from flexkv.tiers.disk.descriptions import Descriptions
 from flexkv.tiers.disk.files import (
-    Files,
+    OsFiles,
     disk_error,
     is_regular,
     reason_of,
+    without_trace,
     write_fully,
 )
 from flexkv.tiers.disk.folder import LOCK, RESET, TABLE, Folder, first_pages, has_blocks, is_at
 from flexkv.tiers.disk.ledger import load_ledger, save_ledger
-from flexkv.tiers.disk.reader import header_in, read_pages, read_records
 from flexkv.tiers.disk.slabs import Slabs, slots_per_slab
+from flexkv.tiers.disk.table_reader import header_in, read_pages, read_records
 from flexkv.tiers.envelope import checksum_of
 from flexkv.tiers.job import Outcome, Result
-from flexkv.types.ages import UNKNOWN, BlockAges
 from flexkv.types.errors import DiskError
 
 logger = logging.getLogger(__name__)
@@ -62,11 +63,8 @@ def bytes_of(capacity: int, slot_bytes: int) -> int:
 
 
 def check_table(folder: Folder) -> None:
-    """Check that the table in a folder, if there is one, is ours to write over.
-
-    Raises:
-        DiskError: it is not, or cannot be read.
-    """
+    """Check that the table in a folder, if there is one, is ours to write over. Raises DiskError if
+    it is not, or cannot be read."""
     path = os.path.join(folder.path, TABLE)
     try:
         pages = first_pages(folder.fd)
@@ -92,9 +90,9 @@ def check_table(folder: Folder) -> None:
 class DiskStore:
     """The open files of one folder, and the index over them.
 
-    `read`, `write`, `write_record` and `erase` are thread-safe as long as no two threads work on
-    the same slot; `invalidate` and `save_ledger` are for one thread, the index for one. Owns the
-    folder, its lock and its descriptors.
+    `read`, `write` and `write_record` are thread-safe as long as no two threads work on the same
+    slot; `invalidate` and `save_ledger` are for one thread, the index for one. Methods raise
+    OSError if a system call fails. Owns the folder, its lock and its descriptors.
 
     Attributes:
         index: what the table said when it was opened; its user keeps it up to date.
@@ -107,7 +105,7 @@ class DiskStore:
 
     def __init__(
         self,
-        files: Files,
+        files: OsFiles,
         folder: Folder,
         fingerprint: str,
         slot_bytes: int,
@@ -119,11 +117,8 @@ class DiskStore:
     ) -> None:
         """Open the store in `folder`, created, grown or cut to `capacity` bytes if need be. Owns
         the folder from now on. `claim` claims the folder again for `reopen`; `progress` as in
-        `read_records`.
-
-        Raises:
-            DiskError: there is no room, or the system refuses. `folder` is released.
-        """
+        `read_records`. Raises DiskError if there is no room, or the system refuses. `folder` is
+        released."""
         self._files = files
         self._folder = folder
         self._claim = claim
@@ -158,11 +153,7 @@ class DiskStore:
 
     def _open_files(self, *, anew: bool) -> None:
         """Open the files. Creates, grows or truncates them if need be. `anew`: without the blocks
-        that are there.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        that are there."""
         files, folder = self._files, self._folder.fd
         self._table = files.open(folder, TABLE, os.O_RDWR | os.O_CREAT)
         pages = read_pages(files, self._table)
@@ -190,11 +181,7 @@ class DiskStore:
         self.descriptions = Descriptions(files, folder, self._num_slots)
 
     def _open(self, progress: Callable[[int, int], None]) -> None:
-        """Open the files and read the records.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        """Open the files and read the records."""
         self._open_files(anew=False)
         assert self._slabs is not None
         self.index = slot_index(self._num_slots)
@@ -204,7 +191,7 @@ class DiskStore:
             records = self._held(records, lost)
         self.generation, latest, outdated = restore(self.index, records)
         for slot in (*outdated, *lost, *self._expire(latest)):
-            self.erase(slot)
+            self.write_record(slot, table.EMPTY_RECORD)
         if lost:
             logger.warning(
                 "data files in %s were removed or cut; the %d blocks that they had are lost",
@@ -235,11 +222,7 @@ class DiskStore:
         return slots
 
     def lost(self) -> str:
-        """Why the open files are not those of the folder any more; empty if they are.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        """Why the open files are not those of the folder any more; empty if they are."""
         folder = self._folder
         if not is_at(folder.path, folder.fd):
             return "it was removed or replaced"
@@ -261,12 +244,8 @@ class DiskStore:
 
     def reopen(self) -> None:
         """Open the files anew, in a folder that is created if it is gone, without a block. Nothing
-        reads or writes meanwhile.
-
-        Raises:
-            OSError, DiskError: they cannot be opened. Call again, or `close`.
-        """
-        self._close_files()
+        reads or writes meanwhile. After an error, also a DiskError, call again, or `close`."""
+        self.close()
         assert self._claim is not None
         self._folder = self._claim()
         self.path = self._folder.path
@@ -280,20 +259,15 @@ class DiskStore:
         seal: int,
         buffers: Sequence[memoryview],
     ) -> list[Result]:
-        """Read adjacent slots of one slab, the first of which is `slot`, each into its buffer.
-
-        Returns for each slot DONE, DAMAGED if the checksum does not fit the bytes, or the error of
-        the read.
-        """
+        """Read adjacent slots of one slab, the first of which is `slot`, each into its buffer, and
+        verify each block. Returns for each slot DONE, DAMAGED if the checksum does not fit the
+        bytes, or the error of the read."""
         assert self._slabs is not None
-        whole = len(buffers) > 1 and self._slabs.read_run(slot, buffers)
         outcomes: list[Result] = []
-        blocks = zip(keys, checksums, buffers, strict=True)
-        for place, (key, checksum, buffer) in enumerate(blocks, slot):
-            try:
-                there = whole or self._slabs.read(place, buffer)
-            except OSError as error:
-                outcomes.append(_kept(error))
+        found = self._slabs.read(slot, buffers)
+        for there, key, checksum, buffer in zip(found, keys, checksums, buffers, strict=True):
+            if isinstance(there, OSError):
+                outcomes.append(there)
                 continue
             intact = there and checksum_of(buffer, seal, key) == checksum
             outcomes.append(Outcome.DONE if intact else Outcome.DAMAGED)
@@ -310,15 +284,14 @@ class DiskStore:
         stored: Sequence[int] | None = None,
     ) -> list[bytes | OSError]:
         """Write adjacent slots of one slab, the first of which is `slot`, and then their records.
-        `stored`: times of the blocks; None if they are unknown.
-
-        Returns the checksum of each block, or the error of its write. After an error the contents
-        of the slot are undefined, and its record may be the old one, whose checksum no longer fits.
-        """
+        `stored`: times of the blocks; None if they are unknown. Returns the checksum of each block,
+        or the error of its write. After an error the contents of the slot are undefined, and its
+        record may be the old one, whose checksum no longer fits."""
         checksums = [
             checksum_of(buffer, seal, key) for key, buffer in zip(keys, buffers, strict=True)
         ]
-        written = self._write_data(slot, buffers)
+        assert self._slabs is not None
+        written = self._slabs.write(slot, buffers)
         stored = [UNKNOWN] * len(keys) if stored is None else stored
         fields = zip(keys, checksums, generations, stored, strict=True)
         records = [
@@ -331,29 +304,13 @@ class DiskStore:
             for checksum, error in zip(checksums, recorded, strict=True)
         ]
 
-    def erase(self, slot: int) -> None:
-        """Clear the record of a slot.
-
-        Raises:
-            OSError: a system call failed.
-        """
-        self.write_record(slot, table.EMPTY_RECORD)
-
     def write_record(self, slot: int, record: bytes) -> None:
-        """Write the record of a slot without its bytes, or several adjacent records.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        """Write the record of a slot without its bytes, or several adjacent records."""
         offset = table.record_offset(slot)
         write_fully(self._files, self._table, memoryview(record), offset)
 
     def sync(self) -> None:
-        """Wait until the table's records survive a power failure.
-
-        Raises:
-            OSError: a record may not have been written.
-        """
+        """Wait until the table's records survive a power failure."""
         self._files.sync(self._table)
 
     def seal_of(self, epoch: int) -> int:
@@ -365,10 +322,8 @@ class DiskStore:
         a power failure.
 
         Two places record the reset, of which one is enough: a file beside the table, and the header
-        of the table with an epoch that no earlier record has, as `new_epoch` makes it.
-
-        Raises:
-            OSError: the header could not be written; names whether the file records the reset.
+        of the table with an epoch that no earlier record has, as `new_epoch` makes it. The error of
+        a header that could not be written says whether the file records the reset.
         """
         marked = self._mark()
         try:
@@ -379,18 +334,12 @@ class DiskStore:
         self._unmark()
 
     def save_ledger(self, content: bytes) -> None:
-        """Write the counters, as `Ledger.dump` gave them.
-
-        Raises:
-            OSError: as the system says; FileNotFoundError if the folder was removed.
-        """
+        """Write the counters, as `Ledger.dump` gave them. The error is FileNotFoundError if the
+        folder was removed."""
         save_ledger(self._folder.fd, content)
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
-        self._close_files()
-
-    def _close_files(self) -> None:
         if self._slabs is not None:
             self._slabs.close()
         if self._table >= 0:
@@ -412,11 +361,7 @@ class DiskStore:
                 lost.append(record[0])
 
     def _save_header(self, header: table.Header) -> None:
-        """Write all copies of a header, with a higher number than all before it.
-
-        Raises:
-            OSError: the write of a copy failed.
-        """
+        """Write all copies of a header, with a higher number than all before it."""
         self._header = replace(header, serial=header.serial + 1)
         failed = None
         for offset in table.HEADER_OFFSETS:
@@ -443,19 +388,6 @@ class DiskStore:
         with contextlib.suppress(OSError):
             os.unlink(RESET, dir_fd=self._folder.fd)
 
-    def _write_data(self, slot: int, buffers: Sequence[memoryview]) -> list[OSError | None]:
-        """Write the slots' bytes. Returns for each slot the error; None if there was none."""
-        assert self._slabs is not None
-        errors: list[OSError | None] = [None] * len(buffers)
-        if len(buffers) > 1 and self._slabs.write_run(slot, buffers):
-            return errors
-        for place, buffer in enumerate(buffers):
-            try:
-                self._slabs.write(slot + place, buffer)
-            except OSError as error:
-                errors[place] = _kept(error)
-        return errors
-
     def _write_records(
         self, slot: int, records: Sequence[bytes], errors: Sequence[OSError | None]
     ) -> list[OSError | None]:
@@ -474,15 +406,11 @@ class DiskStore:
         try:
             self.write_record(slot, records)
         except OSError as error:
-            return _kept(error)
+            return without_trace(error)
         return None
 
     def _report_losses(self, header: table.Header | None, pages: bytes) -> None:
-        """Log the blocks that a damaged table loses. `header`: in the first `pages` of the table.
-
-        Raises:
-            OSError: a system call failed.
-        """
+        """Log the blocks that a damaged table loses. `header`: that in the first `pages` of it."""
         path = os.path.join(self.path, TABLE)
         if header is not None:
             cut = header.num_slots - table.slots_in(os.fstat(self._table).st_size)
@@ -511,11 +439,6 @@ class DiskStore:
         if os.fstat(self._table).st_size > length:
             self._files.truncate(self._table, length)
         self._files.allocate(self._table, length)
-
-
-def _kept(error: OSError) -> OSError:
-    """An error that is returned. Its traceback would keep the buffers of the blocks."""
-    return error.with_traceback(None)
 
 
 def new_epoch() -> int:

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
+from flexkv.index.ages import UNKNOWN
 from flexkv.index.slot_index import SlotIndex, drain_changes
-from flexkv.tiers import circuit
-from flexkv.tiers.base import Traffic
-from flexkv.tiers.circuit import Circuit, Health
+from flexkv.tiers import circuit, device
+from flexkv.tiers.device import BlockDevice, close_seconds
 from flexkv.tiers.disk.descriptions import DescribedSlots
 from flexkv.tiers.disk.disk_store import DiskStore, new_epoch
 from flexkv.tiers.disk.runs import (
@@ -29,7 +28,6 @@ from flexkv.tiers.disk.table import encode_record
 from flexkv.tiers.disk.upkeep import Upkeep
 from flexkv.tiers.job import Job, Outcome, Priority, Result, Urgency
 from flexkv.tiers.link import Link
-from flexkv.types.ages import UNKNOWN
 from flexkv.types.backlog import share_of
 
 logger = logging.getLogger(__name__)
@@ -45,10 +43,6 @@ for, as none begins while a read waits or runs."""
 QUEUE_BYTES = 1 << 30
 """The most bytes that wait for one directory. A drive of 4 GB/s writes them in a quarter of a
 second. Blocks that waited longer would be held in host memory for too long. Not tuned."""
-
-CLOSE_SECONDS = 5.0
-"""Seconds that shutdown waits for the jobs, and as long again for the upkeep: enough for 8 reads of
-16 MiB at 25 MB/s. The wait is longer if the engine gives more time to write. Not tuned."""
 
 _RATE_WEIGHT = 0.1
 """Weight of the last write in the average rate: if a drive becomes slow, blocks go to others within
@@ -75,37 +69,23 @@ _SEARCHED_SLOTS = 1 << 20
 
 _HANGS_AT_CLOSE = "%s hangs: FlexKV leaves its files open until the process ends; check the drive"
 
-Begun: TypeAlias = tuple[Job, list[int]]
-"""A job, and the positions of its blocks in their batch, in the order of its outcomes."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """A running job: its blocks, and its effect on the index when it ends."""
-
-    slots: Sequence[int]
-    writes: bool
-    checksums: Sequence[bytes | None] = ()
-    """Checksums of the blocks of a write that are done."""
-
 
 class EndedJobs:
-    """The ended jobs of a link. During one step of the engine a drive may end more writes than the
+    """The ended jobs of a drive. During one step of the engine a drive may end more writes than the
     step has time for, so `take` returns some of them. Single-threaded."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self) -> None:
         self._writes: deque[Job] = deque()
         self._blocks = 0
 
-    def take(self, all_writes: bool) -> list[Job]:
-        """Jobs that have ended: all reads, because requests wait for them, and the oldest writes or
-        all. The next calls return the others."""
+    def take(self, ended: Iterable[Job], all_writes: bool) -> list[Job]:
+        """Of these jobs and those of earlier calls all reads, because requests wait for them, and
+        the oldest writes or all. The next calls return the others."""
         taken: list[Job] = []
-        for job in self._link.poll():
-            if job.priority is Priority.WRITE:
+        for job in ended:
+            if job.writes:
                 self._writes.append(job)
-                self._blocks += job.blocks
+                self._blocks += len(job.positions)
             else:
                 taken.append(job)
         if not self._writes:
@@ -113,8 +93,8 @@ class EndedJobs:
         most = self._blocks if all_writes else share_of(self._blocks, _ENDED_BLOCKS)
         while self._writes and most > 0:
             job = self._writes.popleft()
-            self._blocks -= job.blocks
-            most -= job.blocks
+            self._blocks -= len(job.positions)
+            most -= len(job.positions)
             taken.append(job)
         return taken
 
@@ -123,33 +103,34 @@ class Drive:
     """Reads and writes of blocks in one directory. For one thread; nothing waits but `close`.
 
     Owns the opened store and the link. Writes up to `day_bytes` in 24 hours; None for no limit.
-
-    Attributes:
-        expired_blocks: see `TierFigures`.
-        health: what takes longer than the link's stall time has failed.
+    `expired_blocks`: see `TierFigures`.
     """
 
     def __init__(self, store: DiskStore, link: Link, day_bytes: int | None) -> None:
         self.link = link
         self.index: SlotIndex = store.index
         self.slot_bytes = store.slot_bytes
-        self.traffic = Traffic()
+        self.device = BlockDevice(
+            store.path,
+            link,
+            store.slot_bytes,
+            pause_seconds=circuit.PAUSE_SECONDS,
+            check="the drive",
+        )
         self._store = store
         self._day_bytes = day_bytes
         self._seal = store.seal
         self._is_private = False
         self._is_lost = False
         self._generation = store.generation
-        self._running: dict[Job, _Running] = {}
-        self._ended = EndedJobs(link)
+        # Slots, and for a write the checksums of the blocks that are done.
+        self._running: dict[Job, tuple[Sequence[int], Sequence[bytes | None]]] = {}
+        self._ended = EndedJobs()
         self._upkeep = Upkeep(f"{link.name}-upkeep", store)
         self._described = DescribedSlots(None, self.index.num_slots)
         self._ages = store.ages
         self.expired_blocks = store.old_blocks
-        stall_seconds, pause_seconds = link.stall_seconds, circuit.PAUSE_SECONDS
-        limits = f"{stall_seconds:g} s"
-        self.health = Health(store.path, stall_seconds, pause_seconds, limits, "the drive")
-        store.ledger.circuits = {"reads": self.health.reads, "writes": self.health.writes}
+        store.ledger.circuits = {"reads": self.device.reads, "writes": self.device.writes}
         if store.ledger.open_until or store.ledger.problem:  # of the owner before
             self._upkeep.count()
         self._write_rate = _FIRST_RATE
@@ -163,8 +144,7 @@ class Drive:
 
     @property
     def readable(self) -> bool:
-        """Whether the circuit allows reads and the link is not stalled."""
-        return self.health.reads.allows and not self.link.stalled and not self.is_lost
+        return self.device.can_read and not self.is_lost
 
     @property
     def is_lost(self) -> bool:
@@ -176,7 +156,7 @@ class Drive:
         """The number of blocks that may be written now, bounded by the queue, the write budget and
         the slots that are not in use. 0 if the circuit is open, the link is stalled, or the
         files are lost."""
-        if not self.health.writes.allows or self.link.stalled or self.is_lost:
+        if not self.device.can_write or self.is_lost:
             return 0
         queue_bytes = max(0, self.link.queue_bytes - self.link.queued_bytes)
         left_bytes = min(queue_bytes, self._store.ledger.left(self._day_bytes))
@@ -194,30 +174,31 @@ class Drive:
 
     def read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], urgency: Urgency
-    ) -> list[Begun]:
-        """Begin to read blocks that the index has."""
+    ) -> list[Job]:
+        """Begin to read blocks that the index has. The jobs' positions are those in `keys`."""
         slots = [slot for slot in self.index.lease_all(keys) if slot is not None]
         assert len(slots) == len(keys)
         if self._ages is not None:
             self._ages.note(keys, self.index.times(slots))
-        runs = self._runs(slots, READ_RUN_BYTES)
         jobs = [
             self._reading(
+                run,
                 [slots[i] for i in run],
                 [keys[i] for i in run],
                 [buffers[i] for i in run],
                 urgency,
             )
-            for run in runs
+            for run in self._runs(slots, READ_RUN_BYTES)
         ]
-        return self._begin(self.health.reads, jobs, runs)
+        self.device.begin(*jobs)
+        return jobs
 
     def write(
         self, slots: Sequence[int], keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> list[Begun]:
-        """Begin to write blocks to slots that the index has reserved for them, at most `room`.
-        Their order is that of a prefix: the last counts as used longest ago, after a restart,
-        too."""
+    ) -> list[Job]:
+        """Begin to write blocks to slots that the index has reserved for them, at most `room`; as
+        `read`. Their order is that of a prefix: the last counts as used longest ago, after a
+        restart, too."""
         self._measures |= self.is_outdated
         self._last_write = time.monotonic()
         self._store.ledger.book_write(len(slots) * self._store.slot_bytes)
@@ -226,18 +207,19 @@ class Drive:
         latest = self._generation
         times = [UNKNOWN] * len(keys) if self._ages is None else self._ages.of(keys)
         self.index.set_times(slots, times)
-        runs = self._runs(slots, WRITE_RUN_BYTES)
         jobs = [
             self._writing(
+                run,
                 [slots[i] for i in run],
                 [keys[i] for i in run],
                 [latest - i for i in run],
                 [buffers[i] for i in run],
-                [times[i] for i in run],
+                stored=[times[i] for i in run],
             )
-            for run in runs
+            for run in self._runs(slots, WRITE_RUN_BYTES)
         ]
-        return self._begin(self.health.writes, jobs, runs)
+        self.device.begin(*jobs)
+        return jobs
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the blocks of a prefix that are here as used, over restarts too."""
@@ -331,25 +313,16 @@ class Drive:
             self.index.release(slot)
         if self.is_lost:
             self._open_again()
-        for job in self.link.note_hung():
-            self.health.note_job(job, True)
-        ended = self._ended.take(all_writes)
+        ended = self._ended.take(self.device.poll(), all_writes)
         for job in ended:
-            running = self._running.pop(job)
-            moved = job.outcomes.count(Outcome.DONE)
-            if moved:
-                self.traffic.add(moved * self.slot_bytes, job.seconds, running.writes)
-            if running.writes:
+            slots, checksums = self._running.pop(job)
+            if job.writes:
                 self._note_rate(job)
-                checksums = running.checksums or [None] * job.blocks
-                for slot, outcome, checksum in zip(
-                    running.slots, job.outcomes, checksums, strict=True
-                ):
-                    self._complete_write(slot, outcome, checksum)
+                for each in zip(slots, job.outcomes, checksums, strict=True):
+                    self._complete_write(*each)
             else:
-                for slot, outcome in zip(running.slots, job.outcomes, strict=True):
+                for slot, outcome in zip(slots, job.outcomes, strict=True):
                     self._complete_read(slot, outcome)
-            self.health.note_end(job)
         if ended:
             # Requested earlier, the save could miss the counts of these jobs.
             self._upkeep.count()
@@ -368,34 +341,31 @@ class Drive:
 
     def drain(self) -> bool:
         """See `LowerTier.drain`. Blocks that were being written are forgotten."""
-        if not self.link.drain():
+        if not self.device.drain():
             return False
-        self._ended = EndedJobs(self.link)
+        self._ended = EndedJobs()
         self._running.clear()
         for slot in self.index.end_uses(self._upkeep.slots):
             self._upkeep.erase(slot)
-        self.health.drop_all()
         return True
 
     def begin_close(self, flush_seconds: float = 0.0) -> None:
-        """Accept no more jobs. For `flush_seconds`, or half of `CLOSE_SECONDS` if that is longer,
-        waiting writes still begin. `close` waits for them. Idempotent."""
-        self.link.begin_close(max(flush_seconds, CLOSE_SECONDS / 2))
+        """See `LowerTier.begin_close`. `close` waits for the writes that begin. Idempotent."""
+        self.device.begin_close(flush_seconds)
 
     def close(self, waited: float = 0.0, flush_seconds: float = 0.0) -> bool:
         """End the link, then close the store. False if jobs hang; their files stay open. `waited`:
         seconds since `begin_close`, which had the same `flush_seconds`."""
-        bound = CLOSE_SECONDS / 2 + max(flush_seconds, CLOSE_SECONDS / 2)
-        if not self.link.close(max(0.0, bound - waited)):
+        if not self.link.close(max(0.0, close_seconds(flush_seconds) - waited)):
             logger.warning(_HANGS_AT_CLOSE, self.path)
             return False
         self.poll(all_writes=True)
         # Blocks of dropped writes must not return after a restart.
-        dropped = [slot for job in self._running.values() if job.writes for slot in job.slots]
-        for slot in dropped:
+        writes = (slots for job, (slots, _) in self._running.items() if job.writes)
+        for slot in itertools.chain.from_iterable(writes):
             self._upkeep.erase(slot)
         self._upkeep.count()
-        if not self._upkeep.close(CLOSE_SECONDS):
+        if not self._upkeep.close(device.CLOSE_SECONDS):
             logger.warning(_HANGS_AT_CLOSE, self.path)
             return False
         self._running.clear()  # dropped jobs hold buffers
@@ -412,6 +382,7 @@ class Drive:
 
     def _reading(
         self,
+        run: list[int],
         slots: list[int],
         keys: list[bytes],
         buffers: list[memoryview],
@@ -421,38 +392,33 @@ class Drive:
         checksums = self.index.checksums(slots)
         work = partial(self._store.read, slots[0], keys, checksums, self._seal, buffers)
         size = len(slots) * self._store.slot_bytes
-        job = Job(urgency.priority, size, work, len(slots), urgency.turn)
-        self._running[job] = _Running(slots, writes=False)
+        job = Job(urgency.priority, size, work, run, urgency.turn)
+        self._running[job] = slots, ()
         return job
 
     def _writing(
         self,
+        run: list[int],
         slots: list[int],
         keys: list[bytes],
         generations: list[int],
         buffers: list[memoryview],
+        *,
         stored: list[int],
     ) -> Job:
         """A job that writes adjacent slots."""
-        running = _Running(slots, writes=True)
+        checksums: list[bytes | None] = [None] * len(slots)
         whole = slots[0], keys, generations, self._seal, buffers
         write = partial(self._store.write, *whole, stored=stored)
 
         def work() -> list[Result]:
             written = write()
-            running.checksums = [None if isinstance(each, OSError) else each for each in written]
+            checksums[:] = [None if isinstance(each, OSError) else each for each in written]
             return [each if isinstance(each, OSError) else Outcome.DONE for each in written]
 
-        job = Job(Priority.WRITE, len(slots) * self._store.slot_bytes, work, len(slots))
-        self._running[job] = running
+        job = Job(Priority.WRITE, len(slots) * self._store.slot_bytes, work, run)
+        self._running[job] = slots, checksums
         return job
-
-    def _begin(
-        self, device: Circuit, jobs: Sequence[Job], runs: Iterable[list[int]]
-    ) -> list[Begun]:
-        device.begin(len(jobs))
-        self.link.submit(*jobs)
-        return list(zip(jobs, runs, strict=True))
 
     def _note_rate(self, job: Job) -> None:
         if job.outcomes.count(Outcome.DONE) == len(job.outcomes):

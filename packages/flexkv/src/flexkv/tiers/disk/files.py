@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system calls of a disk store, behind a protocol where tests inject faults.
+"""The system calls of a disk store. Tests inject faults in a subclass of `OsFiles`.
 
 Every file is opened relative to the descriptor of its folder; see `flexkv.system.regular_files`.
 """
@@ -11,7 +11,6 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
-from typing import Protocol
 
 from flexkv.system.directories import lasts
 from flexkv.system.regular_files import open_regular
@@ -23,26 +22,8 @@ _UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
 allocate."""
 
 
-class Files(Protocol):
-    """File operations. Thread-safe. All raise the OSError of their system call."""
-
-    def open(self, folder: int, name: str, flags: int) -> int: ...
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def allocate(self, fd: int, length: int) -> None: ...
-
-    def truncate(self, fd: int, length: int) -> None: ...
-
-    def sync(self, fd: int) -> None: ...
-
-    def close(self, fd: int) -> None: ...
-
-
 class OsFiles:
-    """The operating system's file operations."""
+    """File operations. Thread-safe. All raise the OSError of their system call."""
 
     def open(self, folder: int, name: str, flags: int) -> int:
         """See `open_regular`."""
@@ -83,24 +64,17 @@ class OsFiles:
 def open_folder(path: str, above: int | None = None) -> int:
     """Open a directory, whose descriptor the caller closes. The last component of `path` may not be
     a symbolic link. `above`: descriptor of the directory that it is in; None to resolve the whole
-    path.
-
-    Raises:
-        OSError: open(2) failed. NotADirectoryError also for a symbolic link.
-    """
+    path. Raises OSError if open(2) failed. NotADirectoryError also for a symbolic link."""
     name = path if above is None else os.path.basename(path)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, dir_fd=above)
 
 
-def open_data(files: Files, folder: int, name: str, flags: int) -> tuple[int, bool]:
+def open_data(files: OsFiles, folder: int, name: str, flags: int) -> tuple[int, bool]:
     """Open a data file for direct I/O, which bypasses the page cache, if the file system can.
     Returns the descriptor, which the caller closes, and whether its I/O is direct. If it is,
-    offsets, lengths and addresses must be multiples of 4 KiB.
-
-    Raises:
-        OSError: see `open_regular`.
-    """
+    offsets, lengths and addresses must be multiples of 4 KiB. Raises OSError as `open_regular`
+    does."""
     try:
         return files.open(folder, name, flags | DIRECT), True
     except OSError as error:
@@ -132,17 +106,19 @@ def reason_of(error: OSError) -> str:
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
+def without_trace(error: OSError) -> OSError:
+    """An error that is returned. Its traceback would keep the buffers of the blocks."""
+    return error.with_traceback(None)
+
+
 def disk_error(text: str, error: OSError) -> DiskError:
     """Make the error of a directory that cannot be used: an `UnavailableError` if it may pass."""
     return DiskError(text) if lasts(error) else UnavailableError(text)
 
 
-def read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> bool:
+def read_fully(files: OsFiles, fd: int, buffer: memoryview, offset: int) -> bool:
     """Fill `buffer` from the bytes of a file from `offset` on. False if the file ends before.
-
-    Raises:
-        OSError: preadv(2) failed.
-    """
+    Raises OSError if preadv(2) failed."""
     done = 0
     while done < len(buffer):
         count = files.preadv(fd, [buffer[done:]], offset + done)
@@ -152,12 +128,9 @@ def read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> bool:
     return True
 
 
-def write_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> None:
-    """Write all of `buffer` to a file at `offset`.
-
-    Raises:
-        OSError: pwritev(2) failed. EIO if it wrote nothing and reported no error.
-    """
+def write_fully(files: OsFiles, fd: int, buffer: memoryview, offset: int) -> None:
+    """Write all of `buffer` to a file at `offset`. Raises OSError if pwritev(2) failed. EIO if it
+    wrote nothing and reported no error."""
     done = 0
     while done < len(buffer):
         count = files.pwritev(fd, [buffer[done:]], offset + done)

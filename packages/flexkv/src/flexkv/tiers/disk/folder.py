@@ -36,7 +36,7 @@ from flexkv.system.directories import (
 from flexkv.system.forks import close_in_children
 from flexkv.system.mounts import read_mounts
 from flexkv.system.processes import parent_of, pid_namespace, process_text
-from flexkv.system.regular_files import open_regular
+from flexkv.system.regular_files import closing_fd, open_regular
 from flexkv.tiers.disk import descriptions, ledger, table
 from flexkv.tiers.disk.files import disk_error, is_regular, open_folder, reason_of, try_lock
 from flexkv.tiers.disk.slabs import is_slab, slab_name
@@ -89,13 +89,9 @@ class Folder:
 
 
 def folders(root: str, leftovers: bool = False) -> list[str]:
-    """Paths of the folders below the cache directory `root` that are FlexKV's, sorted by name;
-    with `leftovers`, those whose removal was interrupted are among them. Folders that have a name
-    of FlexKV and that this user cannot read are, too.
-
-    Raises:
-        DiskError: `root` cannot be read.
-    """
+    """Paths of the folders below the cache directory `root` that are FlexKV's, sorted by name; with
+    `leftovers`, those whose removal was interrupted are among them. Folders that have a name of
+    FlexKV and that this user cannot read are, too. Raises DiskError if `root` cannot be read."""
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
@@ -111,12 +107,9 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
 
 def lock_folder(path: str, above: int | None = None) -> Folder | None:
     """Lock an existing folder, which the caller releases; None if another process owns it. `above`:
-    descriptor of the cache directory; None to resolve the whole path.
-
-    Raises:
-        OSError: a system call failed, or the lock file is another program's. FileNotFoundError if
-            another process has removed the folder meanwhile.
-    """
+    descriptor of the cache directory; None to resolve the whole path. Raises OSError if a system
+    call failed, or the lock file is another program's. FileNotFoundError if another process has
+    removed the folder meanwhile."""
     folder = Folder(path, open_folder(path, above))
     try:
         folder.lock = _open_lock(folder)
@@ -164,8 +157,7 @@ def claim(root: str, fingerprint: str, owners: int) -> Folder:
             directory and those above it; see `open_directory`.
     """
     try:
-        above = open_directory(root, mode_above=0o755)
-        try:
+        with closing_fd(open_directory(root, mode_above=0o755)) as above:
             chosen = os.fstat(above)
             _refuse_others(root, chosen, stat.S_IWOTH)
             for number in range(owners):
@@ -180,8 +172,6 @@ def claim(root: str, fingerprint: str, owners: int) -> Folder:
                     folder.release()
                     raise
                 return folder
-        finally:
-            os.close(above)
     except OSError as error:
         raise _unusable(root, error) from None
     raise UnavailableError(_taken(root, fingerprint, owners))
@@ -189,18 +179,11 @@ def claim(root: str, fingerprint: str, owners: int) -> Folder:
 
 def check_root(root: str) -> bool:
     """Check that `claim` can use or create a cache directory, without a folder in it. Changes
-    nothing. Returns whether the directory exists.
-
-    Raises:
-        DiskError: see `claim`.
-    """
+    nothing. Returns whether the directory exists. Raises DiskError as `claim` does."""
     there = nearest_directory(root)
     try:
-        above = open_directory(there)
-        try:
+        with closing_fd(open_directory(there)) as above:
             status = os.fstat(above)
-        finally:
-            os.close(above)
         # A folder that is there needs no right to make one.
         if there != root or not folders(root):
             check_creatable(root)
@@ -241,16 +224,10 @@ def newer_version(folder: int) -> int | None:
 
 
 def first_pages(folder: int) -> bytes:
-    """The first bytes of the table of an open directory.
-
-    Raises:
-        OSError: the table cannot be read, is missing, or is no regular file.
-    """
-    fd = open_regular(folder, TABLE, os.O_RDONLY)
-    try:
+    """The first bytes of the table of an open directory. Raises OSError if the table cannot be
+    read, is missing, or is no regular file."""
+    with closing_fd(open_regular(folder, TABLE, os.O_RDONLY)) as fd:
         return os.pread(fd, table.HEADER_BYTES, 0)
-    finally:
-        os.close(fd)
 
 
 def _first_pages_if_any(folder: int) -> bytes:
@@ -266,11 +243,8 @@ def _first_pages_if_any(folder: int) -> bytes:
 
 
 def disk_bytes(path: str) -> int:
-    """Bytes that the files of a folder take on disk. Its owner may replace files meanwhile.
-
-    Raises:
-        OSError: the folder cannot be read, or is gone.
-    """
+    """Bytes that the files of a folder take on disk. Its owner may replace files meanwhile. Raises
+    OSError if the folder cannot be read, or is gone."""
     total = 0
     with os.scandir(path) as entries:
         for entry in entries:
@@ -296,11 +270,7 @@ def _make(path: str, above: int, tries: int) -> Folder | None:
 
 def check_owner(folder: Folder, root: str, chosen: int) -> None:
     """Refuse a folder of a user whom nobody has chosen, as somebody has `chosen` the owner of the
-    cache directory `root`.
-
-    Raises:
-        DiskError: the folder is refused.
-    """
+    cache directory `root`. Raises DiskError if the folder is refused."""
     status = os.fstat(folder.fd)
     _refuse_others(folder.path, status, WRITABLE)
     if status.st_uid not in {os.geteuid(), chosen, *root_ids()}:
@@ -317,16 +287,13 @@ def may_be_ours(path: str, above: int | None = None) -> bool:
     whose table is lost is FlexKV's by its files. `above` as in `lock_folder`."""
     remains = REMOVED in os.path.basename(path)
     try:
-        folder = open_folder(path, above)
-        try:
+        with closing_fd(open_folder(path, above)) as folder:
             if has_table(folder):
                 return True
             names = os.listdir(folder)
             lost = not any(_first_pages_if_any(folder)) and has_blocks(folder)
             ours = all(is_own(name) and is_regular(folder, name) for name in names)
             return (lost and ours) or (remains and names in ([], [LOCK]))
-        finally:
-            os.close(folder)
     except NotADirectoryError:
         return False
     except OSError as error:
@@ -351,11 +318,7 @@ def fingerprint_of(path: str) -> str:
 
 def _refuse_others(path: str, status: os.stat_result, writable: int) -> None:
     """Refuse a directory of another user, except root, to which further users can write by a bit of
-    the mode in `writable`.
-
-    Raises:
-        DiskError: the directory is refused.
-    """
+    the mode in `writable`. Raises DiskError if the directory is refused."""
     if status.st_uid not in {os.geteuid(), *root_ids()} and status.st_mode & writable:
         raise DiskError(
             f"{path} from ssd_cache_dir belongs to user {status.st_uid}, and its mode "
@@ -388,11 +351,8 @@ def close_to_others(folder: Folder) -> None:
     """Set a locked folder to mode 0700 and its files to 0600.
 
     If others could write there, they may have changed any block, and may still have files open. All
-    files but the lock are then removed, so that the cache begins empty.
-
-    Raises:
-        DiskError: others can still write to the folder.
-        OSError: a system call failed.
+    files but the lock are then removed, so that the cache begins empty. Raises DiskError if others
+    can still write to the folder; OSError if a system call failed.
     """
     fd = folder.fd
     names = [name for name in os.listdir(fd) if is_own(name) and is_regular(fd, name)]
@@ -415,11 +375,8 @@ def close_to_others(folder: Folder) -> None:
         if writable and name != LOCK:
             os.unlink(name, dir_fd=fd)
         else:
-            file = open_regular(fd, name, os.O_RDONLY)
-            try:
+            with closing_fd(open_regular(fd, name, os.O_RDONLY)) as file:
                 _set_mode(file, stat.S_IRUSR | stat.S_IWUSR)
-            finally:
-                os.close(file)
     logger.warning(
         "other users could %s %s or its files (mode %04o); FlexKV %ssets the modes 0700 and 0600; "
         "keep them (no chmod; in Kubernetes, fsGroupChangePolicy: OnRootMismatch)",
@@ -446,13 +403,10 @@ def describe_owner(path: str) -> str:
     find and to judge it."""
     seen: int | None = None
     try:
-        folder = open_folder(path)
-        try:
+        with closing_fd(open_folder(path)) as folder:
             with contextlib.suppress(Exception):  # without a list of locks, the content must do
                 seen = owner_of(folder)
             pid, parent, namespace = _recorded(folder)
-        finally:
-            os.close(folder)
     except (OSError, ValueError):
         return str(seen or "unknown")
     if namespace != pid_namespace():
@@ -464,17 +418,10 @@ def describe_owner(path: str) -> str:
 
 
 def _recorded(folder: int) -> list[int]:
-    """What `lock_content` has written.
-
-    Raises:
-        OSError: the lock cannot be read.
-        ValueError: it is damaged.
-    """
-    fd = open_regular(folder, LOCK, os.O_RDONLY)
-    try:
+    """What `lock_content` has written. Raises OSError if the lock cannot be read; ValueError if it
+    is damaged."""
+    with closing_fd(open_regular(folder, LOCK, os.O_RDONLY)) as fd:
         ids = [int(each) for each in os.pread(fd, _LOCK_BYTES, 0).split()]
-    finally:
-        os.close(fd)
     if len(ids) != len(_lock_content().split()):
         raise ValueError("the lock is damaged")
     return ids
@@ -483,11 +430,8 @@ def _recorded(folder: int) -> list[int]:
 def owner_of(folder: int) -> int | None:
     """The process id of the engine that owns the open directory `folder`; None if no visible one
     does. Does not touch the lock: the kernel's list of locks has the processes of this PID
-    namespace and of those below it. An engine in another container is missing.
-
-    Raises:
-        OSError: the lock file or the list cannot be read.
-    """
+    namespace and of those below it. An engine in another container is missing. Raises OSError if
+    the lock file or the list cannot be read."""
     try:
         fd = open_regular(folder, LOCK, os.O_RDONLY)
     except FileNotFoundError:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a folder, for processes that do not own it, while an engine may own and change it.
 
-See `flexkv.tiers.disk.reader`. The contents may change during a read. A caller that finds an error
-must read again before it reports the error.
+The contents may change during a read. A caller that finds an error must read again before it
+reports the error.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from flexkv.system.regular_files import closing_fd
 from flexkv.tiers.disk.files import OsFiles, exists, open_folder, reason_of
 from flexkv.tiers.disk.folder import disk_bytes, fingerprint_of, newer_version, owner_of
 from flexkv.tiers.disk.ledger import load_ledger
-from flexkv.tiers.disk.reader import TableCopy
 from flexkv.tiers.disk.slabs import slab_name, slots_per_slab
+from flexkv.tiers.disk.table_reader import FoundTable, read_table
 from flexkv.types.errors import DiskError
 
 
@@ -61,26 +61,18 @@ class FolderState:
 
 def folder_state(path: str) -> FolderState:
     """Read the figures of the folder `path`. Counters may be some seconds old, because an owner
-    saves them from time to time.
-
-    Raises:
-        DiskError: the folder cannot be read.
-    """
+    saves them from time to time. Raises DiskError if the folder cannot be read."""
     try:
-        folder = open_folder(path)
-        try:
+        with closing_fd(open_folder(path)) as folder:
             owner = owner_of(folder)
-            copy = TableCopy(OsFiles(), folder, fingerprint_of(path))
-            copy.update()
+            table = read_table(OsFiles(), folder, fingerprint_of(path))
             ledger = load_ledger(folder)
             on_disk = disk_bytes(path)
-            problems = table_problem(folder, copy) or _lost_slabs(folder, copy), ledger.problem
-        finally:
-            os.close(folder)
+            problems = table_problem(folder, table) or _lost_slabs(folder, table), ledger.problem
     except OSError as error:
         raise unreadable(path, error) from None
-    header = copy.header
-    used = len({record.key for record in copy.records()})
+    header = table.header
+    used = len({record.key for record in table.records()})
     block_bytes = header.slot_bytes if header else 0
     return FolderState(
         path=path,
@@ -102,31 +94,27 @@ def folder_state(path: str) -> FolderState:
     )
 
 
-def table_problem(folder: int, copy: TableCopy) -> str:
-    """Why the table of the open directory `folder`, of which `copy` is up to date, cannot be used,
-    without a full stop; empty if the table is intact or missing.
-
-    Raises:
-        OSError: the table cannot be read.
-    """
-    version = newer_version(folder) if copy.header is None else None
+def table_problem(folder: int, table: FoundTable) -> str:
+    """Why the table that was read from the open directory `folder` cannot be used, without a full
+    stop; empty if the table is intact or missing. Raises OSError if the table cannot be read."""
+    version = newer_version(folder) if table.header is None else None
     if version is not None:
         return f"the table is of format {version}, written by a newer FlexKV: use that FlexKV"
-    if copy.damaged:
+    if table.damaged:
         return (
             "the header of the table is damaged, missing or of another cache: all blocks are lost"
         )
-    if copy.cut_slots:
-        return f"the table was cut: the blocks of {copy.cut_slots} slots are lost"
+    if table.cut_slots:
+        return f"the table was cut: the blocks of {table.cut_slots} slots are lost"
     return ""
 
 
-def _lost_slabs(folder: int, copy: TableCopy) -> str:
+def _lost_slabs(folder: int, table: FoundTable) -> str:
     """The missing files that should hold blocks of the table; empty if none is missing."""
-    if copy.header is None:
+    if table.header is None:
         return ""
-    slots = slots_per_slab(copy.header.slot_bytes)
-    names = [slab_name(slab) for slab in sorted({each.slot // slots for each in copy.records()})]
+    slots = slots_per_slab(table.header.slot_bytes)
+    names = [slab_name(slab) for slab in sorted({each.slot // slots for each in table.records()})]
     lost = [name for name in names if not exists(folder, name)]
     if not lost:
         return ""

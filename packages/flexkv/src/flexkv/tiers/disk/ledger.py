@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from flexkv.system.regular_files import open_regular
+from flexkv.system.regular_files import closing_fd, open_regular
 from flexkv.tiers.circuit import Circuit, CircuitState
 
 FILE = "counters.json"
@@ -140,11 +140,8 @@ def load_ledger(folder: int) -> Ledger:
     unreadable or damaged file gives one that names the problem, and knows no writes so far."""
     now = int(time.time()) // _HOUR
     try:
-        fd = open_regular(folder, FILE, os.O_RDONLY)
-        try:
+        with closing_fd(open_regular(folder, FILE, os.O_RDONLY)) as fd:
             saved = msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=_Saved)
-        finally:
-            os.close(fd)
     except FileNotFoundError:
         return Ledger()
     except (OSError, ValueError, RecursionError) as error:
@@ -167,18 +164,12 @@ def load_ledger(folder: int) -> Ledger:
 
 def save_ledger(folder: int, content: bytes) -> None:
     """Replace the ledger of the open directory `folder` atomically, by what `Ledger.dump` gave.
-
-    Raises:
-        OSError: a system call failed. The old ledger stays.
-    """
-    fd = open_regular(folder, SCRATCH, os.O_WRONLY | os.O_CREAT)
-    try:
+    Raises OSError if a system call failed. The old ledger stays."""
+    with closing_fd(open_regular(folder, SCRATCH, os.O_WRONLY | os.O_CREAT)) as fd:
         os.ftruncate(fd, 0)
         if os.write(fd, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), SCRATCH)
         os.fdatasync(fd)  # else a power failure may leave an empty file under the new name
-    finally:
-        os.close(fd)
     try:
         os.replace(SCRATCH, FILE, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from flexkv.system.regular_files import open_regular
+from flexkv.index.ages import BlockAges
+from flexkv.system.regular_files import closing_fd, open_regular
 from flexkv.system.retries import Retried
 from flexkv.tiers.base import States
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.disk.disk_store import DiskStore, bytes_of, check_table
 from flexkv.tiers.disk.drive import THREADS, WRITE_BYTES, Drive
-from flexkv.tiers.disk.files import Files, disk_error, open_folder, reason_of
+from flexkv.tiers.disk.files import OsFiles, disk_error, open_folder, reason_of
 from flexkv.tiers.disk.folder import (
     IDENTITY,
     Folder,
@@ -41,7 +42,6 @@ from flexkv.tiers.disk.folder import (
 from flexkv.tiers.disk.ledger import load_ledger
 from flexkv.tiers.disk.removal import check_room, make_room, remove_others
 from flexkv.tiers.link import Link
-from flexkv.types.ages import BlockAges
 from flexkv.types.deadline import HANGS, call_within
 from flexkv.types.errors import DiskError, UnavailableError
 
@@ -93,7 +93,7 @@ class DriveSpec:
     day_bytes: int | None
     queue_bytes: int
     stall_seconds: float
-    files: Files
+    files: OsFiles
     identity: Sequence[str]
     ages: BlockAges | None
 
@@ -101,12 +101,8 @@ class DriveSpec:
 class Opening:
     """The drive of one directory until it is open. Its thread opens the drive; all methods are for
     one other thread. Only those that say so wait. Owns `states`, which report to other processes
-    that the drive is not open yet.
-
-    Attributes:
-        cleared, emptied: whether there was a reset, so that the drive must be cleared or emptied
-            before it is used.
-    """
+    that the drive is not open yet. `cleared` and `emptied`: whether there was a reset, so that the
+    drive must be cleared or emptied before it is used."""
 
     def __init__(self, spec: DriveSpec, states: States | None) -> None:
         self.root = spec.root
@@ -151,11 +147,7 @@ class Opening:
     def accept(self, waited: float) -> None:
         """Report from now on that the drive is not open, unless it is; and log a try that has not
         ended `waited` seconds after it began. A large directory takes long and does not hang.
-        Before, a refusal is the caller's.
-
-        Raises:
-            DiskError: the directory is refused.
-        """
+        Before, a refusal is the caller's. Raises DiskError if the directory is refused."""
         with self._lock:
             if self._drive is not None:
                 return
@@ -261,11 +253,7 @@ class Opening:
             )
 
     def _open_drive(self) -> Drive:
-        """Open the drive.
-
-        Raises:
-            DiskError: it cannot be opened. Nothing is left open.
-        """
+        """Open the drive. Raises DiskError if it cannot be opened. Nothing is left open."""
         spec = self._spec
         try:
             with contextlib.ExitStack() as undo:
@@ -332,10 +320,7 @@ class Opening:
 
 def _claim(spec: DriveSpec, *, again: bool = False) -> Folder:
     """Claim the folder of a drive, and check that it may be used. `again`: while the engine runs.
-
-    Raises:
-        DiskError, OSError: it may not be used now.
-    """
+    Raises DiskError or OSError if it may not be used now."""
     folder = claim(spec.root, spec.fingerprint, spec.owners)
     try:
         check_table(folder)
@@ -366,12 +351,8 @@ def places_of(roots: Sequence[str]) -> dict[str, RealPath]:
 
 
 def check_apart(places: Mapping[str, RealPath]) -> None:
-    """Refuse two directories that are one, or of which one lies in the other on the same file
-    system.
-
-    Raises:
-        DiskError: see above.
-    """
+    """Raises DiskError if two directories are one, or one lies in the other on the same file
+    system."""
     for (root, upper), (other, lower) in itertools.permutations(places.items(), 2):
         same = upper.path == lower.path
         within = os.path.commonpath([upper.path, lower.path]) == upper.path
@@ -404,21 +385,15 @@ def save_identity(folder: int, identity: Iterable[str]) -> None:
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(IDENTITY, dir_fd=folder)
-        fd = open_regular(folder, IDENTITY, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with closing_fd(open_regular(folder, IDENTITY, flags)) as fd:
             os.write(fd, lines.encode(errors="replace")[:_IDENTITY_BYTES])
-        finally:
-            os.close(fd)
 
 
 def report_differences(root: str, identity: Sequence[str], fingerprint: str) -> None:
     """Log which parts of the fingerprint keep an engine from the blocks of its model below `root`:
     those of the folder that differs in the fewest parts. `identity`: the parts of the engine's
-    `fingerprint`.
-
-    Raises:
-        DiskError: `root` cannot be read.
-    """
+    `fingerprint`. Raises DiskError if `root` cannot be read."""
     ours = _parts(identity)
     nearest: tuple[str, dict[str, str]] | None = None
     for path in folders(root):
@@ -447,22 +422,13 @@ def report_differences(root: str, identity: Sequence[str], fingerprint: str) -> 
 
 
 def _read_identity(path: str) -> dict[str, str]:
-    """The parts of a folder that has been written to; empty for any other.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    folder = open_folder(path)
-    try:
+    """The parts of a folder that has been written to; empty for any other. Raises OSError if the
+    folder cannot be read."""
+    with closing_fd(open_folder(path)) as folder:
         if not load_ledger(folder).written_blocks:
             return {}
-        fd = open_regular(folder, IDENTITY, os.O_RDONLY)
-        try:
+        with closing_fd(open_regular(folder, IDENTITY, os.O_RDONLY)) as fd:
             text = os.pread(fd, _IDENTITY_BYTES, 0).decode(errors="replace")
-        finally:
-            os.close(fd)
-    finally:
-        os.close(folder)
     return _parts(text.splitlines())
 
 

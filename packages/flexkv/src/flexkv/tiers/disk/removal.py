@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 
-from flexkv.system.regular_files import open_regular
+from flexkv.system.regular_files import closing_fd, open_regular
 from flexkv.tiers.disk.files import is_regular, open_folder, try_lock
 from flexkv.tiers.disk.folder import (
     LOCK,
@@ -44,12 +44,9 @@ class Removal(enum.Enum):
 
 def check_room(root: str, mine: str, size: int, owners: int, asked: int) -> None:
     """Check that `make_room` can find enough room. Changes nothing. `asked`: bytes that
-    `ssd_cache_gb` gives the folder, for the error.
-
-    Raises:
-        UnavailableError: there is too little room now, or a system call failed.
-        DiskError: the file system is smaller than `size`, or `root` cannot be read.
-    """
+    `ssd_cache_gb` gives the folder, for the error. Raises UnavailableError if there is too little
+    room now, or a system call failed; DiskError if the file system is smaller than `size`, or
+    `root` cannot be read."""
     has, left = disk_bytes(mine), free_bytes(root)
     removable = 0
     for path in _others(root, mine, owners):
@@ -72,10 +69,7 @@ def make_room(root: str, mine: str, size: int, owners: int) -> None:
     If the file system has too little room, other folders of FlexKV below `root` are removed until
     it has enough. The folder that was owned longest ago is removed first. Leftovers of interrupted
     removals are always removed. Folders that `owners` engines with the same blocks use stay, for
-    those that are about to start.
-
-    Raises:
-        DiskError: `root` cannot be read.
+    those that are about to start. Raises DiskError if `root` cannot be read.
     """
     need = size - disk_bytes(mine)
     for path in _others(root, mine, owners):
@@ -84,11 +78,7 @@ def make_room(root: str, mine: str, size: int, owners: int) -> None:
 
 
 def remove_others(root: str, mine: str, owners: int) -> None:
-    """Remove all folders that `make_room` may remove.
-
-    Raises:
-        DiskError: `root` cannot be read.
-    """
+    """Remove all folders that `make_room` may remove. Raises DiskError if `root` cannot be read."""
     for path in _others(root, mine, owners):
         _remove(path)
 
@@ -103,11 +93,7 @@ def _remove(path: str) -> None:
 
 def free_bytes(root: str) -> float:
     """Bytes that this user may still fill on the file system of `root`. Infinite if the file system
-    reports no sizes.
-
-    Raises:
-        OSError: statvfs(3) failed.
-    """
+    reports no sizes. Raises OSError if statvfs(3) failed."""
     said = os.statvfs(root)
     return said.f_bavail * said.f_frsize if said.f_blocks else math.inf
 
@@ -122,56 +108,37 @@ def _others(root: str, mine: str, owners: int) -> list[str]:
         if path == mine or path in kept:
             continue
         # A folder that cannot be read is another user's.
-        with contextlib.suppress(OSError):
-            folder = open_folder(path)
-            try:
-                if _is_free(folder) and not newer_version(folder):
-                    found[path] = os.stat(LOCK, dir_fd=folder, follow_symlinks=False).st_mtime
-            finally:
-                os.close(folder)
+        with contextlib.suppress(OSError), closing_fd(open_folder(path)) as folder:
+            if _is_free(folder) and not newer_version(folder):
+                found[path] = os.stat(LOCK, dir_fd=folder, follow_symlinks=False).st_mtime
     return sorted(found, key=lambda path: found[path])
 
 
 def _is_free(folder: int) -> bool:
     """Whether no process owns the open directory `folder`."""
-    lock = open_regular(folder, LOCK, os.O_RDWR)
-    try:
+    with closing_fd(open_regular(folder, LOCK, os.O_RDWR)) as lock:
         return try_lock(lock)
-    finally:
-        os.close(lock)
 
 
 def remove(path: str) -> Removal:
-    """Remove FlexKV's files from a folder, and the folder if it holds no others.
-
-    Raises:
-        OSError: a system call failed, or the folder is not FlexKV's, or a newer FlexKV wrote it.
-    """
+    """Remove FlexKV's files from a folder, and the folder if it holds no others. Raises OSError if
+    a system call failed, or the folder is not FlexKV's, or a newer FlexKV wrote it."""
     # The directory above is resolved once: a link that somebody puts there between two calls leads
     # none of them elsewhere.
-    above = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with closing_fd(os.open(os.path.dirname(path), flags)) as above:
         return _remove_in(above, path)
-    finally:
-        os.close(above)
 
 
 def would_remove(path: str) -> Removal:
-    """What `remove` would do now. Changes nothing.
-
-    Raises:
-        OSError: as `remove`.
-    """
+    """What `remove` would do now. Changes nothing. Raises OSError as `remove` does."""
     if not may_be_ours(path):
         raise _not_ours(path)
-    folder = open_folder(path)
-    try:
+    with closing_fd(open_folder(path)) as folder:
         with contextlib.suppress(FileNotFoundError):  # without a lock, no process owns it
             if not _is_free(folder):
                 return Removal.IN_USE
         _, alone = _own_files(folder, path)
-    finally:
-        os.close(folder)
     return Removal.REMOVED if alone else Removal.FOREIGN_FILES
 
 
@@ -180,11 +147,8 @@ def _not_ours(path: str) -> OSError:
 
 
 def _own_files(folder: int, path: str) -> tuple[list[str], bool]:
-    """FlexKV's files in the open directory `folder`, and whether there are no others.
-
-    Raises:
-        OSError: a system call failed, or a newer FlexKV wrote the folder.
-    """
+    """FlexKV's files in the open directory `folder`, and whether there are no others. Raises
+    OSError if a system call failed, or a newer FlexKV wrote the folder."""
     if version := newer_version(folder):
         reason = f"is of format {version}: only the newer FlexKV that wrote it may remove it"
         raise OSError(errno.EEXIST, reason, path)

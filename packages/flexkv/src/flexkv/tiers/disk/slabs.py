@@ -7,14 +7,15 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flexkv.tiers.disk.files import (
-    Files,
+    OsFiles,
     exists,
     is_regular,
     open_data,
     read_fully,
+    without_trace,
     write_fully,
 )
 
@@ -32,12 +33,9 @@ class Slabs:
     Reads and writes are thread-safe. Owns its file descriptors.
     """
 
-    def __init__(self, files: Files, folder: int, slot_bytes: int, num_slots: int) -> None:
-        """Open or create the files, allocate all of their bytes, and remove surplus files.
-
-        Raises:
-            OSError: as the system says. Files that were there stay; new ones are removed.
-        """
+    def __init__(self, files: OsFiles, folder: int, slot_bytes: int, num_slots: int) -> None:
+        """Open or create the files, allocate all of their bytes, and remove surplus files. Raises
+        OSError if the system refuses. Files that were there stay; new ones are removed."""
         self._files = files
         self._slot_bytes = slot_bytes
         self._slots_per_slab = slots_per_slab(slot_bytes)
@@ -66,41 +64,35 @@ class Slabs:
                     os.unlink(name, dir_fd=folder)
             raise
 
-    def read(self, slot: int, buffer: memoryview) -> bool:
-        """Read `slot` into `buffer`, which has a slot's length. False if the file is too short.
-
-        Raises:
-            OSError: as the system says.
-        """
+    def read(self, slot: int, buffers: Sequence[memoryview]) -> list[bool | OSError]:
+        """Read `slot` and those behind it, all in one slab, into `buffers`, each of which has a
+        slot's length: by one call if that succeeds, else one by one. Returns for each slot whether
+        the file has it, or the error of its read."""
         fd, offset = self._place(slot)
-        return read_fully(self._files, fd, buffer, offset)
+        if len(buffers) > 1 and self._moved_all(self._files.preadv, fd, buffers, offset):
+            return [True] * len(buffers)
+        found: list[bool | OSError] = []
+        for place, buffer in enumerate(buffers):
+            try:
+                at = offset + place * self._slot_bytes
+                found.append(read_fully(self._files, fd, buffer, at))
+            except OSError as error:
+                found.append(without_trace(error))
+        return found
 
-    def write(self, slot: int, buffer: memoryview) -> None:
-        """Write `buffer`, which has the length of a slot, to `slot`.
-
-        Raises:
-            OSError: as the system says.
-        """
+    def write(self, slot: int, buffers: Sequence[memoryview]) -> list[OSError | None]:
+        """Write `buffers` to `slot` and those behind it, as `read` does. Returns for each slot the
+        error of its write; None if there was none."""
         fd, offset = self._place(slot)
-        write_fully(self._files, fd, buffer, offset)
-
-    def read_run(self, slot: int, buffers: Sequence[memoryview]) -> bool:
-        """Read `slot` and those behind it, all in one slab, into `buffers` by one call. Each buffer
-        has the length of a slot. False if the call failed or was short; then all buffers hold
-        undefined bytes."""
-        fd, offset = self._place(slot)
-        try:
-            return self._files.preadv(fd, buffers, offset) == len(buffers) * self._slot_bytes
-        except OSError:
-            return False
-
-    def write_run(self, slot: int, buffers: Sequence[memoryview]) -> bool:
-        """Write `buffers` to `slot` and those behind it by one call; as `read_run` otherwise."""
-        fd, offset = self._place(slot)
-        try:
-            return self._files.pwritev(fd, buffers, offset) == len(buffers) * self._slot_bytes
-        except OSError:
-            return False
+        errors: list[OSError | None] = [None] * len(buffers)
+        if len(buffers) > 1 and self._moved_all(self._files.pwritev, fd, buffers, offset):
+            return errors
+        for place, buffer in enumerate(buffers):
+            try:
+                write_fully(self._files, fd, buffer, offset + place * self._slot_bytes)
+            except OSError as error:
+                errors[place] = without_trace(error)
+        return errors
 
     @property
     def were_whole(self) -> bool:
@@ -123,6 +115,19 @@ class Slabs:
             with contextlib.suppress(OSError):
                 self._files.close(fd)
         self._fds.clear()
+
+    def _moved_all(
+        self,
+        move: Callable[[int, Sequence[memoryview], int], int],
+        fd: int,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> bool:
+        """Whether one call has read or written all of the buffers."""
+        try:
+            return move(fd, buffers, offset) == len(buffers) * self._slot_bytes
+        except OSError:
+            return False
 
     def _place(self, slot: int) -> tuple[int, int]:
         slab, place = divmod(slot, self._slots_per_slab)

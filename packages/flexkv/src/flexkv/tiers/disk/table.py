@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from flexkv.index.ages import UNIT_SECONDS, UNKNOWN
 from flexkv.tiers.base import MAX_KEY_BYTES
-from flexkv.types.ages import UNIT_SECONDS, UNKNOWN
 
 PAGE_BYTES = 4096
 HEADER_OFFSETS = (0, PAGE_BYTES)
@@ -136,7 +136,7 @@ def encode_record(
         checksum: checksum of the block's bytes, `CHECKSUM_BYTES` long.
         generation: 1 or more. It grows with every write to the store, over restarts too, so of two
             records of one key the greater is the later.
-        stored: when the block was stored; see `flexkv.types.ages`. The record has it rounded down.
+        stored: when the block was stored; see `flexkv.index.ages`. The record has it rounded down.
     """
     time = (stored // UNIT_SECONDS).to_bytes(_STORED_BYTES, "little")
     body = _BODY.pack(key, checksum, generation, len(key), time)

@@ -21,10 +21,10 @@ from flexkv.eviction import (
 from flexkv.tiers.base import MAX_KEY_BYTES, BlockResult, TierFigures, Traffic
 from flexkv.tiers.batches import Batches
 from flexkv.tiers.circuit import CircuitState
-from flexkv.tiers.disk.drive import Begun, Drive
+from flexkv.tiers.disk.drive import Drive
 from flexkv.tiers.disk.opening import Opening
 from flexkv.tiers.disk.write_placement import WritePlacement
-from flexkv.tiers.job import Outcome, Priority, Urgency
+from flexkv.tiers.job import Job, Outcome, Priority, Urgency
 from flexkv.types.changes import Medium, note
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class DiskTier:
         traffic = Traffic()
         written = blocks = slots = evicted = expired = queued = openings = 0
         for drive in self._drives:
-            own, index, link = drive.traffic, drive.index, drive.link
+            device, index = drive.device, drive.index
+            own = device.traffic
             traffic.read_bytes += own.read_bytes
             traffic.read_seconds += own.read_seconds
             traffic.written_bytes += own.written_bytes
@@ -90,12 +91,11 @@ class DiskTier:
             slots += index.num_slots
             evicted += index.evictions
             expired += drive.expired_blocks
-            queued += link.queued_bytes
-            stalled = link.stalled
+            queued += device.link.queued_bytes
             lost = CircuitState.CONNECTING if drive.is_lost else None
-            reads[lost or drive.health.reads.shown(stalled)] += 1
-            writes[lost or drive.health.writes.shown(stalled)] += 1
-            openings += drive.health.openings
+            reads[lost or device.shown(device.reads)] += 1
+            writes[lost or device.shown(device.writes)] += 1
+            openings += device.openings
         return TierFigures(
             written_blocks=written,
             blocks=blocks,
@@ -173,12 +173,12 @@ class DiskTier:
         for drive, positions in wanted.items():
             if not positions:
                 continue
-            begun = drive.read(
+            jobs = drive.read(
                 [keys[i] for i in positions],
                 [buffers[i] for i in positions],
                 Urgency(priority, turn),
             )
-            self._track(ticket, positions, drive, begun)
+            self._track(ticket, positions, drive, jobs)
         return ticket
 
     def write(
@@ -277,7 +277,8 @@ class DiskTier:
             if drive.index.is_reporting:
                 drive.index.report_restored(_REPORTED_BLOCKS)
             for job in drive.poll():
-                self._batches.report(*self._batches.end(job), job.outcomes)
+                self._batches.end(job)
+                self._batches.report(job.ticket, job.positions, job.outcomes)
         return self._batches.take_results()
 
     def drain(self) -> bool:
@@ -321,11 +322,12 @@ class DiskTier:
             self._drives.append(drive)
 
     def _track(
-        self, ticket: int, positions: Sequence[int], drive: Drive, begun: Iterable[Begun]
+        self, ticket: int, positions: Sequence[int], drive: Drive, jobs: Iterable[Job]
     ) -> None:
-        """Record the batch and the positions of the blocks of each begun job."""
-        for job, run in begun:
-            self._batches.add(ticket, drive.link, job, [positions[i] for i in run])
+        """Record the batch of jobs that a drive has begun, and the positions of their blocks."""
+        for job in jobs:
+            job.positions = [positions[i] for i in job.positions]
+            self._batches.add(ticket, job, drive.link)
 
     def _readable(self) -> list[Drive]:
         return [drive for drive in self._drives if drive.readable]

@@ -13,8 +13,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 
 from flexkv.system.retries import Failures
 from flexkv.tiers.disk import table
@@ -37,7 +38,7 @@ _WAITING_DESCRIPTIONS = 8192
 
 class _Task:
     """A task that runs when it is wanted and due, and again until it succeeds; then it pauses for
-    some seconds. Its action waits for the disk."""
+    some seconds. Its action waits for the disk. `due`: by time.monotonic()."""
 
     def __init__(self, action: Callable[[], None], pause: float, failure: str) -> None:
         self.wanted = False
@@ -52,9 +53,6 @@ class _Task:
     def failure(self) -> str:
         """The text of the last failure; empty after a success."""
         return self._failures.text
-
-    def is_due(self, now: float) -> bool:
-        return self.wanted and self.due <= now
 
     def run(self, path: str, last: bool) -> None:
         """Run the task. If it fails and this is not the last run, it stays wanted."""
@@ -79,12 +77,8 @@ class _Task:
 class Upkeep:
     """Makes resets durable, writes single records, reads and writes descriptions, and saves
     counters, in this order. All methods are for one thread, and none waits but `close`. The store
-    is borrowed until `close` returned True.
-
-    Attributes:
-        lost: why the files are not those of the folder any more; empty if they are. The caller
-            calls `reopen` once no job uses them.
-    """
+    is borrowed until `close` returned True. `lost`: why the files are not those of the folder any
+    more; empty if they are. The caller calls `reopen` once no job uses them."""
 
     def __init__(self, name: str, store: DiskStore) -> None:
         self._store = store
@@ -226,52 +220,52 @@ class Upkeep:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while self._wait():
-            if self.lost and not self._closing:
-                self._reopening.run(self._store.path, last=False)
-            elif self._looks.is_due(self._now()) and not self._closing:
-                self._looks.run(self._store.path, self._closing)
-            elif self._reset.is_due(self._now()):
-                self._reset.run(self._store.path, self._closing)
-            elif self._records:
-                self._do_next(self._records[0])
-            elif self._erasures.is_due(self._now()):
-                self._erasures.run(self._store.path, self._closing)
-            elif self._described:
-                self._describe(*self._described.popleft())
-            elif self._reads:
-                self._read_part()
-            elif self._save.is_due(self._now()):
-                self._save.run(self._store.path, self._closing)
+        while (step := self._next()) is not None:
+            step()
 
-    def _wait(self) -> bool:
-        """Wait until a task is due. False once the upkeep ends."""
+    def _next(self) -> Callable[[], None] | None:
+        """Wait until a step is due, and return it; None once the upkeep ends."""
         with self._work:
             while True:
-                tasks = [self._reset, self._erasures, self._save]
-                tasks += [] if self._closing else [self._looks]
-                waits = self._records or self._described or self._reads
-                if self.lost and not self._closing:
-                    tasks, waits = [self._reopening], False
-                wanted = [task for task in tasks if task.wanted]
-                if waits or any(task.is_due(self._now()) for task in wanted):
-                    return True
+                now = math.inf if self._closing else time.monotonic()  # at the end all is due
+                soonest = math.inf
+                for due, step in self._wanted():
+                    if due <= now:
+                        return step
+                    soonest = min(soonest, due)
                 if self._closing:
-                    return False
-                due = min((task.due for task in wanted), default=math.inf)
-                self._work.wait(None if due == math.inf else due - self._now())
+                    return None
+                self._work.wait(None if soonest == math.inf else soonest - now)
 
-    def _now(self) -> float:
-        # At the end all that is left is due.
-        return math.inf if self._closing else time.monotonic()
+    def _wanted(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """The wanted steps in their order, each with the time when it is due."""
+        if self.lost and not self._closing:
+            yield from self._run_of(self._reopening)
+            return
+        if not self._closing:
+            yield from self._run_of(self._looks)
+        yield from self._run_of(self._reset)
+        if self._records:
+            yield 0.0, self._do_next
+        yield from self._run_of(self._erasures)
+        if self._described:
+            yield 0.0, self._describe_next
+        if self._reads:
+            yield 0.0, self._read_part
+        yield from self._run_of(self._save)
+
+    def _run_of(self, task: _Task) -> Iterator[tuple[float, Callable[[], None]]]:
+        if task.wanted:
+            yield task.due, partial(task.run, self._store.path, self._closing)
 
     def _write(self, slot: int, record: bytes) -> None:
         with self._work:
             self._records.append((slot, record))
             self._work.notify()
 
-    def _do_next(self, first: tuple[int, bytes] | Future[str]) -> None:
+    def _do_next(self) -> None:
         """Write the first record, or answer the first `sync`."""
+        first = self._records[0]
         if isinstance(first, Future):
             first.set_result(self._sync())
             self._records.popleft()
@@ -291,11 +285,7 @@ class Upkeep:
         return None
 
     def _erase_left(self) -> None:
-        """Erase the records again whose erasure has failed.
-
-        Raises:
-            Exception: the last error, if one could not be erased.
-        """
+        """Erase the records again whose erasure has failed. Raises the last error if one stays."""
         error = None
         left: list[int] = []
         written: list[int] = []
@@ -345,10 +335,10 @@ class Upkeep:
             read.stop()
             self._note_descriptions("read", error)
 
-    def _describe(self, slot: int, seal: int, key: bytes, text: bytes) -> None:
+    def _describe_next(self) -> None:
         assert self._store.descriptions is not None
         try:
-            self._store.descriptions.write(slot, seal, key, text)
+            self._store.descriptions.write(*self._described.popleft())
         except Exception as error:  # noqa: BLE001 - whatever it is: the thread has more to do
             self._note_descriptions("written", error)
 

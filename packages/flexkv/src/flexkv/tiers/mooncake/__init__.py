@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from flexkv.settings import CacheConfig
 from flexkv.tiers.epochs import EpochRecord
 from flexkv.tiers.mooncake.metadata_record import HTTP, MetadataRecord
-from flexkv.tiers.shared_store import OpenStore, SharedStore
+from flexkv.tiers.remote import OpenStore
+from flexkv.tiers.shared_store import SharedStore
 from flexkv.types.changes import Medium
 
 _THREADS = 4
@@ -40,7 +41,8 @@ class _Mooncake(SharedStore):
             f"{config.mooncake_metadata}, by protocol {config.mooncake_protocol!r} with device "
             f"{config.mooncake_device!r},"
         )
-        return OpenStore(open_blocks(config, fingerprint, slot_bytes, limits), limits, name)
+        blocks, record = open_blocks(config, fingerprint, slot_bytes, limits)
+        return OpenStore(blocks, record, limits, name)
 
     def refuse(self, config: CacheConfig) -> None:
         """Does not import the client: that starts threads, and an engine may fork this process."""

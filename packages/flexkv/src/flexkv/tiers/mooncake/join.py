@@ -34,12 +34,8 @@ _LOCAL_BYTES = 16 << 20
 
 def join(config: CacheConfig, segment_bytes: int) -> MooncakeDistributedStore:
     """Join the store, and lend it a segment of memory. Waits for `JOIN_SECONDS` and a few seconds
-    more at most.
-
-    Raises:
-        MooncakeError: Mooncake refuses, or does not end in time.
-        OSError: the master cannot be reached.
-    """
+    more at most. Raises MooncakeError if Mooncake refuses, or does not end in time; OSError if the
+    master cannot be reached."""
     master = str(config.mooncake_master)
     # First, because Mooncake tries for 90 s to reach a master that is not there, and notices no
     # master that comes meanwhile.
@@ -82,11 +78,8 @@ def _refusal(code: int) -> MooncakeError:
 
 def own_address(master: str) -> str:
     """This machine's address on the route to the master, by which other nodes reach it; an IPv6
-    address is in brackets. If etcd names the master, the address on the route to etcd.
-
-    Raises:
-        OSError: neither the master nor a server of etcd can be reached.
-    """
+    address is in brackets. If etcd names the master, the address on the route to etcd. Raises
+    OSError if neither the master nor a server of etcd can be reached."""
     *others, last = re.split("[;,]", master.removeprefix("etcd://"))
     for server in others:
         with contextlib.suppress(OSError):

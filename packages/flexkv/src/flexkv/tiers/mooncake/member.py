@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 NO_SPACE = -200
 """Error code of Mooncake 0.3.13: no node that lends memory has room."""
@@ -15,50 +15,17 @@ class MooncakeError(OSError):
     """A call to Mooncake Store or its metadata server failed."""
 
 
-class Client(Protocol):
-    """The part of `mooncake.store.MooncakeDistributedStore` that FlexKV calls.
-
-    Every call but the first two releases the interpreter's lock while it waits. Calls return 0 or
-    sizes in bytes, and negative codes for errors. Addresses and sizes are in bytes; the memory
-    behind them stays the caller's and must be registered.
-    """
-
-    def register_buffer(self, address: int, size: int, /) -> int: ...
-
-    def close(self) -> int: ...
-
-    def batch_is_exist(self, names: list[str], /) -> list[int]: ...
-
-    def get(self, name: str, /) -> bytes: ...
-
-    def get_size(self, name: str, /) -> int: ...
-
-    def batch_get_into_multi_buffers(
-        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], /
-    ) -> list[int]: ...
-
-    def batch_put_from_multi_buffers(
-        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], config: Any, /
-    ) -> list[int]: ...
-
-    def put(self, name: str, data: bytes, config: Any, /) -> int: ...
-
-    def upsert(self, name: str, data: bytes, config: Any, /) -> int: ...
-
-    def create_copy_task(self, name: str, nodes: list[str], /) -> tuple[Any, int]: ...
-
-    def get_hostname(self) -> str: ...
-
-    def batch_remove(self, names: list[str], force: bool, /) -> list[int]: ...
+Client: TypeAlias = Any
+"""A `mooncake.store.MooncakeDistributedStore`, which has no types. Every call but `register_buffer`
+and `close` releases the interpreter's lock while it waits. Calls return 0 or sizes in bytes, and
+negative codes for errors. Addresses and sizes are in bytes; the memory behind them stays the
+caller's and must be registered."""
 
 
 class Member:
-    """A client that joins the store once, and the memory that it registers. Thread-safe.
-
-    Args:
-        join: makes a client that has joined the store; `close` closes it. May wait for ever.
-            Raises OSError if that fails.
-    """
+    """A client that joins the store once, and the memory that it registers. Thread-safe. `join`:
+    makes a client that has joined the store; `close` closes it. May wait for ever. Raises OSError
+    if that fails."""
 
     def __init__(self, join: Callable[[], Client]) -> None:
         self._join = join
@@ -69,21 +36,14 @@ class Member:
 
     @property
     def client(self) -> Client:
-        """The client.
-
-        Raises:
-            MooncakeError: it has not joined.
-        """
+        """The client. Raises MooncakeError if it has not joined."""
         if self._joined is None:
             raise MooncakeError("Mooncake was not joined yet")
         return self._joined
 
     def join(self) -> None:
-        """Join the store, and register the memory. Called by one thread until it succeeds.
-
-        Raises:
-            OSError: the store cannot be joined.
-        """
+        """Join the store, and register the memory. Called by one thread until it succeeds. Raises
+        OSError if the store cannot be joined."""
         if self._joined is not None:
             return
         client = self._join()

@@ -19,11 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
-from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.mooncake.member import NO_SPACE, Member, MooncakeError, error_of
-from flexkv.tiers.questions import Found, Question
-from flexkv.tiers.remote import address_of
+from flexkv.tiers.questions import Found
+from flexkv.tiers.remote import NamedQuestion, address_of
 
 _TOO_LONG = -600
 _NOT_READY = -703
@@ -86,7 +85,7 @@ class Turns:
 
 
 class MooncakeBlocks:
-    """A `flexkv.tiers.remote.BlockStore` of one fingerprint. Thread-safe.
+    """A `flexkv.tiers.remote.BlockStore`. Thread-safe.
 
     Its calls raise `MooncakeError` if the arena could not be registered or the master fails.
 
@@ -100,12 +99,12 @@ class MooncakeBlocks:
         timeout_seconds: a call that moves bytes for longer hangs, and another one may begin.
     """
 
+    prefix = "flexkv"
+
     def __init__(
         self,
         member: Member,
         config: Any,
-        epochs: Epochs,
-        fingerprint: str,
         *,
         slot_bytes: int,
         blocks: int,
@@ -114,8 +113,6 @@ class MooncakeBlocks:
     ) -> None:
         self._member = member
         self._config = config
-        self._epochs = epochs
-        self._fingerprint = fingerprint
         self._sizes = [ENVELOPE_BYTES, slot_bytes]
         # In their order: of a prefix, only blocks without a gap before them can be loaded.
         self._transfers = Turns(transfers, timeout_seconds)
@@ -129,30 +126,26 @@ class MooncakeBlocks:
     def register(self, address: int, size: int) -> None:
         self._member.register(address, size)
 
-    def open(self) -> str:
+    def open(self) -> None:
         self._member.join()
-        return self._epochs.open()
 
     def find(
-        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+        self, questions: Sequence[NamedQuestion], answer: Callable[[int, Found], None]
     ) -> None:
         """See `BlockStore.find`. Takes one call of the client."""
-        folder = self._folder(epoch)
-        keys = [key for question in questions for each in question for key in each]
-        there = iter(self._exist([self._name(folder, key) for key in keys]))
+        self._member.check_registered()
+        names = [name for question in questions for each in question for name in each]
+        there = iter(self._exist(names))
         for number, question in enumerate(questions):
             answer(number, list(islice(there, sum(map(len, question)))))
 
-    def get(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Result]:
-        folder = self._folder(epoch)
-        names = [self._name(folder, key) for key in keys]
-        with self._borrowed(len(keys)) as envelopes:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Result]:
+        self._member.check_registered()
+        with self._borrowed(len(names)) as envelopes:
             addresses = _addresses(envelopes, buffers)
             with self._transfers:
                 codes = self._member.client.batch_get_into_multi_buffers(
-                    names, addresses, [self._sizes] * len(names)
+                    list(names), addresses, [self._sizes] * len(names)
                 )
             outcomes = [
                 self._verify(name, code, envelope, buffer)
@@ -170,12 +163,9 @@ class MooncakeBlocks:
             self._member.client.batch_remove(damaged, True)
         return outcomes
 
-    def put(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Result]:
-        folder = self._folder(epoch)
-        names = [self._name(folder, key) for key in keys]
-        results: list[Result] = [Outcome.DONE] * len(keys)
+    def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Result]:
+        self._member.check_registered()
+        results: list[Result] = [Outcome.DONE] * len(names)
         absent = [i for i, there in enumerate(self._exist(names)) if not there]
         if not absent:
             return results
@@ -202,21 +192,11 @@ class MooncakeBlocks:
                 results[i] = MooncakeError("the object is not complete: another client writes it")
         return results
 
-    def renew_epoch(self) -> None:
-        self._epochs.renew()
-
     def close(self) -> None:
         self._member.close()
 
-    def _folder(self, epoch: str) -> str:
-        self._member.check_registered()
-        return self._epochs.folder(epoch)
-
-    def _name(self, folder: str, key: bytes) -> str:
-        return f"flexkv/{self._fingerprint}/{folder}/{key.hex()}"
-
-    def _exist(self, names: list[str]) -> list[bool]:
-        codes = self._member.client.batch_is_exist(names)
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        codes = self._member.client.batch_is_exist(list(names))
         failed = next((code for code in codes if code < 0), None)
         if failed is not None:
             raise error_of("a question to the master", failed)

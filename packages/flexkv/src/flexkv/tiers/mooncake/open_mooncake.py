@@ -12,7 +12,7 @@ from functools import partial
 from mooncake.store import ReplicateConfig
 
 from flexkv.settings import GIB, CacheConfig
-from flexkv.tiers.epochs import EpochRecord, Epochs
+from flexkv.tiers.epochs import EpochRecord
 from flexkv.tiers.link import most_jobs
 from flexkv.tiers.mooncake.join import join
 from flexkv.tiers.mooncake.member import Client, Member
@@ -37,9 +37,9 @@ _LEAST_LIMIT_SECONDS = 5.0
 
 def open_blocks(
     config: CacheConfig, fingerprint: str, slot_bytes: int, limits: RemoteLimits
-) -> MooncakeBlocks:
-    """The blocks of a fingerprint, which own their client. Once open, it lends the store a segment
-    of this process's memory."""
+) -> tuple[MooncakeBlocks, EpochRecord]:
+    """The blocks, which own their client, and the record of a fingerprint's epoch. Once open, the
+    client lends the store a segment of this process's memory."""
     _limit_calls(limits.timeout_seconds)
     replicated = ReplicateConfig()
     replicated.replica_num = config.mooncake_replicas
@@ -51,16 +51,15 @@ def open_blocks(
         record = MetadataRecord(metadata, fingerprint, limits.timeout_seconds)
     else:
         record = _store_record(lambda: member.client, fingerprint, lends=segment_bytes > 0)
-    return MooncakeBlocks(
+    blocks = MooncakeBlocks(
         member,
         replicated,
-        Epochs(record),
-        fingerprint,
         slot_bytes=slot_bytes,
         blocks=most_jobs(limits.threads) * max(1, limits.batch_bytes // slot_bytes),
         transfers=TRANSFERS[config.mooncake_protocol],
         timeout_seconds=limits.timeout_seconds,
     )
+    return blocks, record
 
 
 def open_record(config: CacheConfig, fingerprint: str) -> StoreRecord:

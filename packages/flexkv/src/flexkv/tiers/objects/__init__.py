@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from flexkv.settings import CacheConfig
 from flexkv.tiers.epochs import EpochRecord
-from flexkv.tiers.shared_store import OpenStore, SharedStore
+from flexkv.tiers.remote import OpenStore
+from flexkv.tiers.shared_store import SharedStore
 from flexkv.types.changes import Medium
 
 if TYPE_CHECKING:
@@ -20,13 +21,16 @@ class _Objects(SharedStore):
         self, config: CacheConfig, fingerprint: str, slot_bytes: int, queue_bytes: int
     ) -> OpenStore:
         store = self._connect(config)
-        from flexkv.tiers.objects.object_store import ObjectBlocks
+        from flexkv.tiers.objects.object_store import ObjectBlocks, ObjectRecord, Requests
         from flexkv.tiers.objects.open_objects import report_unread
 
         report_unread(str(config.objects_url))
-        blocks = ObjectBlocks(store, fingerprint, config.objects_timeout_seconds)
+        requests = Requests(store, config.objects_timeout_seconds)
+        record = ObjectRecord(requests, fingerprint)
         limits = self.limits(config, queue_bytes)
-        return OpenStore(blocks, limits, f"objects_url {config.objects_url}")
+        return OpenStore(
+            ObjectBlocks(requests), record, limits, f"objects_url {config.objects_url}"
+        )
 
     def refuse(self, config: CacheConfig) -> None:
         self._connect(config)

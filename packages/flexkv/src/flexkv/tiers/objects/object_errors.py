@@ -26,11 +26,8 @@ _ADDRESS = re.compile(r"\S*://\S*")
 
 
 class StoreError(OSError):
-    """A request to an object store failed.
-
-    Attributes:
-        status: the HTTP status of the answer; 0 if there was none.
-    """
+    """A request to an object store failed. `status`: the HTTP status of the answer; 0 if there was
+    none."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)

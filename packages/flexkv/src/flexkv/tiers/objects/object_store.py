@@ -19,7 +19,6 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from flexkv.tiers.envelope import ENVELOPE_BYTES, fits, seal
-from flexkv.tiers.epochs import Epochs
 from flexkv.tiers.job import Outcome, Result
 from flexkv.tiers.objects.object_errors import (
     NOT_IMPLEMENTED,
@@ -28,7 +27,8 @@ from flexkv.tiers.objects.object_errors import (
     StoreError,
     describe,
 )
-from flexkv.tiers.questions import Found, Question
+from flexkv.tiers.questions import Found
+from flexkv.tiers.remote import NamedQuestion
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -85,51 +85,41 @@ T = TypeVar("T")
 
 
 class ObjectBlocks:
-    """A `flexkv.tiers.remote.BlockStore` of one fingerprint. Thread-safe.
+    """A `flexkv.tiers.remote.BlockStore`. Thread-safe. Owns its requests."""
 
-    Args:
-        store: all of FlexKV's objects lie below its prefix.
-        timeout_seconds: longest time of a call; the call then fails, whatever the store does.
-    """
+    prefix = "blocks"
 
-    def __init__(self, store: ObjectStore, fingerprint: str, timeout_seconds: float) -> None:
-        self._requests = Requests(store, timeout_seconds)
-        self._fingerprint = fingerprint
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
         self._damaged: dict[str, None] = {}
         self._missed = False
-        self.epochs = Epochs(ObjectRecord(self._requests, fingerprint))
 
     def register(self, address: int, size: int) -> None:
         """Does nothing: blocks are copied from and to objects."""
 
-    def open(self) -> str:
-        return self.epochs.open()
+    def open(self) -> None:
+        """Does nothing: the record of the epoch is the first request."""
 
     def find(
-        self, epoch: str, questions: Sequence[Question], answer: Callable[[int, Found], None]
+        self, questions: Sequence[NamedQuestion], answer: Callable[[int, Found], None]
     ) -> None:
         """See `BlockStore.find`. The requests of all questions run at once, and a question does not
         wait for the others.
 
-        A block of `keys` behind an absent one counts as absent, and a block before a present one as
-        present. Each scattered block takes a request, and none if the first of `keys` is absent.
+        A block of a prefix behind an absent one counts as absent, and a block before a present one
+        as present. Each scattered block takes a request, and none if the first of the prefix is
+        absent.
         """
-        folder = self.epochs.folder(epoch)
 
-        async def find(number: int, question: Question) -> None:
-            names, others = ([self._name(folder, key) for key in each] for each in question)
-            answer(number, await self._find(names, others))
+        async def find(number: int, question: NamedQuestion) -> None:
+            answer(number, await self._find(*question))
 
         ended = self._requests.run_all([find(*each) for each in enumerate(questions)])
         for number, error in enumerate(ended):
             if error is not None:
                 answer(number, error)
 
-    def get(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Result]:
-        folder = self.epochs.folder(epoch)
-        names = [self._name(folder, key) for key in keys]
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Result]:
         found = self._requests.run_all(
             [
                 self._requests.get(name, ENVELOPE_BYTES + len(buffer))
@@ -141,11 +131,7 @@ class ObjectBlocks:
             for name, data, buffer in zip(names, found, buffers, strict=True)
         ]
 
-    def put(
-        self, epoch: str, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Sequence[Result]:
-        folder = self.epochs.folder(epoch)
-        names = [self._name(folder, key) for key in keys]
+    def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> Sequence[Result]:
         # As in `find`, blocks behind an absent one count as absent. If one is there all the same,
         # the store keeps it, and its bytes were sent in vain.
         first = self._requests.run_all([self._has(name) for name in names[:1]])
@@ -158,14 +144,8 @@ class ObjectBlocks:
         )
         return [each if isinstance(each, OSError) else Outcome.DONE for each in done]
 
-    def renew_epoch(self) -> None:
-        self.epochs.renew()
-
     def close(self) -> None:
         self._requests.close()
-
-    def _name(self, folder: str, key: bytes) -> str:
-        return f"blocks/{self._fingerprint}/{folder}/{key.hex()}"
 
     async def _find(self, names: Sequence[str], others: Sequence[str]) -> list[bool]:
         there = await self._reach(names) if names else 0
@@ -247,10 +227,8 @@ class ObjectRecord:
 def fingerprints_in(store: ObjectStore) -> list[str]:
     """Fingerprints of all blocks that engines have shared in a bucket, sorted.
 
-    Needs the permission to list the bucket, which engines do not need.
-
-    Raises:
-        StoreError: the bucket does not answer.
+    Needs the permission to list the bucket, which engines do not need. Raises StoreError if the
+    bucket does not answer.
     """
     try:
         pages = list(obstore.list(store, "epochs"))
@@ -260,11 +238,8 @@ def fingerprints_in(store: ObjectStore) -> list[str]:
 
 
 def reach(store: ObjectStore) -> None:
-    """Ask a bucket for an object that is not there.
-
-    Raises:
-        StoreError: the bucket is missing, refuses the request or does not answer.
-    """
+    """Ask a bucket for an object that is not there. Raises StoreError if the bucket is missing,
+    refuses the request or does not answer."""
     try:
         obstore.get(store, "epochs/none")
     except FileNotFoundError as error:
@@ -277,13 +252,8 @@ def reach(store: ObjectStore) -> None:
 
 class Requests:
     """Concurrent requests to an object store, on one thread of their own. Thread-safe.
-
-    Args:
-        timeout_seconds: longest time of each coroutine given to `run` and `run_all`.
-
-    Attributes:
-        conditional: whether the store creates objects only if they are absent, as far as known.
-    """
+    `timeout_seconds`: longest time of each coroutine given to `run` and `run_all`. `conditional`:
+    whether the store creates objects only if they are absent, as far as known."""
 
     def __init__(self, store: ObjectStore, timeout_seconds: float) -> None:
         self.conditional = True
@@ -297,23 +267,17 @@ class Requests:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`.
-
-        Raises:
-            OSError: `work` fails or takes too long, or `close` has ended.
-        """
+        """The result of `work`. Raises OSError if `work` fails or takes too long, or `close` has
+        ended."""
         if self._loop.is_closed():
             work.close()  # nothing will await it
             raise StoreError("the connection to the object store is closed")
         return asyncio.run_coroutine_threadsafe(self._timed(work), self._loop).result()
 
     def run_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T | OSError]:
-        """The result of each of `works`, or the OSError that it ended with, in their order.
-        Returns when all have ended, because each may use memory that the caller lends.
-
-        Raises:
-            Exception: the first error of another kind.
-        """
+        """The result of each of `works`, or the OSError that it ended with, in their order. Returns
+        when all have ended, because each may use memory that the caller lends. Raises the
+        first error of another kind."""
 
         async def gather() -> list[T | OSError]:
             ended = await asyncio.gather(*map(self._result, works), return_exceptions=True)
@@ -356,11 +320,8 @@ class Requests:
     async def put(self, name: str, parts: Sequence[bytes | memoryview], overwrite: bool) -> bool:
         """Write an object of the concatenated `parts`, which are borrowed until the end. Without
         `overwrite`, an object of that name stays, which is no error. Returns whether the object is
-        there with this size: False if one of another size has stayed.
-
-        Raises:
-            StoreError: the store fails, or another writer keeps it from writing.
-        """
+        there with this size: False if one of another size has stayed. Raises StoreError if the
+        store fails, or another writer keeps it from writing."""
         size = sum(map(len, parts))
         # No bucket has conditions for uploads in parts; two of them write the same bytes.
         large = size > MULTIPART_BYTES

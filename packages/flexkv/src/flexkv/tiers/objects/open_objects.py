@@ -51,11 +51,8 @@ def unread_variables(url: str) -> list[tuple[str, str]]:
 
 def connect(url: str, timeout_seconds: float) -> ObjectStore:
     """The store of the setting `objects_url`. Sends nothing to a bucket; checks a folder. A request
-    takes at most `timeout_seconds`, its retries included.
-
-    Raises:
-        StoreSettingError: the URL or an environment variable of its store cannot be used.
-    """
+    takes at most `timeout_seconds`, its retries included. Raises StoreSettingError if the URL or an
+    environment variable of its store cannot be used."""
     if url.startswith(SCHEME):
         return open_shared_folder(url)
     allow_http = any(os.environ.get(name, "").lower() in _TRUE for name in _PLAIN_HTTP)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from obstore.store import LocalStore
 
 from flexkv.system.directories import OTHERS, open_directory
+from flexkv.system.regular_files import closing_fd
 from flexkv.types.deadline import HungError, call_beside
 from flexkv.types.errors import StoreSettingError
 
@@ -37,11 +38,8 @@ class Freed(NamedTuple):
 
 
 def open_shared_folder(url: str) -> LocalStore:
-    """The store in the folder of a URL.
-
-    Raises:
-        StoreSettingError: the folder is missing or hangs, or others may read or change it.
-    """
+    """The store in the folder of a URL. Raises StoreSettingError if the folder is missing or hangs,
+    or others may read or change it."""
     path = url.removeprefix(SCHEME)
     try:
         call_beside(path, functools.partial(_check, path))
@@ -59,12 +57,8 @@ def open_shared_folder(url: str) -> LocalStore:
 def remove_older(url: str, seconds: float, dry_run: bool = False) -> Freed:
     """Remove the blocks that were written more than `seconds` ago, and what writers that were
     killed have left. Engines may run meanwhile: for them a removed block is a miss. With `dry_run`,
-    only count these files.
-
-    Raises:
-        StoreSettingError: see `open_shared_folder`.
-        OSError: a file cannot be removed.
-    """
+    only count these files. Raises StoreSettingError as `open_shared_folder` does; OSError if a file
+    cannot be removed."""
     open_shared_folder(url)
     root = os.path.join(url.removeprefix(SCHEME), "blocks")
     before, files, size = time.time() - seconds, 0, 0
@@ -85,11 +79,8 @@ def remove_older(url: str, seconds: float, dry_run: bool = False) -> Freed:
 
 def _check(path: str) -> None:
     """Raises OSError if others may read or change the folder."""
-    folder = open_directory(path, private=True)
-    try:
+    with closing_fd(open_directory(path, private=True)) as folder:
         mode = os.fstat(folder).st_mode
-    finally:
-        os.close(folder)
     if mode & OTHERS:
         text = f"others have rights there (mode {stat.S_IMODE(mode):04o})"
         raise PermissionError(None, text, path)
