@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import http.client
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -89,10 +89,7 @@ def ask_engines(
 def engines_in(root: str, fingerprint: str | None) -> list[str]:
     """The names of the engines that `ask_engines` asks, for people. Raises AskError if there is
     none, ConfigError if the directory cannot be read."""
-    names = [name for name, _ in beside(root, lambda: list(_doors(root, fingerprint)))]
-    if not names:
-        raise AskError(beside(root, lambda: _why_none(root, fingerprint)))
-    return names
+    return [name for name, _ in beside(root, functools.partial(_doors, root, fingerprint))]
 
 
 def beside(root: str, call: Callable[[], _Said]) -> _Said:
@@ -110,7 +107,11 @@ def _ask_engines(
     body = msgspec.json.encode(question)
     answers: list[_Said] = []
     failed: list[str] = []
-    for name, door in list(_doors(root, fingerprint)):
+    try:
+        doors = _doors(root, fingerprint)
+    except AskError as error:
+        return [], [str(error)]
+    for name, door in doors:
         try:
             if not door:
                 raise AskError(f"the {name}, has no door; see its log")
@@ -122,21 +123,20 @@ def _ask_engines(
             failed.append(printable(str(error)))
         except msgspec.DecodeError as error:
             failed.append(f"{name}, answers as another version of FlexKV does: {error}")
-    if not answers and not failed:
-        failed.append(_why_none(root, fingerprint))
     return answers, failed
 
 
-def _why_none(root: str, fingerprint: str | None) -> str:
-    known = sorted({str(each.get("fingerprint")) for each in read_states(root, Subject.HEALTH)})
-    if fingerprint is None or not known:
-        return f"no engine with FlexKV runs in {root!r}"
-    return printable(f"no engine has the fingerprint {fingerprint!r}; allowed: {', '.join(known)}")
-
-
-def _doors(root: str, fingerprint: str | None) -> Iterator[tuple[str, str]]:
-    """Name and socket of each engine's door."""
-    for report in read_states(root, Subject.HEALTH):
+def _doors(root: str, fingerprint: str | None) -> list[tuple[str, str]]:
+    """Name and socket of each engine's door. Raises AskError if there is no engine."""
+    reports = read_states(root, Subject.HEALTH)
+    doors = []
+    for report in reports:
         if fingerprint in (None, report.get("fingerprint")):
             name = f"engine {report.get('engine')}, process {process_of(report)}"
-            yield printable(name), str(report.get("door") or "")
+            doors.append((printable(name), str(report.get("door") or "")))
+    if doors:
+        return doors
+    if fingerprint is None or not reports:
+        raise AskError(f"no engine with FlexKV runs in {root!r}")
+    known = ", ".join(sorted({str(each.get("fingerprint")) for each in reports}))
+    raise AskError(printable(f"no engine has the fingerprint {fingerprint!r}; allowed: {known}"))
