@@ -114,12 +114,7 @@ class Offload:
 class OrderedTransfers:
     """The transfers of one engine, on the rank that decides. Single-threaded. `offloads`: the
     transfers by their numbers; None for a load. The caller adds those that all ranks have agreed
-    on, and removes those that it cancels.
-
-    Args:
-        cache: the engine's cache; polled.
-        ended: called with each transfer that has ended.
-    """
+    on, and removes those that it cancels. `ended` is called with each that has ended."""
 
     def __init__(self, cache: CacheClient, ended: Callable[[Ended], None]) -> None:
         self._cache = cache

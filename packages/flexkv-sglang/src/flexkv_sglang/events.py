@@ -292,11 +292,8 @@ def follow(events: list[Any], ours: TierEvents, page_size: int) -> list[Any]:
 
     A disk's pages are found before the server takes requests, and SGLang publishes while it is
     idle. Who subscribes when the server is ready would miss them, so that they wait until SGLang
-    itself has told of a page.
-
-    Args:
-        events: SGLang's events, in order; unchanged.
-        ours: learns the pages' tokens from them.
+    itself has told of a page. `ours` learns the pages' tokens from SGLang's events, which stay
+    unchanged.
     """
     early, ours.early = ours.early, []
     _learn(events, ours)

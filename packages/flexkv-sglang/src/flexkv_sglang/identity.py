@@ -179,16 +179,12 @@ _FROM_FILES_NAMES = """
 _FROM_FILES = frozenset(_FROM_FILES_NAMES.split())
 """SGLang's `--load-format` of weights that are only those of the model's files, or of a seed."""
 
-_FROM_ELSEWHERE = (
-    "checkpoint_engine_wait_weights_before_ready",
-    "custom_weight_loader",
-    "forward_hooks",
-    "kt_weight_path",
-    "modelopt_checkpoint_restore_path",
-    "rl_quant_profile",
-    "uno_lora_path",
-    "weight_cache_mode",
-)
+_FROM_ELSEWHERE_NAMES = """
+    checkpoint_engine_wait_weights_before_ready custom_weight_loader forward_hooks
+    kt_weight_path modelopt_checkpoint_restore_path rl_quant_profile uno_lora_path
+    weight_cache_mode
+"""
+_FROM_ELSEWHERE = tuple(_FROM_ELSEWHERE_NAMES.split())
 """Settings of SGLang that bring weights, or code that changes what they compute, from elsewhere."""
 
 

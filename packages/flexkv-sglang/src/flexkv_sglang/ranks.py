@@ -24,12 +24,8 @@ class Ranks:
     """The ranks that hold the shards of one KV cache, as one of them sees them. This class has one
     rank, which agrees with itself.
 
-    Attributes:
-        rank: number of this rank, from 0.
-        count: the number of ranks.
-        stage: number of this rank's stage of a pipeline, from 0. Later stages have later ranks.
-        stages: the number of stages.
-        loads: those of a pipeline; None with one stage.
+    Numbers of ranks, and of stages of a pipeline, begin with 0; later stages have later ranks.
+    `loads` are those of a pipeline; None with one stage.
     """
 
     rank: int = 0

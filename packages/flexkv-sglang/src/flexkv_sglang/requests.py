@@ -30,20 +30,11 @@ from flexkv_sglang.waiting import WaitingRequests
 _LOOK_SECONDS = 1.0
 """Seconds between two checks for ended requests. A check costs one call per running request."""
 
-_PARAMETERS = (
-    "load",
-    "max_load_tokens",
-    "pin",
-    "pin_seconds",
-    "pin_name",
-    "unpin",
-    "session",
-    "returns",
-    "retain_seconds",
-    "release",
-    "priority",
-    "demote",
-)
+_PARAMETER_NAMES = """
+    load max_load_tokens pin pin_seconds pin_name unpin session returns retain_seconds release
+    priority demote
+"""
+_PARAMETERS = tuple(_PARAMETER_NAMES.split())
 """Parameters of requests that FlexKV follows in SGLang's `custom_params`. SGLang stores pages of
 its tree, which have no request, and loads in one way."""
 
@@ -56,9 +47,7 @@ class SglangRequests:
         recorder: of the requests; None if nothing is recorded. Owned.
         options: parameters that requests may set (setting `request_options`); None for all.
 
-    Attributes:
-        waiting: those in SGLang's queue.
-        keeping: how many requests that run pin or retain their blocks.
+    `keeping` is how many requests that run pin or retain their blocks.
     """
 
     def __init__(

@@ -168,13 +168,8 @@ class _Look:
 
 @in_turns
 class WaitingRequests:
-    """The waiting requests of one engine, on the rank that decides. Single-threaded, but for
-    operators; see `in_turns`.
-
-    Attributes:
-        boundary: where errors of single requests end.
-        shared: the requests whose first missing page another request loads.
-    """
+    """The waiting requests of one engine, on the rank that decides; `shared` are those whose first
+    missing page another request loads. Single-threaded, but for operators; see `in_turns`."""
 
     def __init__(
         self,

@@ -64,14 +64,8 @@ class HostPageMover:
 
 
 class PoolCache:
-    """Thread-safe. Calls wait, and raise after `close`. `fingerprint`: names the pages that share
-    the service's pool.
-
-    Args:
-        session: holds the arena; owned.
-        cache: of the service; owned.
-        pool: the pages; borrowed.
-    """
+    """Thread-safe. Calls wait, and raise after `close`. Owns the session, which holds the arena,
+    and the service's cache; borrows the pages. `fingerprint` names those that share a pool."""
 
     def __init__(
         self, session: Session, cache: CacheClient, pool: PagePool, epoch: KeyEpoch
