@@ -111,29 +111,30 @@ class KVLayout:
         if num_blocks <= 0:
             raise LayoutError(f"the engine reports {num_blocks} KV blocks; allowed: 1 or more")
         own: list[TensorView] = []
+        divided: list[list[list[Plane]] | None] = []
         names: dict[Plane, str] = {}
         starts: dict[str, frozenset[int]] = {}
         owners: list[object] = []
         for view in views:
             owners.append(view.owner)
-            planes = opaque_planes(view, num_blocks)
+            planes, by_head = opaque_planes(view, num_blocks), head_planes(view, num_blocks)
             own_planes = [plane for plane in planes if plane not in names]
             if own_planes:
                 own.append(view)
+                divided.append(by_head)
                 names |= dict.fromkeys(own_planes, view.name)
-            heads_of_view = head_planes(view, num_blocks) or ()
-            pieces = (piece for head in (planes, *heads_of_view) for piece in head)
+            pieces = (piece for head in (planes, *(by_head or ())) for piece in head)
             begins = frozenset(piece.base for piece in pieces)
             starts[view.name] = starts.get(view.name, frozenset()) | begins
         if not own:
             raise LayoutError("the engine registered no KV cache tensors; allowed: 1 or more")
         pages = _longest(names)
         check_disjoint(pages, num_blocks)
-        heads = _by_head(own, num_blocks) if len(pages) == len(names) else None
-        by_head = heads is not None
-        meaning = tuple(geometry(view, num_blocks, by_head=by_head) for view in own)
-        divided = heads or (_merge_adjacent(pages),)
-        return cls(divided, num_blocks, by_head, meaning, starts, tuple(owners))
+        heads = _join_heads(divided) if len(pages) == len(names) else ()
+        has_heads = bool(heads)
+        meaning = tuple(geometry(view, num_blocks, by_head=has_heads) for view in own)
+        pieces_of_heads = heads or (_merge_adjacent(pages),)
+        return cls(pieces_of_heads, num_blocks, has_heads, meaning, starts, tuple(owners))
 
 
 def _longest(names: dict[Plane, str]) -> dict[Plane, str]:
@@ -146,18 +147,12 @@ def _longest(names: dict[Plane, str]) -> dict[Plane, str]:
     return {plane: names[plane] for plane in longest.values()}
 
 
-def _by_head(views: list[TensorView], num_blocks: int) -> tuple[tuple[Plane, ...], ...] | None:
-    """The planes of each head over all tensors; None if heads cannot be divided."""
-    tensors: list[list[list[Plane]]] = []
-    for view in views:
-        planes = head_planes(view, num_blocks)
-        if planes is None or (tensors and len(planes) != len(tensors[0])):
-            return None
-        tensors.append(planes)
-    return tuple(
-        _merge_adjacent(plane for planes in tensors for plane in planes[head])
-        for head in range(len(tensors[0]))
-    )
+def _join_heads(tensors: Sequence[list[list[Plane]] | None]) -> tuple[tuple[Plane, ...], ...]:
+    """The planes of each head over all tensors; empty if heads cannot be divided."""
+    divided = [each for each in tensors if each is not None]
+    if len(divided) < len(tensors) or len(set(map(len, divided))) > 1:
+        return ()
+    return tuple(_merge_adjacent(itertools.chain(*each)) for each in zip(*divided, strict=True))
 
 
 def _merge_adjacent(planes: Iterable[Plane]) -> tuple[Plane, ...]:

@@ -42,12 +42,9 @@ class Closeable(Protocol):
 
 @dataclass(slots=True)
 class Session:
-    """A process's part in a session. Owns the arena's mapping and, in rank 0, the socket.
-
-    Attributes:
-        membership: shows the arena's owner that this process may write to it; closed after the
-            arena. None if the arena is the engine's own.
-    """
+    """A process's part in a session. Owns the arena's mapping and, in rank 0, the socket. The
+    `membership` shows the arena's owner that this process may write to it, and is closed after the
+    arena; None if the arena is the engine's own."""
 
     info: SessionInfo
     arena: Arena
@@ -85,10 +82,8 @@ def lead(
     The arena is one of `share`, or is created as `plan` says, which may raise. So many `threads`
     fill it. The runtime directory `root` is created if it is missing.
 
-    Raises:
-        ArenaError: the directory cannot be used, a living engine owns `name`, a rank did not
-            join in time or disagrees, or memory is missing. The other ranks raise this error too.
-    """
+    Raises ArenaError if the directory cannot be used, a living engine owns `name`, a rank did not
+    join in time or disagrees, or memory is missing. The other ranks raise this error too."""
     server = Server(root, name, ranks)
     try:
         session = _make_session(root, name, server.gather(mine, patience), plan, threads, share)

@@ -40,12 +40,8 @@ _BACKLOG = 64
 
 class RuntimeDirectory:
     """An open runtime directory that only this user can write to. With `create`, it and missing
-    directories above it are created with mode 0700.
-
-    Raises:
-        ArenaError: the directory cannot be used, or other users could put files there.
-        FileNotFoundError: the directory does not exist, and `create` is False.
-    """
+    directories above it are created with mode 0700. Raises ArenaError if the directory cannot be
+    used, or other users could put files there, and FileNotFoundError without `create`."""
 
     def __init__(self, path: str, *, create: bool = False) -> None:
         self._path = path

@@ -135,13 +135,9 @@ def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message |
 
 def receive_packet(connection: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[int]]:
     """One packet, and the descriptors in it, which the caller closes. They close on exec. The
-    packet is empty at the end of the connection.
-
-    Raises:
-        OSError: the connection broke, timed out, or has no packet now; or this process has too many
-            open files to take the descriptors.
-        ValueError: the packet has more than `size` bytes, or more than `most_fds` descriptors.
-    """
+    packet is empty at the end of the connection. Raises OSError if the connection broke, timed out,
+    or has no packet now, or this process has too many open files; ValueError if the packet has more
+    than `size` bytes or `most_fds` descriptors."""
     fds = array.array("i")
     room = socket.CMSG_SPACE(most_fds * fds.itemsize)
     packet, ancillary, said, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)

@@ -74,11 +74,8 @@ class DeviceCopy(Generic[RowType]):
 
 class DeviceLink(Generic[RowType]):
     """Transfers under way between the arena and the engine, at most one for each cell of the board,
-    whose cells no other object acquires. Single-threaded.
-
-    Attributes:
-        unreported: by id the transfers that `poll` has not returned. Only this object changes it.
-    """
+    whose cells no other object acquires. `unreported` has by id those that `poll` has not returned;
+    only this object changes it. Single-threaded."""
 
     def __init__(self, board: CompletionBoard, meter: Meter) -> None:
         self._board = board

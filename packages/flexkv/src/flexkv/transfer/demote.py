@@ -440,11 +440,8 @@ class _PrefixDemotion:
 
 class PrefixDemotions:
     """Demotes the blocks of prefixes, the end of a prefix first. A block stays if another block
-    builds on it, or if it is pinned, retained or used meanwhile. Single-threaded.
-
-    Attributes:
-        due: whether `follow` may have something to do.
-    """
+    builds on it, or if it is pinned, retained or used meanwhile. `due` says whether `follow` may
+    have something to do. Single-threaded."""
 
     def __init__(
         self, index: BlockIndex, demoters: Sequence[Demoter], writeback: EvictionWriteback

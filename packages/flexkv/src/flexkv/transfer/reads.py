@@ -39,7 +39,8 @@ class Read:
 
 
 class Reads:
-    """All batches under way, and the blocks between two tiers. Single-threaded.
+    """All batches under way, and the blocks between two tiers. `by_key` has the batch that reads
+    the block of each key, and is not to be changed. Single-threaded.
 
     Args:
         slot_view: returns the memory of an arena slot, which tiers borrow until the block has a
@@ -47,9 +48,6 @@ class Reads:
         wanted: returns how urgently fetches wait for the block of a key; None if none waits.
         completed: called with keys whose blocks have arrived and the tier that gave them, or with
             None if no tier gives the blocks.
-
-    Attributes:
-        by_key: the batch that reads the block of each key; not to be changed.
     """
 
     def __init__(

@@ -55,11 +55,8 @@ class PrefixAccesses:
     once, and each poll counts some of its blocks. Single-threaded.
 
     `tiers` count uses. `demoters` are the writers of the tiers that are offered each prefix that a
-    request found, if they lack a block of it.
-
-    Attributes:
-        waiting: the uses of which a block is not counted yet.
-    """
+    request found, if they lack a block of it. `waiting` has the uses of which a block is not
+    counted yet."""
 
     def __init__(
         self, index: BlockIndex, tiers: Sequence[IndexedTier], demoters: Sequence[Demoter]
@@ -118,11 +115,8 @@ class PrefixAccesses:
 
 class TierStack:
     """The tiers below one arena, the fastest first; owned. Single-threaded; nothing waits but
-    `close`. Blocks are leased, reserved and published in the index of the arena.
-
-    Attributes:
-        indexed: those that know their blocks; the caller reports requests to them.
-    """
+    `close`. Blocks are leased, reserved and published in the index of the arena. The caller reports
+    requests to the `indexed` ones, which know their blocks."""
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ class BlockMover(Protocol):
             mark: 0, or what `mark` has returned: the copies follow the work that was marked, and
                 `after` is not used.
 
-        Raises:
-            ValueError: planes, a block, an offset or the mark are out of range; nothing was copied.
+        Raises ValueError if planes, a block, an offset or the mark are out of range; then nothing
+        was copied.
         """
         ...
 
@@ -97,12 +97,9 @@ class Mover(BlockMover, Protocol):
 
     def mark(self, stream: int) -> int:
         """Mark the work that a CUDA stream has now, for `submit`. The handle is not 0. Returns a
-        number, at least 1 and greater by 1 each time. The last `MARKS` can be used.
-
-        Raises:
-            ValueError: this is not a stream of the mover's device.
-            RuntimeError: the mover is closed, or the device has failed.
-        """
+        number, at least 1 and greater by 1 each time. The last `MARKS` can be used. Raises
+        ValueError for what is no stream of the mover's device, and RuntimeError if the mover is
+        closed, or the device has failed."""
         ...
 
     def poll(self, ticket: int) -> Status:
@@ -130,12 +127,8 @@ class Mover(BlockMover, Protocol):
 
         If the handle of the stream is 0, this thread itself waits until the transfer has ended.
 
-        Returns:
-            The present state. PENDING: the stream follows, but the transfer may still fail. Poll
-            later, and use no result computed from its bytes before it is DONE.
-
-        Raises:
-            ValueError: this is not a stream of the mover's device; it does not follow.
-            RuntimeError: the device has failed; the stream does not follow.
-        """
+        Returns the present state. PENDING: the stream follows, but the transfer may still fail.
+        Poll later, and use no result computed from its bytes before it is DONE. If this raises, the
+        stream does not follow: ValueError for what is no stream of the mover's device, RuntimeError
+        if the device has failed."""
         ...
