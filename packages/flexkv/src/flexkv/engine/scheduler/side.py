@@ -145,10 +145,10 @@ class RequestSide(Generic[Orders]):
         answer: tuple[int | None, bool] = 0, False
         if self.is_off:
             return answer
-        self._is_matching = True
+        is_first, self._is_matching = not self._is_matching, True
         with self._boundary.guard("lookup", "it is a miss"):
             tracked = self._track(request)
-            if self._ended.waiting or self._cache.busy:
+            if is_first and (self._ended.waiting or self._cache.busy):
                 self._poll()
             answer = self._matcher.match(tracked, local_tokens, len(self._requests) - 1)
         if answer[0] or self._promises.loads:
@@ -399,7 +399,8 @@ class RequestSide(Generic[Orders]):
         requests = self._requests
         if not requests:
             self._idle_steps.note(False)
-        if self._ended.waiting or self._cache.busy:
+        # Unless `match` has polled for this step.
+        if not self._is_matching and (self._ended.waiting or self._cache.busy):
             self._poll()
         self._tables.follow(step, self._orders)
         if self._loads.unfinished:
