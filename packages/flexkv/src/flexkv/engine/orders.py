@@ -82,12 +82,8 @@ class StepOrders:
 
 @dataclass(slots=True)
 class StepReport:
-    """The workers' report of a step that has ended.
-
-    Attributes:
-        load_rate: bytes per second of the fastest load that ended, by the clock of the thread or
-            device that copied; 0 if none ended.
-    """
+    """The workers' report of a step that has ended. `load_rate` is that of the fastest load that
+    ended, in bytes per second by the clock of the thread or device that copied; 0 if none ended."""
 
     number: int
     load_rate: float

@@ -109,11 +109,8 @@ class Recorder:
     One thread calls `scheduled` and `ended`, which never wait or raise. If the file cannot be
     opened, the recorder retries in the background, and records the requests that are scheduled
     later. After an error of a write, or when the file is full, it logs one message and records
-    nothing more.
-
-    Args:
-        prefill: returns the seconds to compute a token and a pair of tokens; None until they are
-            measured.
+    nothing more. `prefill` returns the seconds to compute a token and a pair of tokens; None until
+    they are measured.
     """
 
     def __init__(
@@ -220,12 +217,8 @@ class Recorder:
                 os.close(self._fd)
 
     def _open(self) -> None:
-        """Open the file and begin to write.
-
-        Raises:
-            OSError: the file cannot be used; with the reason alone as its text.
-            RuntimeError: the system has no thread for the recorder.
-        """
+        """Open the file and begin to write. Raises OSError, with the reason alone as its text, if
+        the file cannot be used; RuntimeError if the system has no thread for the recorder."""
         try:
             fd = _open(self._path)
         except OSError as error:
@@ -381,11 +374,8 @@ def open_recorder(
 
 
 def check_trace(path: str) -> bool:
-    """Check that a recorder could write to a file. Changes nothing.
-
-    Raises:
-        OSError: it could not; see `_open`.
-    """
+    """Check that a recorder could write to a file, and raise as `_open` does if not. Changes
+    nothing."""
     try:
         fd = _open(path, create=False)
     except FileNotFoundError:
@@ -401,14 +391,8 @@ def _open(path: str, *, create: bool = True) -> int:
     """Open a new file, or a recording at its end. Refuses symbolic links, files that are not
     regular, files that other users own or can read, and files that another process records to. The
     directory must not be another user's trap; see `open_directory`. Without `create`, changes
-    nothing.
-
-    Returns:
-        The descriptor, which the caller closes. It holds the lock of the file.
-
-    Raises:
-        OSError: the file cannot be used.
-    """
+    nothing. Returns the descriptor, which holds the lock of the file and which the caller closes.
+    Raises OSError if the file cannot be used."""
     flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     flags |= os.O_CREAT if create else 0
     try:

@@ -40,12 +40,8 @@ class Releases:
     newest: tuple[int, ...] | None
 
     def age(self, version: str) -> Age:
-        """Where a version lies.
-
-        Args:
-            version: the engine's own text. One with fewer numbers than are compared, as of a
-                development build ("dev"), is older than all.
-        """
+        """Where a version lies, which is the engine's own text. One with fewer numbers than are
+        compared, as of a development build ("dev"), is older than all."""
         release = self._release(version)
         if release < self.oldest:
             return Age.OLDER

@@ -164,10 +164,7 @@ class LinkPace:
 
     A rate that makes FlexKV skip hits becomes `doubtful` and must be measured again, at a cost that
     the caller bounds. Each attempt without a measurement doubles `patience`, a factor of both the
-    cost of the next attempt and the interval before it.
-
-    Attributes:
-        patience: factor of cost and interval of attempts; 1 after a measurement.
+    cost of the next attempt and the interval before it. It is 1 after a measurement.
     """
 
     def __init__(self) -> None:

@@ -20,10 +20,6 @@ __all__ = ["AccessLog", "access_log"]
 
 
 def access_log() -> AccessLog:
-    """An `AccessLog` that knows no request.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-    """
+    """An `AccessLog` that knows no request. Raises ConfigError if the kernels are not installed."""
     uses: AccessLog = kernels("steps").NativeAccessLog()
     return uses

@@ -26,11 +26,8 @@ Filled = tuple[TrackedRequest, int, int]
 
 def full_blocks(groups: Groups) -> FullBlocks:
     """A calendar of requests to a model with these groups. The engine offers recurrent states when
-    they are complete, so their blocks are not looked at.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-    """
+    they are complete, so their blocks are not looked at. Raises ConfigError if the kernels are not
+    installed."""
     tokens = [0 if g.reach is Reach.STATE else g.engine_block_tokens for g in groups.members]
     calendar: FullBlocks = kernels("steps").NativeFullBlocks(tokens, groups.alignment)
     return calendar

@@ -16,13 +16,9 @@ class BlockKeys:
 
     A key begins with the hash of the block's last token range, which covers the whole prefix up to
     its end. Then follow the number of the group, the stamp of the request, and the end of the
-    epoch. The first group of full attention, which has most blocks, has no number.
-
-    Args:
-        stamp: distinguishes blocks of a request from others of the same hash; empty if not needed.
-
-    Attributes:
-        are_hashes: whether keys are just the engine's hashes, apart from stamps and epochs.
+    epoch. The first group of full attention, which has most blocks, has no number. `stamp` makes
+    what distinguishes blocks of a request from others of the same hash; empty if not needed. If
+    `are_hashes`, keys are just the engine's hashes, apart from stamps and epochs.
     """
 
     def __init__(self, groups: Groups, stamp: Callable[[Any], bytes]) -> None:

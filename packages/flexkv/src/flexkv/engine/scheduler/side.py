@@ -114,11 +114,8 @@ class RequestSide(Generic[Orders]):
         self.figures.report_health(root, engine, fingerprint, door)
 
     def bind_pool(self, pool: EnginePool, hash_tokens: int = 0) -> None:
-        """Set the engine's own prefix cache; borrowed.
-
-        Args:
-            hash_tokens: tokens of one of its block hashes; 0 if they are those of the groups.
-        """
+        """Set the engine's own prefix cache, which is borrowed. One of its block hashes has so many
+        tokens; 0 if they are those of the groups."""
         self._keys.hash_tokens = hash_tokens or self._keys.hash_tokens
         self._engine.pool = pool
 
@@ -156,12 +153,8 @@ class RequestSide(Generic[Orders]):
         return answer
 
     def allocated(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
-        """The engine gave a request blocks.
-
-        Args:
-            tokens: the tokens that `match` promised, which are to be loaded. When the load has
-                ended, the engine calls again with 0.
-        """
+        """The engine gave a request blocks. The tokens that `match` promised are to be loaded. When
+        the load has ended, the engine calls again with 0."""
         if self.is_off:
             return
         self._promises.allocated(request.request_id, tables, tokens)
@@ -288,11 +281,9 @@ class RequestSide(Generic[Orders]):
         """The engine has other weights: discard every block, as `reset` does.
 
         The engine's own prefix cache may keep blocks of the old weights. Until the engine resets
-        it, nothing is stored of the requests that the engine finds a prefix for.
-
-        Args:
-            sure: whether all blocks so far are of the weights of the model's files. Below host
-                memory they then stay for other engines, and for engines that start later.
+        it, nothing is stored of the requests that the engine finds a prefix for. If it is `sure`
+        that all blocks so far are of the weights of the model's files, those below host memory stay
+        for other engines, and for engines that start later.
         """
         return self._reset(Reset.RENEW if sure else Reset.CLEAR, "weights")
 

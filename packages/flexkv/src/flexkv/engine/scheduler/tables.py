@@ -33,22 +33,15 @@ ExtendTables: TypeAlias = Callable[
 
 
 def extend_tables() -> ExtendTables:
-    """The function that extends the tables of requests.
-
-    Raises:
-        ConfigError: the kernels are not installed.
-    """
+    """The function that extends the tables of requests. Raises ConfigError if the kernels are not
+    installed."""
     function: ExtendTables = kernels("steps").extend_tables
     return function
 
 
 class BlockTables:
     """Keeps the blocks of tracked requests up to date, and fences stores whose blocks the engine
-    gives to others.
-
-    Attributes:
-        begun: requests that were given blocks since the last step.
-    """
+    gives to others. `begun` are the requests that were given blocks since the last step."""
 
     def __init__(
         self,
