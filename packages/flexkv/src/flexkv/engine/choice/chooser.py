@@ -214,6 +214,7 @@ class LoadChooser:
     Args:
         mode: the setting in force; LAYERWISE and AUTO only where the engine can do it.
         on_cores: whether the cores that copy also compute.
+        loading: returns how many blocks are being loaded; who orders all loads may replace it.
         steps_behind: steps of the engine that pass between the order of an asynchronous load and
             the step that computes the request. The owner sets the attribute where it varies.
     """
@@ -238,7 +239,7 @@ class LoadChooser:
         self._block_bytes = block_bytes
         self._ranks = ranks
         self._on_cores = on_cores
-        self._loading_now = loading
+        self.loading_now = loading
         self._state_of = state_of
         self.steps_behind = steps_behind if mode is LoadMode.ASYNC else 0
         self._prefill = PrefillPace()
@@ -276,7 +277,7 @@ class LoadChooser:
         all or none, since a part is of no use. The engine has `others` further requests."""
         if span.stop - span.start < self._min_tokens:
             return LoadChoice(0, Left.SHORT)
-        loading = self._loading(blocks + self._loading_now())
+        loading = self._loading(blocks + self.loading_now())
         computing = self._prefill.seconds(span)
         if self._always or loading is None or computing is None:
             return LoadChoice(blocks)
@@ -330,7 +331,7 @@ class LoadChooser:
         mode = self._mode if wanted is None or self._mode is LoadMode.ASYNC else wanted
         if mode is not LoadMode.AUTO:
             return mode is LoadMode.LAYERWISE
-        loading = self._loading(blocks + self._loading_now()) or 0.0
+        loading = self._loading(blocks + self.loading_now()) or 0.0
         if self._on_cores:
             return running > 0 or loading * _CONTENTION <= SLACK_SECONDS
         return running == 0 or loading <= SLACK_SECONDS

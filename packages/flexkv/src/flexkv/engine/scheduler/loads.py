@@ -211,6 +211,7 @@ class Loads:
         self._boundary = engine.boundary
         self.fetches = fetches
         self._chooser = engine.chooser
+        self._chooser.loading_now = self._loading_blocks
         self._spans = engine.spans
         self.unfinished: dict[TrackedRequest, Loading] = {}
         self._running: dict[int, _Running] = {}
@@ -242,6 +243,13 @@ class Loads:
         else:
             self.fetches.end(tracked)
         self._unhold(tracked.id)
+
+    def _loading_blocks(self) -> int:
+        """How many blocks are being loaded."""
+        count = 0
+        for running in self._running.values():
+            count += running.blocks
+        return count
 
     def _unhold(self, request_id: str) -> None:
         held = self.held.pop(request_id, None)
