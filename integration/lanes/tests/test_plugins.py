@@ -30,7 +30,7 @@ Lane.of_landing = classmethod(lambda cls: LANE)
 measure.head_if_clean = lambda: "the commit"
 """
 BUSY = """
-import subprocess, sys, time
+import subprocess, sys
 
 LOOP = "import time; end = time.process_time() + 1\\nwhile time.process_time() < end: pass"
 

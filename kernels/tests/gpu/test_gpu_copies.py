@@ -317,7 +317,7 @@ def test_the_device_is_measured(tmp_path: Path) -> None:
 
 FAULT = """
 import torch
-from flexkv_kernels import CudaMode, Direction, Status
+from flexkv_kernels import CudaMode, Direction
 from kernels.tests.gpu.gpu_world import gpu_world
 
 world = gpu_world("HND", num_blocks=16, slots=16)

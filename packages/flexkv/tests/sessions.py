@@ -37,8 +37,7 @@ def led(root: Path, name: str = "engine", ranks: int = 1) -> Iterator[Session]:
 LEADER = """
 import sys, time
 from flexkv.host.arena import ArenaSpec
-from flexkv.session import (Shard, lead)
-from packages.patience import wait_until
+from flexkv.session import Shard, lead
 session = lead(sys.argv[1], sys.argv[2], Shard(0, "same", 2, 8192), 1,
                lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 print("leading", flush=True)

@@ -284,9 +284,8 @@ def test_old_kernels_fill_the_file_instead(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TOO_MUCH = """
-import mmap, sys
-from flexkv import ArenaError
-from flexkv.host.arena import (Arena, ArenaSpec)
+import sys
+from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.host import arena
 arena.free_huge_pages = lambda: 1 << 40  # as if: the kernel knows better

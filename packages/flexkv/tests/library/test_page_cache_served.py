@@ -169,7 +169,6 @@ def test_a_store_lasts_until_the_service_has_its_blocks(
 def test_a_program_that_ends_at_once_leaves_what_it_has_stored(service: Service) -> None:
     text = """
 import os, sys
-from flexkv.client import Hold
 from packages.flexkv.tests.library.test_page_cache_served import Program
 print(Program(sys.argv[1]).fill(40), flush=True)
 os._exit(0)

@@ -250,7 +250,7 @@ def test_a_scheduler_that_leaves_before_there_is_an_arena_does_not_use_it_up(
 FORKING = """
 import os, sys, time
 from flexkv.host.arena import ArenaSpec
-from flexkv.session import (Shard, lead)
+from flexkv.session import Shard, lead
 session = lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,
                lambda fmt, promised: ArenaSpec(fmt, 4), threads=1)
 held = session.arena.slot_view(0)

@@ -255,7 +255,7 @@ LEAD = """
 import os, sys
 from flexkv import ArenaError
 from flexkv.host.arena import ArenaSpec
-from flexkv.session import (Shard, lead)
+from flexkv.session import Shard, lead
 os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 try:
     lead(sys.argv[1], "engine", Shard(0, "same", 2, 8192), 1,

@@ -155,7 +155,7 @@ WITHOUT_DESCRIPTORS = """
 import logging, os, resource, socket, sys, threading
 from pathlib import Path
 from flexkv.host.arena import ArenaSpec
-from flexkv.session import (Shard, attach, lead)
+from flexkv.session import Shard, lead
 
 seen = threading.Event()
 class Seen(logging.Handler):
