@@ -93,6 +93,8 @@ TYPED = [
     "mutants",
     "noxfile.py",
 ]
+MORE = {"TRAFFIC_SEEDS": "6", "SERVICE_DEATHS": "40", "SERVICE_FUZZ_SECONDS": "30"}
+"""What tests by chance try at night."""
 RELEASES = [
     nox.param(engine.name, release.version, id=f"{engine.name}-{release.version}")
     for engine in matrix.load().values()
@@ -269,7 +271,7 @@ def nightly(session: nox.Session) -> None:
             failed.append(what)
 
     try:
-        _tests(session, GOLDEN_ANSWERS="check", TRAFFIC_SEEDS="6")
+        _tests(session, GOLDEN_ANSWERS="check", **MORE)
     except CommandFailed:
         failed.append("tests")
     every_line = [

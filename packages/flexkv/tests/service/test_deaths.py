@@ -20,7 +20,7 @@ from packages.flexkv.tests.service.served import FORMAT, Service, until
 from packages.flexkv.tests.service.traffic import Traffic, bytes_of
 from packages.inside import index_of
 
-DEATHS = int(os.environ.get("SERVICE_DEATHS", "10"))
+DEATHS = int(os.environ.get("SERVICE_DEATHS", "6"))
 SCHEDULERS, SLOTS = 3, 48
 ROOT = Path(__file__).parents[4]
 

@@ -19,7 +19,7 @@ from packages.flexkv.tests.service.hostile import Chance
 from packages.flexkv.tests.service.served import FORMAT, keys_of, until
 from packages.flexkv.tests.service.traffic import Traffic
 
-SECONDS = float(os.environ.get("SERVICE_FUZZ_SECONDS", "6"))
+SECONDS = float(os.environ.get("SERVICE_FUZZ_SECONDS", "3"))
 """How long; the longer, the more is tried."""
 SLOTS = 512
 ROOT = Path(__file__).parents[4]

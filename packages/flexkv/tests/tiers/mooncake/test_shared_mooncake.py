@@ -4,7 +4,6 @@ without it."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -103,13 +102,7 @@ def test_a_master_that_hangs_or_dies_costs_hits_and_nothing_else(
     await_sharing(node, other, fresh)
 
 
-@pytest.fixture
-def ending() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-def join(ending: contextlib.ExitStack, settings: dict[str, Any], count: int) -> list[Remote]:
+def join(at_end: ExitStack, settings: dict[str, Any], count: int) -> list[Remote]:
     """Nodes that wait for the store as long as they must."""
     patient = dict.fromkeys(
         ("mooncake_question_seconds", "mooncake_timeout_seconds"), PATIENCE_SECONDS
@@ -117,72 +110,72 @@ def join(ending: contextlib.ExitStack, settings: dict[str, Any], count: int) -> 
     nodes = []
     for _ in range(count):
         nodes.append(Remote(settings | patient, {}))
-        ending.callback(nodes[-1].kill)
+        at_end.callback(nodes[-1].kill)
     return nodes
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("metadata", [True, False], ids=["metadata server", "none"])
-def test_nodes_meet(ending: contextlib.ExitStack, address: str, metadata: bool) -> None:
-    master = ending.enter_context(MooncakeMaster(address, metadata=metadata))
+def test_nodes_meet(at_end: ExitStack, address: str, metadata: bool) -> None:
+    master = at_end.enter_context(MooncakeMaster(address, metadata=metadata))
     assert master.settings["mooncake_master"].startswith("[::1]:") == (address == "::1")
-    one, other = join(ending, master.settings, 2)
+    one, other = join(at_end, master.settings, 2)
     one.do("store", "abc")
     assert other.do("fetch", "abcd") == "abc"
 
 
-def test_without_a_metadata_server_a_reset_hides_older_blocks(ending: contextlib.ExitStack) -> None:
-    master = ending.enter_context(MooncakeMaster(metadata=False))
-    one, other = join(ending, master.settings, 2)
+def test_without_a_metadata_server_a_reset_hides_older_blocks(at_end: ExitStack) -> None:
+    master = at_end.enter_context(MooncakeMaster(metadata=False))
+    one, other = join(at_end, master.settings, 2)
     one.do("store", "abc")
     assert other.do("fetch", "abc") == "abc"
     one.do("reset")
     time.sleep(2 * FRESH_SECONDS)
-    (third,) = join(ending, master.settings, 1)
+    (third,) = join(at_end, master.settings, 1)
     assert third.do("fetch", "abc") == ""
     # Of the old epoch and of the new one, each with its own kind.
     other.do("store", "pqr")
     third.do("store", "mn")
     assert (third.do("fetch", "pqr"), other.do("fetch", "mn")) == ("", "")
-    (fourth,) = join(ending, master.settings, 1)
+    (fourth,) = join(at_end, master.settings, 1)
     assert fourth.do("fetch", "mn") == "mn"
 
 
-def test_the_record_outlives_the_node_that_made_it(ending: contextlib.ExitStack) -> None:
-    master = ending.enter_context(MooncakeMaster(metadata=False))
-    one, other = join(ending, master.settings, 2)
+def test_the_record_outlives_the_node_that_made_it(at_end: ExitStack) -> None:
+    master = at_end.enter_context(MooncakeMaster(metadata=False))
+    one, other = join(at_end, master.settings, 2)
     other.do("store", "abc")
     one.kill()
-    (third,) = join(ending, master.settings, 1)
+    (third,) = join(at_end, master.settings, 1)
     await_sharing(other, third, texts())
     await_sharing(third, other, texts())
 
 
 def test_a_record_that_is_lost_with_its_nodes_is_written_again(
-    ending: contextlib.ExitStack,
+    at_end: ExitStack,
 ) -> None:
-    master = ending.enter_context(MooncakeMaster(metadata=False))
+    master = at_end.enter_context(MooncakeMaster(metadata=False))
     # The one that goes on has read the record and lends no memory.
-    (lender,) = join(ending, master.settings, 1)
-    (one,) = join(ending, master.settings | {"mooncake_segment_gb": 0}, 1)
+    (lender,) = join(at_end, master.settings, 1)
+    (one,) = join(at_end, master.settings | {"mooncake_segment_gb": 0}, 1)
     fresh = texts()
     await_sharing(one, lender, fresh)
     lender.end()
-    (other,) = join(ending, master.settings, 1)
+    (other,) = join(at_end, master.settings, 1)
     await_sharing(one, other, fresh)
     await_sharing(other, one, fresh)
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd: apt-get install etcd-server")
-def test_nodes_go_on_with_another_master_that_etcd_names(ending: contextlib.ExitStack) -> None:
-    etcd = ending.enter_context(Etcd())
-    masters = [ending.enter_context(MooncakeMaster(metadata=False, etcd=etcd)) for _ in range(2)]
-    one, other = join(ending, masters[0].settings, 2)
+def test_nodes_go_on_with_another_master_that_etcd_names(at_end: ExitStack) -> None:
+    etcd = at_end.enter_context(Etcd())
+    masters = [at_end.enter_context(MooncakeMaster(metadata=False, etcd=etcd)) for _ in range(2)]
+    one, other = join(at_end, masters[0].settings, 2)
     fresh = texts()
     await_sharing(one, other, fresh)
     masters[0].kill()
     # The other master knows no object, not even the record.
     await_sharing(one, other, fresh)
-    (third,) = join(ending, masters[0].settings, 1)
+    (third,) = join(at_end, masters[0].settings, 1)
     await_sharing(other, third, fresh)
     await_sharing(third, one, fresh)
