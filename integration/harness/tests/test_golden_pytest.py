@@ -93,10 +93,11 @@ def test_equal(equal): pass
 WORKERS = ("-n", "2", "-p", "xdist")
 
 
+Run = Callable[..., pytest.RunResult]
+
+
 @pytest.fixture
-def run(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., pytest.RunResult]:
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs tests beside stored answers, which are "right a" and "right b"."""
     pytester.makeconftest(CONFTEST)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{pytester.path}")
@@ -125,10 +126,7 @@ def asked(pytester: pytest.Pytester) -> str:
 both = pytest.mark.parametrize("options", [(), WORKERS], ids=["one process", "two workers"])
 
 
-def test_tests_that_pass_start_no_engine(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-) -> None:
+def test_tests_that_pass_start_no_engine(run: Run, pytester: pytest.Pytester) -> None:
     result = run(EQUAL + EQUAL_AGAIN)
     result.assert_outcomes(passed=2)
     assert asked(pytester) == ""
@@ -137,9 +135,7 @@ def test_tests_that_pass_start_no_engine(
 
 @both
 def test_another_processor_passes_and_is_reported(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-    options: tuple[str, ...],
+    run: Run, pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     result = run(EQUAL, *options, real="other")
     result.assert_outcomes(passed=1)
@@ -148,25 +144,18 @@ def test_another_processor_passes_and_is_reported(
 
 
 def test_a_fixture_that_fails_on_another_processor_runs_again(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
+    run: Run, pytester: pytest.Pytester
 ) -> None:
     run(IN_SETUP, real="other").assert_outcomes(passed=1)
 
 
-def test_a_failure_on_another_processor_is_a_failure(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-) -> None:
+def test_a_failure_on_another_processor_is_a_failure(run: Run, pytester: pytest.Pytester) -> None:
     result = run(BROKEN, real="other")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*assert 'other a' == 'wrong a'*", "*ran again and failed*"])
 
 
-def test_a_failure_beside_right_answers_is_a_failure(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-) -> None:
+def test_a_failure_beside_right_answers_is_a_failure(run: Run, pytester: pytest.Pytester) -> None:
     result = run(BROKEN)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*test_broken*ran again and failed*no stored answer differs"])
@@ -174,9 +163,7 @@ def test_a_failure_beside_right_answers_is_a_failure(
 
 @both
 def test_an_unstable_test_fails_though_it_passes_the_second_time(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-    options: tuple[str, ...],
+    run: Run, pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     result = run(UNSTABLE, *options)
     result.assert_outcomes(failed=1)
@@ -186,10 +173,7 @@ def test_an_unstable_test_fails_though_it_passes_the_second_time(
 
 @pytest.mark.parametrize(("real", "outcomes"), [("right", {"passed": 1}), ("other", {"failed": 1})])
 def test_a_check_fails_where_an_answer_differs(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-    real: str,
-    outcomes: dict[str, int],
+    run: Run, pytester: pytest.Pytester, real: str, outcomes: dict[str, int]
 ) -> None:
     result = run(EQUAL, real=real, mode="check")
     result.assert_outcomes(**outcomes)
@@ -198,9 +182,7 @@ def test_a_check_fails_where_an_answer_differs(
 
 @both
 def test_a_check_fails_where_an_answer_is_missing(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-    options: tuple[str, ...],
+    run: Run, pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     text = IMPORT + "def test_new(): assert Plain().ask('c') == 'right c'\n"
     result = run(text, *options, mode="check")
@@ -210,9 +192,7 @@ def test_a_check_fails_where_an_answer_is_missing(
 
 @both
 def test_a_complete_run_writes_what_it_asked(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-    options: tuple[str, ...],
+    run: Run, pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     text = EQUAL + "def test_new(): assert Plain().ask('c') == 'right c'\n"
     run(text, *options, mode="write").assert_outcomes(passed=2)
@@ -236,10 +216,7 @@ SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
     ],
 )
 def test_a_partial_run_keeps_other_answers(
-    run: Callable[..., pytest.RunResult],
-    pytester: pytest.Pytester,
-    text: str,
-    options: tuple[str, ...],
+    run: Run, pytester: pytest.Pytester, text: str, options: tuple[str, ...]
 ) -> None:
     if "--continue-on-collection-errors" in options:
         pytester.makepyfile(test_other="raise ValueError")
@@ -249,21 +226,21 @@ def test_a_partial_run_keeps_other_answers(
 
 
 def test_later_tests_use_stored_answers_after_an_unstable_one(
-    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+    run: Run, pytester: pytest.Pytester
 ) -> None:
     run(UNSTABLE + EQUAL_AGAIN).assert_outcomes(failed=1, passed=1)
     assert asked(pytester) == "a"
 
 
 def test_later_tests_use_no_stored_answer_on_another_processor(
-    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+    run: Run, pytester: pytest.Pytester
 ) -> None:
     run(EQUAL + EQUAL_AGAIN, real="other").assert_outcomes(passed=2)
     assert asked(pytester) == "aa"
 
 
 def test_a_test_fails_once_where_no_stored_answer_was_used(
-    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+    run: Run, pytester: pytest.Pytester
 ) -> None:
     text = IMPORT + "def test_broken(): note('ran', 'x'); assert False\n"
     run(text).assert_outcomes(failed=1)
@@ -271,20 +248,20 @@ def test_a_test_fails_once_where_no_stored_answer_was_used(
 
 
 def test_no_later_test_runs_again_that_uses_no_stored_answer(
-    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+    run: Run, pytester: pytest.Pytester
 ) -> None:
     """The second run of the first test has ended the fixtures that held stored answers."""
     run(UNSTABLE + "def test_broken(): note('runs', 'x'); assert False\n").assert_outcomes(failed=2)
     assert (pytester.path / "runs").read_text() == "x"
 
 
-def test_answers_that_are_not_stored_are_reported(run: Callable[..., pytest.RunResult]) -> None:
+def test_answers_that_are_not_stored_are_reported(run: Run) -> None:
     result = run(IMPORT + "def test_new(): assert Plain().ask('c') == 'right c'\n")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_new not stored, asked of a plain engine: engine-1 *"])
 
 
-def test_an_error_between_both_runs_is_reported(run: Callable[..., pytest.RunResult]) -> None:
+def test_an_error_between_both_runs_is_reported(run: Run) -> None:
     text = """
 import pytest
 
@@ -302,9 +279,7 @@ def engine(reference):
     result.assert_outcomes(passed=2, errors=1)
 
 
-def test_a_second_run_has_as_much_time_as_the_first(
-    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
-) -> None:
+def test_a_second_run_has_as_much_time_as_the_first(run: Run, pytester: pytest.Pytester) -> None:
     run(BROKEN, "--timeout", "600").assert_outcomes(failed=1)
     assert (pytester.path / "timers").read_text() == "xx"
     (pytester.path / "timers").unlink()
@@ -312,8 +287,6 @@ def test_a_second_run_has_as_much_time_as_the_first(
     assert (pytester.path / "timers").read_text() == "x"
 
 
-def test_tests_that_ask_a_plain_engine_can_be_selected(
-    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
-) -> None:
+def test_tests_that_ask_a_plain_engine_can_be_selected(run: Run, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_other="def test_other(reference): pass\n")
     run(EQUAL, "-m", "golden").assert_outcomes(passed=1, deselected=1)

@@ -36,8 +36,11 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "LACKS_SECONDS", LONG)
 
 
+Make = Callable[..., Node]
+
+
 @pytest.fixture
-def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Callable[..., Node]:
+def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Make:
     roots = (tmp_path / str(number) for number in count())
     return lambda **options: at_end.enter_context(closing(Node(next(roots), store, **options)))
 
@@ -52,9 +55,7 @@ def begin(node: Node, text: str, announced: int) -> SeenFetch:
     return SeenFetch(node.cache, FetchId(fetch), names(text))
 
 
-def test_announced_blocks_come_when_the_store_has_got_them(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_announced_blocks_come_when_the_store_has_got_them(make: Make, store: MemoryStore) -> None:
     node = make()
     fetch = begin(node, "abcd", announced=3)
     begun = fetch.begun
@@ -73,7 +74,7 @@ def test_announced_blocks_come_when_the_store_has_got_them(
 
 
 def test_only_the_next_block_is_asked_about_until_it_is_there(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     node = make()
     fetch = begin(node, "abcd", announced=3)
@@ -88,7 +89,7 @@ def test_only_the_next_block_is_asked_about_until_it_is_there(
 
 
 def test_a_block_that_does_not_come_ends_the_fetch_at_its_deadline(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     fill(store, "a")
     node = make(stall_seconds=1.0)
@@ -106,7 +107,7 @@ def test_a_block_that_does_not_come_ends_the_fetch_at_its_deadline(
 
 
 def test_a_request_that_was_queued_for_longer_waits_at_its_turn(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     node = make()
     request: Any = SimpleNamespace(request_id="r")
@@ -129,7 +130,7 @@ def test_a_request_that_was_queued_for_longer_waits_at_its_turn(
 
 
 def test_each_block_that_comes_gives_the_next_one_time(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     node = make(stall_seconds=1.0)
     fetch = begin(node, "abc", announced=3)
@@ -145,9 +146,7 @@ def test_each_block_that_comes_gives_the_next_one_time(
     node.assert_at_rest()
 
 
-def test_the_disk_gives_what_it_has_and_the_store_the_rest(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_the_disk_gives_what_it_has_and_the_store_the_rest(make: Make, store: MemoryStore) -> None:
     node = make()
     node.put_on_disk("ab")
     fetch = begin(node, "abcd", announced=4)
@@ -161,9 +160,7 @@ def test_the_disk_gives_what_it_has_and_the_store_the_rest(
     node.cache.end_fetch(fetch)
 
 
-def test_nobody_waits_for_a_store_that_cannot_be_asked(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_nobody_waits_for_a_store_that_cannot_be_asked(make: Make, store: MemoryStore) -> None:
     store.broken = {"find"}
     node = make()
     for number in range(FAILURES):
@@ -171,7 +168,7 @@ def test_nobody_waits_for_a_store_that_cannot_be_asked(
     assert node.cache.fetch(names("abc"), announced=3) is None
 
 
-def test_without_a_store_nothing_is_awaited(tmp_path: Path, make: Callable[..., Node]) -> None:
+def test_without_a_store_nothing_is_awaited(tmp_path: Path, make: Make) -> None:
     node = make()
     assert node.fetched("abc") == ""
     assert node.cache.fetch(names("abc")) is None, "the store has said that it lacks them"

@@ -31,8 +31,11 @@ def admission(request: pytest.FixtureRequest) -> str:
     return name
 
 
+Make = Callable[..., Engine]
+
+
 @pytest.fixture
-def make(tmp_path: Path, at_end: ExitStack) -> Callable[..., Engine]:
+def make(tmp_path: Path, at_end: ExitStack) -> Make:
     return lambda **options: at_end.enter_context(closing(Engine(tmp_path, **options)))
 
 
@@ -47,9 +50,7 @@ def places(cache: KVCache, names: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_demoted_blocks_are_on_disk_alone(
-    make: Callable[..., Engine], admission: str, policy: str
-) -> None:
+def test_demoted_blocks_are_on_disk_alone(make: Make, admission: str, policy: str) -> None:
     engine = make(slots=16, admission=admission, policy=policy)
     engine.store(*"abc")
     engine.store(*"xy")
@@ -63,7 +64,7 @@ def test_demoted_blocks_are_on_disk_alone(
     assert engine.fetched(*"abc") == 3
 
 
-def test_blocks_that_others_build_on_stay(make: Callable[..., Engine]) -> None:
+def test_blocks_that_others_build_on_stay(make: Make) -> None:
     engine = make(slots=16)
     engine.store(*"abcd")
     engine.store(*"abx")
@@ -72,7 +73,7 @@ def test_blocks_that_others_build_on_stay(make: Callable[..., Engine]) -> None:
     assert places(engine.cache, "abcdx") == ("abx", "abcdx")
 
 
-def test_pinned_and_retained_blocks_stay(make: Callable[..., Engine]) -> None:
+def test_pinned_and_retained_blocks_stay(make: Make) -> None:
     engine = make(slots=16)
     for names in ("abc", "rst", "xyz"):
         engine.store(*names)
@@ -84,9 +85,7 @@ def test_pinned_and_retained_blocks_stay(make: Callable[..., Engine]) -> None:
     assert places(engine.cache, "abcrstxyz")[0] == "abrs"
 
 
-def test_blocks_are_demoted_when_their_store_has_ended(
-    make: Callable[..., Engine], admission: str
-) -> None:
+def test_blocks_are_demoted_when_their_store_has_ended(make: Make, admission: str) -> None:
     engine = make(slots=16, admission=admission)
     engine.store(*"ab")
     transfer = engine.cache.store(keys(*"abcd"), [2, 3])
@@ -100,7 +99,7 @@ def test_blocks_are_demoted_when_their_store_has_ended(
     assert places(engine.cache, "abcd") == ("", "abcd")
 
 
-def test_blocks_that_a_load_reads_stay_until_it_ends(make: Callable[..., Engine]) -> None:
+def test_blocks_that_a_load_reads_stay_until_it_ends(make: Make) -> None:
     engine = make(slots=16)
     engine.store(*"abcd")
     transfer = engine.cache.load(keys(*"abc"))

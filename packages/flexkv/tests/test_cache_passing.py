@@ -19,8 +19,11 @@ OLD = "abcdefgh"
 NUMBERS = count()
 
 
+Make = Callable[..., Engine]
+
+
 @pytest.fixture
-def make(tmp_path: Path, at_end: ExitStack) -> Callable[..., Engine]:
+def make(tmp_path: Path, at_end: ExitStack) -> Make:
     """Makes an engine whose host memory is full of blocks of which nothing is known."""
 
     def start(**options: Any) -> Engine:
@@ -52,14 +55,14 @@ def there(engine: Engine, names: str) -> str:
     return "".join(name for name in names if engine.cache.lookup(keys(name)))
 
 
-def test_what_is_not_expected_back_reaches_the_disk(make: Callable[..., Engine]) -> None:
+def test_what_is_not_expected_back_reaches_the_disk(make: Make) -> None:
     engine = make()
     assert request(engine, "wxyz", returns=False) == 4
     assert all(engine.disk.contains(keys(*"wxyz")))
     assert engine.cache.counters.refused_blocks == 0
 
 
-def test_what_only_passes_through_makes_room_first(make: Callable[..., Engine]) -> None:
+def test_what_only_passes_through_makes_room_first(make: Make) -> None:
     engine = make()
     request(engine, "wxyz", returns=False)
     kept = there(engine, OLD)
@@ -70,7 +73,7 @@ def test_what_only_passes_through_makes_room_first(make: Callable[..., Engine]) 
     assert all(engine.disk.contains(keys(*"pqrsijklmnop")))
 
 
-def test_what_is_not_expected_back_is_fetched_all_the_same(make: Callable[..., Engine]) -> None:
+def test_what_is_not_expected_back_is_fetched_all_the_same(make: Make) -> None:
     engine = make()
     request(engine, "wxyz", returns=False)
     request(engine, "pqrs", returns=False)

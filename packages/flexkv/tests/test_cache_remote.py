@@ -37,8 +37,11 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "LACKS_SECONDS", LONG)
 
 
+Make = Callable[..., Node]
+
+
 @pytest.fixture
-def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Callable[..., Node]:
+def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Make:
     roots = (tmp_path / str(number) for number in count())
     return lambda **options: at_end.enter_context(closing(Node(next(roots), store, **options)))
 
@@ -47,16 +50,14 @@ def fill(store: MemoryStore, text: str) -> None:
     store.fill({key: content(key) for key in names(text)})
 
 
-def test_the_arena_is_registered_before_it_is_used(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_the_arena_is_registered_before_it_is_used(make: Make, store: MemoryStore) -> None:
     node = make()
     arena = node.arena
     assert store.registered == (arena.address + arena.spec.slots_offset, arena.spec.slots_bytes)
 
 
 def test_what_other_engines_wrote_is_fetched_after_one_question(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     fill(store, "abc")
     node = make()
@@ -71,9 +72,7 @@ def test_what_other_engines_wrote_is_fetched_after_one_question(
     node.assert_at_rest()
 
 
-def test_a_fetch_is_not_done_before_the_answer(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_a_fetch_is_not_done_before_the_answer(make: Make, store: MemoryStore) -> None:
     fill(store, "ab")
     store.hanging = {"find"}
     node = make()
@@ -91,7 +90,7 @@ def test_a_fetch_is_not_done_before_the_answer(
 
 
 def test_a_question_at_the_queue_answers_the_request_at_its_turn(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     node = make()
     early = node.begin("abc", queued=True)
@@ -103,7 +102,7 @@ def test_a_question_at_the_queue_answers_the_request_at_its_turn(
 
 
 def test_what_is_not_answered_in_time_is_a_miss_and_counts_later(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     fill(store, "ab")
     store.hanging = {"find"}
@@ -126,7 +125,7 @@ def test_what_is_not_answered_in_time_is_a_miss_and_counts_later(
 
 
 def test_a_question_that_is_dropped_at_its_deadline_counts_as_late(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     store.hanging = {"find"}
     node = make(question_seconds=LONG / 2)
@@ -146,7 +145,7 @@ def test_a_question_that_is_dropped_at_its_deadline_counts_as_late(
 
 
 def test_blocks_of_windows_are_asked_about_with_their_prefix(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     node = make()
     assert node.cache.query(names("ab"), names("yz"))
@@ -155,7 +154,7 @@ def test_blocks_of_windows_are_asked_about_with_their_prefix(
 
 
 def test_a_question_without_a_fetch_is_polled_until_its_deadline(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     """An engine polls a cache that is busy."""
     node = make(question_seconds=LONG / 2)
@@ -171,7 +170,7 @@ def test_a_question_without_a_fetch_is_polled_until_its_deadline(
 
 
 def test_blocks_of_windows_do_not_depend_on_the_middle_of_a_prefix(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     """The node has the first block, or asks about it already."""
     node = make()
@@ -187,9 +186,7 @@ def test_blocks_of_windows_do_not_depend_on_the_middle_of_a_prefix(
     node.assert_at_rest()
 
 
-def test_answers_are_forgotten_after_a_while(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
-) -> None:
+def test_answers_are_forgotten_after_a_while(make: Make, store: MemoryStore, clock: Clock) -> None:
     fill(store, "a")
     node = make()
     assert node.fetched("ab") == "a"
@@ -202,7 +199,7 @@ def test_answers_are_forgotten_after_a_while(
 
 
 def test_of_many_answers_the_oldest_are_forgotten(
-    make: Callable[..., Node], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    make: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "ANSWERS", 3)
     node = make()
@@ -211,9 +208,7 @@ def test_of_many_answers_the_oldest_are_forgotten(
     assert node.cache.presence(names("abcde")) == [Presence.UNKNOWN] * 2 + [Presence.ABSENT] * 3
 
 
-def test_blocks_of_one_prefix_come_from_where_each_is(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_blocks_of_one_prefix_come_from_where_each_is(make: Make, store: MemoryStore) -> None:
     node = make()
     node.put_on_disk("ab")
     fill(store, "bcdf")
@@ -224,9 +219,7 @@ def test_blocks_of_one_prefix_come_from_where_each_is(
     node.assert_at_rest()
 
 
-def test_what_is_known_comes_while_the_rest_is_asked_for(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_what_is_known_comes_while_the_rest_is_asked_for(make: Make, store: MemoryStore) -> None:
     node = make()
     node.put_on_disk("ab")
     fill(store, "c")
@@ -258,7 +251,7 @@ def damage_disk(root: Path) -> None:
 
 @pytest.mark.parametrize("has", ["ab", "a", ""])
 def test_a_block_that_is_damaged_on_disk_comes_from_the_store(
-    make: Callable[..., Node], store: MemoryStore, tmp_path: Path, has: str
+    make: Make, store: MemoryStore, tmp_path: Path, has: str
 ) -> None:
     node = make()
     node.put_on_disk("ab")
@@ -270,9 +263,7 @@ def test_a_block_that_is_damaged_on_disk_comes_from_the_store(
     node.assert_at_rest()
 
 
-def test_a_store_that_has_lost_what_it_had_is_a_miss(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_a_store_that_has_lost_what_it_had_is_a_miss(make: Make, store: MemoryStore) -> None:
     fill(store, "abc")
     store.hanging = {"get"}
     node = make()
@@ -287,9 +278,7 @@ def test_a_store_that_has_lost_what_it_had_is_a_miss(
     node.assert_at_rest()
 
 
-def test_a_damaged_block_of_the_store_is_no_hit(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_a_damaged_block_of_the_store_is_no_hit(make: Make, store: MemoryStore) -> None:
     fill(store, "abc")
     store.damage(b"b")
     node = make()
@@ -299,7 +288,7 @@ def test_a_damaged_block_of_the_store_is_no_hit(
 
 
 def test_a_hanging_store_costs_a_fetch_no_more_than_the_stall(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     fill(store, "bc")
     store.hanging = {"get"}
@@ -319,7 +308,7 @@ def test_a_hanging_store_costs_a_fetch_no_more_than_the_stall(
 
 
 def test_blocks_that_a_hanging_disk_has_come_from_the_store(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make: Make, store: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(stall_seconds=LONG / 2)
     node.put_on_disk("ab")
@@ -338,7 +327,7 @@ def test_blocks_that_a_hanging_disk_has_come_from_the_store(
 
 
 def test_a_new_fetch_leaves_what_hangs(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make: Make, store: MemoryStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(stall_seconds=LONG)
     node.put_on_disk("ab")
@@ -357,7 +346,7 @@ def test_a_new_fetch_leaves_what_hangs(
 
 
 def test_a_block_whose_read_hangs_is_a_miss_at_once_and_all_others_come(
-    make: Callable[..., Node], store: MemoryStore, clock: Clock
+    make: Make, store: MemoryStore, clock: Clock
 ) -> None:
     fill(store, "abcd")
     store.hanging = {"get"}
@@ -393,7 +382,7 @@ def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_what_is_fetched_from_the_store_is_written_to_disk_by_its_admission(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     fill(store, "abc")
     node = make(disk="write_through")
@@ -410,9 +399,7 @@ def test_what_is_fetched_from_the_store_is_written_to_disk_by_its_admission(
     assert store.puts == []  # it has them
 
 
-def test_each_tier_is_written_by_its_own_admission(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_each_tier_is_written_by_its_own_admission(make: Make, store: MemoryStore) -> None:
     node = make(disk="write_through", remote="second_hit")
     node.store_blocks("abc")
     assert (node.on_disk("abc"), store.keys()) == ("abc", [])
@@ -428,7 +415,7 @@ def test_each_tier_is_written_by_its_own_admission(
 
 
 def test_a_block_leaves_once_every_tier_that_wants_it_has_it(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     node = make(slots=8, disk="on_evict", remote="on_evict")
     store.hanging = {"put"}
@@ -444,7 +431,7 @@ def test_a_block_leaves_once_every_tier_that_wants_it_has_it(
     node.assert_at_rest()
 
 
-def test_a_clear_reaches_both_tiers(make: Callable[..., Node], store: MemoryStore) -> None:
+def test_a_clear_reaches_both_tiers(make: Make, store: MemoryStore) -> None:
     node = make(disk="write_through", remote="write_through")
     node.store_blocks("ab")
     store.hanging = {"find"}
@@ -464,7 +451,7 @@ def test_a_clear_reaches_both_tiers(make: Callable[..., Node], store: MemoryStor
 
 
 def test_a_hanging_store_lets_the_disk_end(
-    make: Callable[..., Node], store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "CLOSE_SECONDS", 0.05)
     fill(store, "x")
@@ -480,9 +467,7 @@ def test_a_hanging_store_lets_the_disk_end(
     second.close()
 
 
-def test_an_open_circuit_makes_the_store_a_miss_at_once(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_an_open_circuit_makes_the_store_a_miss_at_once(make: Make, store: MemoryStore) -> None:
     store.broken = {"find"}
     node = make()
     for i in range(FAILURES):

@@ -36,8 +36,11 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
+Make = Callable[..., Node]
+
+
 @pytest.fixture
-def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Callable[..., Node]:
+def make(tmp_path: Path, store: MemoryStore, at_end: ExitStack) -> Make:
     """Makes a node with blocks a to d on disk, over a store whose writes hang, one at a time."""
 
     def start(**options: Any) -> Node:
@@ -74,7 +77,7 @@ def written(store: MemoryStore) -> str:
 
 
 def test_a_waiting_request_gets_the_slots_of_writes_that_have_not_begun(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     node = make()
     fill(node)
@@ -87,7 +90,7 @@ def test_a_waiting_request_gets_the_slots_of_writes_that_have_not_begun(
     assert written(store) == "s"
 
 
-def test_a_queued_request_takes_no_slot_from_a_write(make: Callable[..., Node]) -> None:
+def test_a_queued_request_takes_no_slot_from_a_write(make: Make) -> None:
     node = make()
     fill(node)
     early = node.begin("abcd", queued=True)
@@ -96,9 +99,7 @@ def test_a_queued_request_takes_no_slot_from_a_write(make: Callable[..., Node]) 
     node.cache.end_fetch(early)
 
 
-def test_a_store_of_the_engine_gets_such_slots_too(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_a_store_of_the_engine_gets_such_slots_too(make: Make, store: MemoryStore) -> None:
     node = make()
     fill(node)
     transfer = node.cache.store(names("mnop"), range(4))
@@ -110,7 +111,7 @@ def test_a_store_of_the_engine_gets_such_slots_too(
 
 
 def test_the_newest_writes_are_given_up_and_no_more_than_needed(
-    make: Callable[..., Node], store: MemoryStore
+    make: Make, store: MemoryStore
 ) -> None:
     node = make()
     fill(node, "wxyz")
@@ -124,9 +125,7 @@ def test_the_newest_writes_are_given_up_and_no_more_than_needed(
     assert written(store) == "wxyz"
 
 
-def test_blocks_give_way_before_their_writes_are_queued(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_blocks_give_way_before_their_writes_are_queued(make: Make, store: MemoryStore) -> None:
     """The first poll queues half of 40 blocks, and the others wait for the next."""
     node = make(slots=40)
     many = "".join(map(chr, range(0x41, 0x41 + 26))) + "0123456789mnop"
@@ -139,9 +138,7 @@ def test_blocks_give_way_before_their_writes_are_queued(
     assert written(store) == many[:24]
 
 
-def test_a_slot_that_the_arena_has_costs_no_write(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_a_slot_that_the_arena_has_costs_no_write(make: Make, store: MemoryStore) -> None:
     node = make()
     fill(node, "wxyz")
     assert node.fetched("abcd") == "abcd"
@@ -154,16 +151,14 @@ def test_a_slot_that_the_arena_has_costs_no_write(
     assert written(store) == "wxyz"
 
 
-def test_a_block_without_its_predecessor_takes_no_slot_from_a_write(
-    make: Callable[..., Node],
-) -> None:
+def test_a_block_without_its_predecessor_takes_no_slot_from_a_write(make: Make) -> None:
     node = make()
     fill(node, "uvwxyz")
     assert node.cache.store(names("mn"), [1]) is None
     assert (held(node), dropped(node)) == ("uvwxyz", 0)
 
 
-def test_a_prefix_larger_than_host_memory_gets_to_disk_whole(make: Callable[..., Node]) -> None:
+def test_a_prefix_larger_than_host_memory_gets_to_disk_whole(make: Make) -> None:
     node = make(disk="write_through", remote="second_hit")
     node.store_blocks(FULL)
     for text in ("zijkl", "lmnop"):  # each behind the last block before
@@ -173,9 +168,7 @@ def test_a_prefix_larger_than_host_memory_gets_to_disk_whole(make: Callable[...,
     node.assert_at_rest()
 
 
-def test_only_blocks_behind_one_that_a_tier_has_take_slots_of_their_prefix(
-    make: Callable[..., Node],
-) -> None:
+def test_only_blocks_behind_one_that_a_tier_has_take_slots_of_their_prefix(make: Make) -> None:
     node = make(disk="write_through", remote="second_hit")
     node.store_blocks(FULL)
     node.disk.remove(names("z"))
@@ -192,7 +185,7 @@ def test_only_blocks_behind_one_that_a_tier_has_take_slots_of_their_prefix(
 
 
 @pytest.fixture
-def hanging(make: Callable[..., Node]) -> Iterator[tuple[Node, threading.Event]]:
+def hanging(make: Make) -> Iterator[tuple[Node, threading.Event]]:
     """A node with blocks a to d on disk whose writes hang until the event, one at a time."""
     node = make(disk="write_through", remote="second_hit")
     drive: Any = node.disk.drives[0]
@@ -243,9 +236,7 @@ def test_a_waiting_request_gets_the_slots_of_writes_to_a_disk(
     assert node.on_disk(FULL) == FULL[:4]
 
 
-def test_a_read_that_ends_meanwhile_reaches_its_request(
-    make: Callable[..., Node], store: MemoryStore
-) -> None:
+def test_a_read_that_ends_meanwhile_reaches_its_request(make: Make, store: MemoryStore) -> None:
     node = make()
     store.fill({b"e": content(b"e")})
     store.hanging = {"get", "put"}

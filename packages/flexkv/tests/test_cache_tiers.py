@@ -25,13 +25,15 @@ from flexkv.types.presence import Presence
 from packages.inside import index_of, tier_figures
 from packages.seen_fetch import see
 
+Make = Callable[..., Engine]
+
 
 @pytest.fixture
-def make(tmp_path: Path, at_end: ExitStack) -> Callable[..., Engine]:
+def make(tmp_path: Path, at_end: ExitStack) -> Make:
     return lambda **options: at_end.enter_context(closing(Engine(tmp_path, **options)))
 
 
-def test_what_was_evicted_comes_back_verified(make: Callable[..., Engine]) -> None:
+def test_what_was_evicted_comes_back_verified(make: Make) -> None:
     engine = make(slots=4)
     engine.store("a", "b", "c")
     engine.store("x", "y", "z")
@@ -40,7 +42,7 @@ def test_what_was_evicted_comes_back_verified(make: Callable[..., Engine]) -> No
     assert engine.cache.counters.fetched_blocks >= 2
 
 
-def test_nothing_is_fetched_that_the_arena_has_or_nobody_has(make: Callable[..., Engine]) -> None:
+def test_nothing_is_fetched_that_the_arena_has_or_nobody_has(make: Make) -> None:
     engine = make()
     engine.store("a", "b")
     assert engine.cache.fetch(keys("a", "b")) is None
@@ -48,7 +50,7 @@ def test_nothing_is_fetched_that_the_arena_has_or_nobody_has(make: Callable[...,
     assert engine.cache.fetch(keys("c")) is None
 
 
-def test_where_a_block_is(make: Callable[..., Engine]) -> None:
+def test_where_a_block_is(make: Make) -> None:
     engine = make(slots=4)
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
@@ -64,7 +66,7 @@ def test_where_a_block_is(make: Callable[..., Engine]) -> None:
 
 
 def test_nothing_is_offered_once_a_rank_has_ended_its_copies(
-    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(slots=4)
     engine.store("a", "b")
@@ -86,7 +88,7 @@ def test_nothing_is_offered_once_a_rank_has_ended_its_copies(
     assert make(slots=4).fetched("a", "b") == 2
 
 
-def test_a_load_that_fails_turns_nothing_off(make: Callable[..., Engine]) -> None:
+def test_a_load_that_fails_turns_nothing_off(make: Make) -> None:
     engine = make(slots=4)
     engine.store("a", "b")
     transfer = engine.cache.load(keys("b"))
@@ -97,7 +99,7 @@ def test_a_load_that_fails_turns_nothing_off(make: Callable[..., Engine]) -> Non
     assert engine.fetched("a", "b") == 2
 
 
-def test_what_was_touched_is_evicted_later(make: Callable[..., Engine]) -> None:
+def test_what_was_touched_is_evicted_later(make: Make) -> None:
     engine = make(slots=4)
     engine.store("c", "d")
     engine.store("a", "b")
@@ -113,7 +115,7 @@ def on_disk(engine: Engine, *names: str) -> list[str]:
     return [name for name, has in zip(names, there, strict=True) if has]
 
 
-def test_a_prefix_that_the_engine_always_has_stays_on_disk(make: Callable[..., Engine]) -> None:
+def test_a_prefix_that_the_engine_always_has_stays_on_disk(make: Make) -> None:
     hot = ["p0", "p1"]
     first = make(slots=6, disk_slots=8)
     first.store(*hot)
@@ -126,7 +128,7 @@ def test_a_prefix_that_the_engine_always_has_stays_on_disk(make: Callable[..., E
     assert second.fetched(*hot, "new") == 2
 
 
-def test_a_store_that_ended_unseen_is_written_at_the_end(make: Callable[..., Engine]) -> None:
+def test_a_store_that_ended_unseen_is_written_at_the_end(make: Make) -> None:
     first = make()
     transfer = first.cache.store(keys("a", "b"), [0, 1])
     assert transfer is not None
@@ -140,7 +142,7 @@ def test_a_store_that_ended_unseen_is_written_at_the_end(make: Callable[..., Eng
     assert second.fetched("a", "b", "c") == 2
 
 
-def test_the_end_of_a_prefix_leaves_the_disk_first(make: Callable[..., Engine]) -> None:
+def test_the_end_of_a_prefix_leaves_the_disk_first(make: Make) -> None:
     engine = make(slots=8, disk_slots=8)
     prefix = [f"a{i}" for i in range(6)]
     for end in (2, 4, 6):  # stored in parts, as a long prompt is
@@ -152,7 +154,7 @@ def test_the_end_of_a_prefix_leaves_the_disk_first(make: Callable[..., Engine]) 
     assert on_disk(engine, *prefix) == prefix[:left]
 
 
-def test_a_hit_brings_back_what_the_disk_has_lost(make: Callable[..., Engine]) -> None:
+def test_a_hit_brings_back_what_the_disk_has_lost(make: Make) -> None:
     engine = make()
     engine.store("a", "b", "c")
     Client(engine.disk).delete(keys("b"))
@@ -164,9 +166,7 @@ def test_a_hit_brings_back_what_the_disk_has_lost(make: Callable[..., Engine]) -
     assert on_disk(engine, "a", "b", "c") == ["a", "b", "c"]
 
 
-def test_with_second_hit_a_block_is_written_once_a_request_uses_it(
-    make: Callable[..., Engine],
-) -> None:
+def test_with_second_hit_a_block_is_written_once_a_request_uses_it(make: Make) -> None:
     engine = make(admission="second_hit")
     engine.store("a", "b")
     engine.cache.touch(keys("a", "b"))  # the request that made them ends
@@ -177,7 +177,7 @@ def test_with_second_hit_a_block_is_written_once_a_request_uses_it(
     assert on_disk(engine, "a", "b", "c") == ["a"]
 
 
-def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Callable[..., Engine]) -> None:
+def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Make) -> None:
     engine = make(slots=4)
     engine.store("a", "b", "c", "d")
     engine.store("x", "y")  # pushes out d and c
@@ -186,7 +186,7 @@ def test_blocks_in_the_arena_and_on_disk_make_one_prefix(make: Callable[..., Eng
     assert engine.cache.counters.fetched_blocks == 2
 
 
-def test_a_clear_reaches_what_is_on_its_way(make: Callable[..., Engine]) -> None:
+def test_a_clear_reaches_what_is_on_its_way(make: Make) -> None:
     engine = make(slots=4)
     engine.store("a", "b")
     engine.store("w", "x", "y", "z")
@@ -213,7 +213,7 @@ def store_long(engine: Engine) -> list[bytes]:
     return prefix
 
 
-def test_after_a_clear_the_blocks_that_waited_are_not_written(make: Callable[..., Engine]) -> None:
+def test_after_a_clear_the_blocks_that_waited_are_not_written(make: Make) -> None:
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)
     engine.cache.reset(Reset.CLEAR)
@@ -221,7 +221,7 @@ def test_after_a_clear_the_blocks_that_waited_are_not_written(make: Callable[...
     assert not any(engine.disk.contains(prefix))
 
 
-def test_a_renewal_forgets_host_memory_and_keeps_the_disk(make: Callable[..., Engine]) -> None:
+def test_a_renewal_forgets_host_memory_and_keeps_the_disk(make: Make) -> None:
     """Keys mean something else in this engine alone: what the disk has serves others."""
     engine = make(slots=4)
     engine.store("a", "b")
@@ -244,7 +244,7 @@ def test_a_renewal_forgets_host_memory_and_keeps_the_disk(make: Callable[..., En
     assert engine.cache.counters.weight_resets == 1
 
 
-def test_a_renewal_ends_the_write_that_is_under_way(make: Callable[..., Engine]) -> None:
+def test_a_renewal_ends_the_write_that_is_under_way(make: Make) -> None:
     """Its block is on disk afterwards; the blocks that waited are not, and all slots are free."""
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)
@@ -257,7 +257,7 @@ def test_a_renewal_ends_the_write_that_is_under_way(make: Callable[..., Engine])
     assert index_of(engine.cache).free_slots == 64
 
 
-def test_a_close_writes_the_blocks_that_wait(make: Callable[..., Engine]) -> None:
+def test_a_close_writes_the_blocks_that_wait(make: Make) -> None:
     engine = make(slots=64, disk_slots=128)
     prefix = store_long(engine)
     assert sum(engine.disk.contains(prefix)) < 64
@@ -265,7 +265,7 @@ def test_a_close_writes_the_blocks_that_wait(make: Callable[..., Engine]) -> Non
     assert engine.cache.counters.demoted_blocks == 64
 
 
-def test_admission_on_evict_writes_only_what_leaves(make: Callable[..., Engine]) -> None:
+def test_admission_on_evict_writes_only_what_leaves(make: Make) -> None:
     engine = make(slots=16, admission="on_evict")
     engine.store(*"abcdefgh")
     assert not any(engine.disk.contains(keys(*"abcdefgh")))
@@ -275,7 +275,7 @@ def test_admission_on_evict_writes_only_what_leaves(make: Callable[..., Engine])
     assert not any(engine.disk.contains(keys(*"stuvwxyz")))
 
 
-def test_what_the_disk_holds_at_the_start_is_a_change(make: Callable[..., Engine]) -> None:
+def test_what_the_disk_holds_at_the_start_is_a_change(make: Make) -> None:
     first = make(slots=4)
     first.store("a", "b")
     assert first.cache.drain_changes() == []  # nobody watches
@@ -310,7 +310,7 @@ def test_a_block_that_two_disks_have_is_one_change(tmp_path: Path) -> None:
         assert not engine.cache.status.has_changes
 
 
-def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
+def test_figures_of_the_disk(make: Make) -> None:
     engine = make(slots=4)
     engine.store("a", "b", "c")
     engine.store("x", "y", "z")
@@ -325,7 +325,7 @@ def test_figures_of_the_disk(make: Callable[..., Engine]) -> None:
     assert figures.queued_blocks == figures.queued_bytes == 0
 
 
-def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Callable[..., Engine]) -> None:
+def test_blocks_that_wait_for_a_later_poll_count_as_queued(make: Make) -> None:
     engine = make(slots=40)
     names = [f"n{i}" for i in range(40)]
     transfer = engine.cache.store(keys(*names), range(40))

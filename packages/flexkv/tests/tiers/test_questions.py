@@ -28,15 +28,18 @@ LONG = 60.0
 """Seconds that pass only if the clock is put forward."""
 
 
+Make = Callable[..., Client]
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[..., Client]]:
+def make() -> Iterator[Make]:
     with clients() as make:
         yield make
 
 
 @pytest.mark.parametrize("polled", [True, False], ids=["noted at the deadline", "at the answer"])
 def test_questions_that_are_always_late_are_asked_no_more(
-    make: Callable[..., Client], clock: Clock, polled: bool
+    make: Make, clock: Clock, polled: bool
 ) -> None:
     client = make(question_seconds=LONG, timeout_seconds=2 * LONG)
     for _ in range(FAILURES):
@@ -56,7 +59,7 @@ def test_questions_that_are_always_late_are_asked_no_more(
 
 @pytest.mark.parametrize("polled", [True, False])
 def test_the_wait_for_a_thread_makes_a_question_late(
-    make: Callable[..., Client], clock: Clock, polled: bool
+    make: Make, clock: Clock, polled: bool
 ) -> None:
     """The questions that wait at their deadline fail, and the store never gets them."""
     client = make(question_seconds=LONG, timeout_seconds=10 * LONG)
@@ -79,7 +82,7 @@ def test_the_wait_for_a_thread_makes_a_question_late(
     assert names("a") not in client.store.finds
 
 
-def test_questions_that_wait_become_one_call(make: Callable[..., Client]) -> None:
+def test_questions_that_wait_become_one_call(make: Make) -> None:
     client = make()
     client.store.fill({key: content(key) for key in names("bx")})
     client.occupy_calls()
@@ -94,7 +97,7 @@ def test_questions_that_wait_become_one_call(make: Callable[..., Client]) -> Non
 
 
 def test_a_call_has_a_bound_of_keys_and_one_epoch(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(questions, "CALL_KEYS", 3)
     client = make()
@@ -109,7 +112,7 @@ def test_a_call_has_a_bound_of_keys_and_one_epoch(
 
 
 def test_a_question_beyond_the_bound_fails_at_once(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(questions, "MOST_WAITING", 2)
     client = make()
@@ -126,7 +129,7 @@ def test_a_question_beyond_the_bound_fails_at_once(
 
 
 def test_a_question_whose_call_hangs_fails_at_the_timeout_and_has_no_second_answer(
-    make: Callable[..., Client], clock: Clock
+    make: Make, clock: Clock
 ) -> None:
     client = make(question_seconds=LONG, timeout_seconds=2 * LONG)
     client.store.hanging = {"find"}
@@ -142,7 +145,7 @@ def test_a_question_whose_call_hangs_fails_at_the_timeout_and_has_no_second_answ
     assert client.ask("a") == [False]
 
 
-def test_a_drained_tier_answers_nothing_of_before(make: Callable[..., Client]) -> None:
+def test_a_drained_tier_answers_nothing_of_before(make: Make) -> None:
     client = make()
     client.store.fill({b"a": content(b"a")})
     client.occupy_calls()
@@ -157,7 +160,7 @@ def test_a_drained_tier_answers_nothing_of_before(make: Callable[..., Client]) -
 
 
 def test_a_drained_tier_asks_again_after_an_error(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> NoReturn:
         raise MemoryError
@@ -171,9 +174,7 @@ def test_a_drained_tier_asks_again_after_an_error(
     assert client.ask("a") == [False]
 
 
-def test_a_tier_is_not_drained_while_a_call_hangs(
-    make: Callable[..., Client], clock: Clock
-) -> None:
+def test_a_tier_is_not_drained_while_a_call_hangs(make: Make, clock: Clock) -> None:
     """The call may still write to its buffers."""
     client = make()
     client.store.hanging = {"get"}
@@ -187,7 +188,7 @@ def test_a_tier_is_not_drained_while_a_call_hangs(
     assert client.tier.poll() == []
 
 
-def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock) -> None:
+def test_a_hanging_store_is_not_asked(make: Make, clock: Clock) -> None:
     client = make(question_seconds=20 * LONG, timeout_seconds=10 * LONG)
     client.occupy_calls()
     assert client.tier.readable
@@ -203,9 +204,7 @@ def test_a_hanging_store_is_not_asked(make: Callable[..., Client], clock: Clock)
     assert client.tier.figures.reads == {CircuitState.CLOSED: 1}
 
 
-def test_one_hung_question_leaves_the_store_readable(
-    make: Callable[..., Client], clock: Clock
-) -> None:
+def test_one_hung_question_leaves_the_store_readable(make: Make, clock: Clock) -> None:
     client = make(question_seconds=20 * LONG, timeout_seconds=10 * LONG)
     client.store.hanging = {"find"}
     client.tier.query(names("a"))
@@ -218,9 +217,7 @@ def test_one_hung_question_leaves_the_store_readable(
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
-def test_one_hung_call_takes_only_its_own_blocks(
-    make: Callable[..., Client], clock: Clock, call: str
-) -> None:
+def test_one_hung_call_takes_only_its_own_blocks(make: Make, clock: Clock, call: str) -> None:
     client = make(batch_bytes=SLOT)
     client.write("b")
     client.store.hanging = {call}
@@ -238,7 +235,7 @@ def test_one_hung_call_takes_only_its_own_blocks(
     assert client.outcomes(hung, 1) == [Outcome.MISSING if call == "get" else DONE]
 
 
-def test_a_hang_counts_once_for_the_circuit(make: Callable[..., Client], clock: Clock) -> None:
+def test_a_hang_counts_once_for_the_circuit(make: Make, clock: Clock) -> None:
     client = make(batch_bytes=SLOT)
     for number in range(FAILURES):
         assert client.tier.readable

@@ -22,14 +22,16 @@ from packages.conftest import PATIENCE_SECONDS, Clock
 from packages.inside_tiers import await_opening, knows_record, link_of, running_jobs
 from packages.patience import wait_until
 
+Make = Callable[..., Client]
+
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Client]]:
+def make() -> Iterator[Make]:
     with clients() as make:
         yield make
 
 
-def test_it_is_a_tier_that_is_asked(make: Callable[..., Client]) -> None:
+def test_it_is_a_tier_that_is_asked(make: Make) -> None:
     client = make()
     assert isinstance(client.tier, QueriedTier)
     client.tier.register(4096, 8192)
@@ -39,7 +41,7 @@ def test_it_is_a_tier_that_is_asked(make: Callable[..., Client]) -> None:
 
 
 def test_a_store_that_fails_at_the_start_is_retried_and_not_used_meanwhile(
-    make: Callable[..., Client], caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryStore()
     store.fill({b"a": content(b"a")})
@@ -64,7 +66,7 @@ def test_a_store_that_fails_at_the_start_is_retried_and_not_used_meanwhile(
 
 
 def test_a_store_that_hangs_at_the_start_holds_the_engine_up_for_a_while_only(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(remote, "OPEN_SECONDS", 0.01)
     store = MemoryStore()
@@ -78,9 +80,7 @@ def test_a_store_that_hangs_at_the_start_holds_the_engine_up_for_a_while_only(
     assert client.write("a") == [DONE]
 
 
-def test_a_reset_before_the_store_is_open_parts_the_engine_from_the_others(
-    make: Callable[..., Client],
-) -> None:
+def test_a_reset_before_the_store_is_open_parts_the_engine_from_the_others(make: Make) -> None:
     store = MemoryStore()
     store.fill({b"a": content(b"a")})
     store.broken = {"open", "renew"}
@@ -132,7 +132,7 @@ def test_other_processes_read_that_the_store_was_not_reached() -> None:
     assert tier.close()
 
 
-def test_what_one_engine_wrote_another_finds_and_reads(make: Callable[..., Client]) -> None:
+def test_what_one_engine_wrote_another_finds_and_reads(make: Make) -> None:
     one = make(batch_bytes=2 * SLOT)
     other = make(one.store)
     assert one.write("abcde") == [DONE] * 5
@@ -145,7 +145,7 @@ def test_what_one_engine_wrote_another_finds_and_reads(make: Callable[..., Clien
 
 
 def test_an_open_circuit_drops_the_writes_that_wait(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = make(threads=1, batch_bytes=SLOT)
     text = "abcdefghijklmnopqrstuvwxyz"
@@ -171,7 +171,7 @@ def test_an_open_circuit_drops_the_writes_that_wait(
     assert client.tier.figures.writes == {CircuitState.OPEN: 1}
 
 
-def test_writes_that_run_count_as_waiting(make: Callable[..., Client]) -> None:
+def test_writes_that_run_count_as_waiting(make: Make) -> None:
     client = make(threads=2, batch_bytes=SLOT, queue_bytes=4 * SLOT)
     client.store.hanging = {"put"}
     first = client.begin_write("abcd")
@@ -183,7 +183,7 @@ def test_writes_that_run_count_as_waiting(make: Callable[..., Client]) -> None:
     assert client.write("efgh") == [DONE] * 4
 
 
-def test_the_first_call_of_a_read_is_short(make: Callable[..., Client]) -> None:
+def test_the_first_call_of_a_read_is_short(make: Make) -> None:
     client = make(threads=1, batch_bytes=8 * SLOT)
     text = "abcdefghijklmnopqr"
     assert client.write(text) == client.read(text) == [DONE] * 18
@@ -191,14 +191,14 @@ def test_the_first_call_of_a_read_is_short(make: Callable[..., Client]) -> None:
     assert [len(keys) for keys in client.store.gets] == [2, 8, 8]
 
 
-def test_a_damaged_block_is_no_hit(make: Callable[..., Client]) -> None:
+def test_a_damaged_block_is_no_hit(make: Make) -> None:
     client = make()
     client.write("ab")
     client.store.damage(b"a")
     assert client.read("ab") == [Outcome.DAMAGED, DONE]
 
 
-def test_what_is_being_written_is_not_written_twice(make: Callable[..., Client]) -> None:
+def test_what_is_being_written_is_not_written_twice(make: Make) -> None:
     client = make()
     client.store.hanging = {"put"}
     first = client.begin_write("abc")
@@ -208,14 +208,14 @@ def test_what_is_being_written_is_not_written_twice(make: Callable[..., Client])
     assert sorted(client.store.puts) == [names("abc"), names("d")]
 
 
-def test_writes_beyond_the_queue_are_dropped(make: Callable[..., Client]) -> None:
+def test_writes_beyond_the_queue_are_dropped(make: Make) -> None:
     client = make(queue_bytes=3 * SLOT)
     assert client.write("abcd") == [Outcome.DROPPED] * 4
     assert client.write("abc") == [DONE] * 3
     assert client.store.keys() == names("abc")
 
 
-def test_what_was_cancelled_before_it_began_is_dropped(make: Callable[..., Client]) -> None:
+def test_what_was_cancelled_before_it_began_is_dropped(make: Make) -> None:
     client = make(threads=1, batch_bytes=SLOT)
     client.write("ab")
     client.store.hanging = {"get"}
@@ -226,7 +226,7 @@ def test_what_was_cancelled_before_it_began_is_dropped(make: Callable[..., Clien
     assert client.outcomes(ticket, 2) == [DONE, Outcome.DROPPED]
 
 
-def test_a_prefetch_that_is_raised_goes_first(make: Callable[..., Client]) -> None:
+def test_a_prefetch_that_is_raised_goes_first(make: Make) -> None:
     client = make(threads=1, batch_bytes=SLOT)
     client.write("abc")
     client.store.hanging = {"get"}
@@ -243,7 +243,7 @@ def test_a_prefetch_that_is_raised_goes_first(make: Callable[..., Client]) -> No
 
 @pytest.mark.parametrize("call", ["get", "find"])
 def test_failures_open_the_circuit_and_a_probe_closes_it(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, clock: Clock, call: str
+    make: Make, monkeypatch: pytest.MonkeyPatch, clock: Clock, call: str
 ) -> None:
     monkeypatch.setattr(circuit, "time", clock)
     client = make()
@@ -271,7 +271,7 @@ def test_failures_open_the_circuit_and_a_probe_closes_it(
     assert client.read("a") == [DONE]
 
 
-def test_failed_writes_stop_writes_and_no_reads(make: Callable[..., Client]) -> None:
+def test_failed_writes_stop_writes_and_no_reads(make: Make) -> None:
     client = make()
     client.write("a")
     client.store.broken = {"put"}
@@ -284,7 +284,7 @@ def test_failed_writes_stop_writes_and_no_reads(make: Callable[..., Client]) -> 
 
 @pytest.mark.parametrize("call", ["get", "put", "find"])
 def test_the_error_of_the_store_reaches_the_log(
-    make: Callable[..., Client], caplog: pytest.LogCaptureFixture, call: str
+    make: Make, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     client = make()
     client.write("a")
@@ -302,7 +302,7 @@ def test_the_error_of_the_store_reaches_the_log(
 
 
 def test_the_error_of_one_block_of_a_call_reaches_the_log(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = make()
     monkeypatch.setattr(client.store, "put", lambda *_: [DONE, OSError("no access"), DONE])
@@ -311,7 +311,7 @@ def test_the_error_of_one_block_of_a_call_reaches_the_log(
     assert "writes to disk failed: no access;" in line
 
 
-def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[..., Client]) -> None:
+def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Make) -> None:
     client, other = make(), None
     client.write("ab")
     client.store.hanging = {"put"}
@@ -333,9 +333,7 @@ def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Callable[...,
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_write_that_repeats_one_under_way_ends_with_it(
-    make: Callable[..., Client], broken: bool
-) -> None:
+def test_a_write_that_repeats_one_under_way_ends_with_it(make: Make, broken: bool) -> None:
     client = make()
     client.store.hanging = {"put"}
     first = client.begin_write("a")
@@ -352,7 +350,7 @@ def test_a_write_that_repeats_one_under_way_ends_with_it(
     assert client.write("a") == [DONE]
 
 
-def test_a_write_after_a_reset_repeats_none_of_before(make: Callable[..., Client]) -> None:
+def test_a_write_after_a_reset_repeats_none_of_before(make: Make) -> None:
     client = make()
     client.store.hanging = {"put"}
     client.begin_write("a")
@@ -366,7 +364,7 @@ def test_a_write_after_a_reset_repeats_none_of_before(make: Callable[..., Client
 
 
 def test_a_reset_is_told_to_the_store_until_it_takes_it(
-    make: Callable[..., Client], caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = make()
     client.store.broken = {"renew"}
@@ -405,7 +403,7 @@ def test_writes_that_wait_are_made_at_the_end() -> None:
     assert client.tier.figures.written_blocks == 8
 
 
-def test_a_store_that_answers_for_too_few_blocks_has_read_none(make: Callable[..., Client]) -> None:
+def test_a_store_that_answers_for_too_few_blocks_has_read_none(make: Make) -> None:
     client = make()
     client.write("abc")
     get = client.store.get

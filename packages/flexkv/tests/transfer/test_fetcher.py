@@ -91,8 +91,11 @@ class Node:
         self.arena.close()
 
 
+Make = Callable[..., Node]
+
+
 @pytest.fixture
-def make(at_end: ExitStack) -> Callable[..., Node]:
+def make(at_end: ExitStack) -> Make:
     return lambda *below, **options: at_end.enter_context(closing(Node(*below, **options)))
 
 
@@ -100,7 +103,7 @@ def read_keys(tier: MemoryTier) -> list[bytes]:
     return [task.key for task in tier.tasks]
 
 
-def test_blocks_are_leased_as_they_come_and_released_at_the_end(make: Callable[..., Node]) -> None:
+def test_blocks_are_leased_as_they_come_and_released_at_the_end(make: Make) -> None:
     node = make("abc")
     fetch = node.fetch("abcd")
     (tier,) = node.tiers
@@ -117,7 +120,7 @@ def test_blocks_are_leased_as_they_come_and_released_at_the_end(make: Callable[.
     node.assert_at_rest()
 
 
-def test_reads_have_the_priority_of_their_request(make: Callable[..., Node]) -> None:
+def test_reads_have_the_priority_of_their_request(make: Make) -> None:
     node = make("abcdefg", "g", slots=16)
     first, second = node.tiers
     node.fetch("ab", queued=True)
@@ -136,9 +139,7 @@ def test_reads_have_the_priority_of_their_request(make: Callable[..., Node]) -> 
     assert [task.turn for task in second.tasks] == [-4], "the next tier keeps the order"
 
 
-def test_a_read_has_the_highest_priority_of_all_that_wait_for_it(
-    make: Callable[..., Node],
-) -> None:
+def test_a_read_has_the_highest_priority_of_all_that_wait_for_it(make: Make) -> None:
     node = make("ab", slots=16)
     (tier,) = node.tiers
 
@@ -155,9 +156,7 @@ def test_a_read_has_the_highest_priority_of_all_that_wait_for_it(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_block_that_is_not_given_ends_the_prefix(
-    make: Callable[..., Node], fault: Outcome
-) -> None:
+def test_a_block_that_is_not_given_ends_the_prefix(make: Make, fault: Outcome) -> None:
     node = make("abcd")
     fetch = node.fetch("abcd")
     (tier,) = node.tiers
@@ -178,9 +177,7 @@ def test_a_block_that_is_not_given_ends_the_prefix(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_tier_does_not_give_the_next_one_is_asked_for(
-    make: Callable[..., Node], fault: Outcome
-) -> None:
+def test_what_a_tier_does_not_give_the_next_one_is_asked_for(make: Make, fault: Outcome) -> None:
     node = make("abc", "bc")
     fetch = node.fetch("abc")
     first, second = node.tiers
@@ -197,7 +194,7 @@ def test_what_a_tier_does_not_give_the_next_one_is_asked_for(
     node.assert_at_rest()
 
 
-def test_the_last_tier_is_not_asked_twice(make: Callable[..., Node]) -> None:
+def test_the_last_tier_is_not_asked_twice(make: Make) -> None:
     node = make("a", "a")
     fetch = node.fetch("a")
     for tier in node.tiers:
@@ -209,7 +206,7 @@ def test_the_last_tier_is_not_asked_twice(make: Callable[..., Node]) -> None:
     node.assert_at_rest()
 
 
-def test_nobody_is_asked_for_what_no_fetch_waits_for(make: Callable[..., Node]) -> None:
+def test_nobody_is_asked_for_what_no_fetch_waits_for(make: Make) -> None:
     node = make("a", "a")
     fetch = node.fetch("a")
     first, second = node.tiers
@@ -221,7 +218,7 @@ def test_nobody_is_asked_for_what_no_fetch_waits_for(make: Callable[..., Node]) 
     node.assert_at_rest()
 
 
-def test_a_fetch_that_ends_cancels_what_nobody_else_wants(make: Callable[..., Node]) -> None:
+def test_a_fetch_that_ends_cancels_what_nobody_else_wants(make: Make) -> None:
     node = make("abcd")
     one, other = node.fetch("ab"), node.fetch("abcd")
     (tier,) = node.tiers
@@ -234,7 +231,7 @@ def test_a_fetch_that_ends_cancels_what_nobody_else_wants(make: Callable[..., No
     node.assert_at_rest()
 
 
-def test_a_retry_before_the_next_poll_has_what_was_cancelled(make: Callable[..., Node]) -> None:
+def test_a_retry_before_the_next_poll_has_what_was_cancelled(make: Make) -> None:
     node = make("abcd")
     (tier,) = node.tiers
     first = node.fetch("abcd")
@@ -250,7 +247,7 @@ def test_a_retry_before_the_next_poll_has_what_was_cancelled(make: Callable[...,
     node.assert_at_rest()
 
 
-def test_a_dropped_read_is_not_asked_for_again(make: Callable[..., Node]) -> None:
+def test_a_dropped_read_is_not_asked_for_again(make: Make) -> None:
     """A full queue would drop it for ever."""
     node = make("ab")
     fetch = node.fetch("ab", queued=True)
@@ -263,7 +260,7 @@ def test_a_dropped_read_is_not_asked_for_again(make: Callable[..., Node]) -> Non
     node.assert_at_rest()
 
 
-def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> None:
+def test_a_load_raises_the_prefetch_that_it_joins(make: Make) -> None:
     node = make("abc", slots=16)
     (tier,) = node.tiers
     early = node.fetch("ab", queued=True)
@@ -284,7 +281,7 @@ def test_a_load_raises_the_prefetch_that_it_joins(make: Callable[..., Node]) -> 
     node.assert_at_rest()
 
 
-def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., Node]) -> None:
+def test_what_is_read_again_has_the_priority_of_who_waits(make: Make) -> None:
     node = make("ab", "ab")
     first, second = node.tiers
     early = node.fetch("ab", queued=True)
@@ -298,9 +295,7 @@ def test_what_is_read_again_has_the_priority_of_who_waits(make: Callable[..., No
     node.assert_at_rest()
 
 
-def test_a_hung_source_ends_its_fetch_while_others_deliver(
-    make: Callable[..., Node], still_clock: Clock
-) -> None:
+def test_a_hung_source_ends_its_fetch_while_others_deliver(make: Make, still_clock: Clock) -> None:
     node = make("abcde")
     (tier,) = node.tiers
     fetch = node.fetch("abcd")
@@ -333,7 +328,7 @@ def test_a_hung_source_ends_its_fetch_while_others_deliver(
 
 
 def test_a_read_that_hangs_alone_is_given_up_though_its_batch_delivers(
-    make: Callable[..., Node], still_clock: Clock
+    make: Make, still_clock: Clock
 ) -> None:
     node = make("abcd")
     (tier,) = node.tiers
@@ -363,9 +358,7 @@ def test_a_read_that_hangs_alone_is_given_up_though_its_batch_delivers(
     node.assert_at_rest()
 
 
-def test_a_slow_source_is_waited_for_as_long_as_it_delivers(
-    make: Callable[..., Node], still_clock: Clock
-) -> None:
+def test_a_slow_source_is_waited_for_as_long_as_it_delivers(make: Make, still_clock: Clock) -> None:
     node = make("abx")
     (tier,) = node.tiers
     other, fetch = node.fetch("x"), node.fetch("ab")
@@ -382,7 +375,7 @@ def test_a_slow_source_is_waited_for_as_long_as_it_delivers(
     node.assert_at_rest()
 
 
-def test_a_fetch_joins_what_the_engine_stores(make: Callable[..., Node]) -> None:
+def test_a_fetch_joins_what_the_engine_stores(make: Make) -> None:
     node = make("ac")
     store = node.cache.store(keys("b"), [0])
     assert store is not None
@@ -400,7 +393,7 @@ def test_a_fetch_joins_what_the_engine_stores(make: Callable[..., Node]) -> None
     node.assert_at_rest()
 
 
-def test_a_store_that_fails_ends_the_fetch_that_joined_it(make: Callable[..., Node]) -> None:
+def test_a_store_that_fails_ends_the_fetch_that_joined_it(make: Make) -> None:
     node = make("ac")
     store = node.cache.store(keys("b"), [0])
     assert store is not None
@@ -413,7 +406,7 @@ def test_a_store_that_fails_ends_the_fetch_that_joined_it(make: Callable[..., No
     node.assert_at_rest()
 
 
-def test_a_key_that_is_wanted_twice_is_read_once(make: Callable[..., Node]) -> None:
+def test_a_key_that_is_wanted_twice_is_read_once(make: Make) -> None:
     node = make("ab")
     fetch = node.fetch("aba")
     (tier,) = node.tiers
@@ -425,7 +418,7 @@ def test_a_key_that_is_wanted_twice_is_read_once(make: Callable[..., Node]) -> N
     node.assert_at_rest()
 
 
-def test_a_read_that_outlives_a_clear_gives_nothing(make: Callable[..., Node]) -> None:
+def test_a_read_that_outlives_a_clear_gives_nothing(make: Make) -> None:
     node = make("abc")
     (tier,) = node.tiers
     fetch = node.fetch("abc")
@@ -454,7 +447,7 @@ def test_a_read_that_outlives_a_clear_gives_nothing(make: Callable[..., Node]) -
     node.assert_at_rest()
 
 
-def test_a_fetch_pushes_out_others_and_never_its_own_prefix(make: Callable[..., Node]) -> None:
+def test_a_fetch_pushes_out_others_and_never_its_own_prefix(make: Make) -> None:
     node = make("bcd", slots=4)
     for names in ("a", "d", "xy"):
         node.store(names)
@@ -466,7 +459,7 @@ def test_a_fetch_pushes_out_others_and_never_its_own_prefix(make: Callable[..., 
     node.assert_at_rest()
 
 
-def test_a_fetch_ends_where_the_arena_has_no_slot(make: Callable[..., Node]) -> None:
+def test_a_fetch_ends_where_the_arena_has_no_slot(make: Make) -> None:
     node = make("abcdef", slots=4)
     fetch = node.fetch("abcdef")
     assert read_keys(node.tiers[0]) == keys("abcd")
@@ -477,7 +470,7 @@ def test_a_fetch_ends_where_the_arena_has_no_slot(make: Callable[..., Node]) -> 
     node.assert_at_rest()
 
 
-def test_a_prefetch_leaves_what_others_hold_within_half(make: Callable[..., Node]) -> None:
+def test_a_prefetch_leaves_what_others_hold_within_half(make: Make) -> None:
     node = make("abcdef")
     fetches: list[Sequence[bytes]] = []
     first = node.fetch("abc", queued=True)
@@ -490,7 +483,7 @@ def test_a_prefetch_leaves_what_others_hold_within_half(make: Callable[..., Node
     node.assert_at_rest()
 
 
-def test_a_tier_that_raises_keeps_no_fetch_no_key_and_no_slot(make: Callable[..., Node]) -> None:
+def test_a_tier_that_raises_keeps_no_fetch_no_key_and_no_slot(make: Make) -> None:
     node = make("abc", slots=8)
     (tier,) = node.tiers
     read = tier.read
@@ -518,7 +511,7 @@ def test_a_tier_that_raises_keeps_no_fetch_no_key_and_no_slot(make: Callable[...
     assert not node.cache.busy
 
 
-def test_an_extended_fetch_brings_what_follows_its_prefix(make: Callable[..., Node]) -> None:
+def test_an_extended_fetch_brings_what_follows_its_prefix(make: Make) -> None:
     node = make("abcd", slots=4)
     node.store("c")
     fetch = node.fetch("ab")
@@ -539,7 +532,7 @@ def test_an_extended_fetch_brings_what_follows_its_prefix(make: Callable[..., No
 
 
 def test_an_error_while_a_fetch_is_extended_ends_it(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make("abcd")
     fetch = node.fetch("ab")
@@ -556,9 +549,7 @@ def _raising(*_: object) -> None:
     raise MemoryError
 
 
-def test_a_fetch_is_not_extended_behind_a_block_that_does_not_come(
-    make: Callable[..., Node],
-) -> None:
+def test_a_fetch_is_not_extended_behind_a_block_that_does_not_come(make: Make) -> None:
     node = make("abd")
     fetch = node.fetch("ab")
     assert not node.cache.extend_fetch(fetch, keys("cd"))

@@ -37,8 +37,11 @@ def master() -> Iterator[MooncakeMaster]:
     master.kill()
 
 
+Start = Callable[..., Remote]
+
+
 @pytest.fixture
-def start(master: MooncakeMaster, at_end: ExitStack) -> Callable[..., Remote]:
+def start(master: MooncakeMaster, at_end: ExitStack) -> Start:
     def make(**settings: Any) -> Remote:
         patient = dict.fromkeys(
             ("mooncake_question_seconds", "mooncake_timeout_seconds"), PATIENCE_SECONDS
@@ -48,9 +51,7 @@ def start(master: MooncakeMaster, at_end: ExitStack) -> Callable[..., Remote]:
     return make
 
 
-def test_a_node_finds_what_another_has_stored(
-    start: Callable[..., Remote], master: MooncakeMaster
-) -> None:
+def test_a_node_finds_what_another_has_stored(start: Start, master: MooncakeMaster) -> None:
     one, other = start(), start(mooncake_segment_gb=0)
     one.do("store", "abcd")
     url = master.settings["mooncake_metadata"]
@@ -72,7 +73,7 @@ def test_a_node_finds_what_another_has_stored(
     client.close()
 
 
-def test_a_full_segment_drops_or_evicts_and_nothing_else(start: Callable[..., Remote]) -> None:
+def test_a_full_segment_drops_or_evicts_and_nothing_else(start: Start) -> None:
     node = start(mooncake_segment_gb=1 / 64)
     for i in range(20):
         node.do("store", "".join(chr(0x41 + i * 20 + j) for j in range(20)))
@@ -83,7 +84,7 @@ def test_a_full_segment_drops_or_evicts_and_nothing_else(start: Callable[..., Re
 
 
 def test_a_master_that_hangs_or_dies_costs_hits_and_nothing_else(
-    start: Callable[..., Remote], master: MooncakeMaster
+    start: Start, master: MooncakeMaster
 ) -> None:
     patience = {"mooncake_question_seconds": 0.5, "mooncake_timeout_seconds": 0.5}
     node, other = start(**patience), start(**patience)
@@ -151,9 +152,7 @@ def test_the_record_outlives_the_node_that_made_it(at_end: ExitStack) -> None:
     await_sharing(third, other, texts())
 
 
-def test_a_record_that_is_lost_with_its_nodes_is_written_again(
-    at_end: ExitStack,
-) -> None:
+def test_a_record_that_is_lost_with_its_nodes_is_written_again(at_end: ExitStack) -> None:
     master = at_end.enter_context(MooncakeMaster(metadata=False))
     # The one that goes on has read the record and lends no memory.
     (lender,) = join(at_end, master.settings, 1)

@@ -47,8 +47,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     bucket.close()
 
 
+Start = Callable[[], "Node"]
+
+
 @pytest.fixture
-def start(bucket: FaultyS3, at_end: ExitStack) -> Callable[[], Node]:
+def start(bucket: FaultyS3, at_end: ExitStack) -> Start:
     def make() -> Node:
         node = Node()
         at_end.callback(node.blocks.close)
@@ -109,9 +112,7 @@ def texts(results: Sequence[Result]) -> list[str]:
     return [str(each) for each in results]
 
 
-def test_a_conflict_with_another_writer_is_no_stored_block(
-    start: Callable[[], Node], bucket: FaultyS3
-) -> None:
+def test_a_conflict_with_another_writer_is_no_stored_block(start: Start, bucket: FaultyS3) -> None:
     node = start()
     bucket.fault = of_blocks(409, "ConditionalRequestConflict")
     assert all("409 Conflict, ConditionalRequestConflict" in each for each in texts(node.put()))
@@ -121,9 +122,7 @@ def test_a_conflict_with_another_writer_is_no_stored_block(
     assert bucket.blocks() == names()
 
 
-def test_a_conflict_that_ends_costs_one_more_request(
-    start: Callable[[], Node], bucket: FaultyS3
-) -> None:
+def test_a_conflict_that_ends_costs_one_more_request(start: Start, bucket: FaultyS3) -> None:
     node = start()
     met: set[str] = set()
 
@@ -140,7 +139,7 @@ def test_a_conflict_that_ends_costs_one_more_request(
 
 @pytest.mark.parametrize("status", [409, 412])
 def test_a_block_that_another_engine_has_just_written_is_stored(
-    start: Callable[[], Node], bucket: FaultyS3, status: int
+    start: Start, bucket: FaultyS3, status: int
 ) -> None:
     """Azure answers 409 to it, S3 and GCS 412."""
     node = start()
@@ -155,7 +154,7 @@ def test_a_block_that_another_engine_has_just_written_is_stored(
     assert node.put() == [DONE] * 3
 
 
-def test_a_cut_object_is_no_stored_block(start: Callable[[], Node], bucket: FaultyS3) -> None:
+def test_a_cut_object_is_no_stored_block(start: Start, bucket: FaultyS3) -> None:
     node = start()
     assert node.put() == [DONE] * 3
     for path in list(bucket.objects):
@@ -167,14 +166,14 @@ def test_a_cut_object_is_no_stored_block(start: Callable[[], Node], bucket: Faul
     assert start().get() == [DONE] * 3
 
 
-def test_a_missing_bucket_is_no_stored_block(start: Callable[[], Node], bucket: FaultyS3) -> None:
+def test_a_missing_bucket_is_no_stored_block(start: Start, bucket: FaultyS3) -> None:
     node = start()
     bucket.fault = of_blocks(404, "NoSuchBucket", ("PUT", "HEAD"))
     assert all("404 Not Found, NoSuchBucket" in each for each in texts(node.put()))
 
 
 def test_a_bucket_without_conditions_is_written_without(
-    start: Callable[[], Node], bucket: FaultyS3, caplog: pytest.LogCaptureFixture
+    start: Start, bucket: FaultyS3, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.fault = lambda method, path, conditional: (
         (501, "NotImplemented") if conditional else None
@@ -208,10 +207,7 @@ def test_creators_of_a_record_without_conditions_share_the_last(
 
 @pytest.mark.parametrize("fault", [(503, "SlowDown"), (403, "AccessDenied")])
 def test_a_bucket_that_fails_while_an_engine_starts_is_used_once_it_is_well(
-    start: Callable[[], Node],
-    bucket: FaultyS3,
-    caplog: pytest.LogCaptureFixture,
-    fault: tuple[int, str],
+    start: Start, bucket: FaultyS3, caplog: pytest.LogCaptureFixture, fault: tuple[int, str]
 ) -> None:
     start().put()
     bucket.fault = lambda *_: fault
@@ -275,7 +271,7 @@ def test_a_renewal_after_the_end_is_an_error(bucket: FaultyS3) -> None:
 
 @pytest.mark.parametrize("status", [403, 503])
 def test_an_error_names_status_code_and_message_and_no_secret(
-    start: Callable[[], Node], bucket: FaultyS3, status: int
+    start: Start, bucket: FaultyS3, status: int
 ) -> None:
     node = start()
     bucket.fault = of_blocks(status, "SomeCode", ("PUT", "GET"))
@@ -345,10 +341,7 @@ def test_a_server_of_another_protocol_is_named_by_what_it_did(
 
 @pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "AWS_PROFILE"])
 def test_a_variable_that_the_client_does_not_read_is_named(
-    bucket: FaultyS3,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
+    bucket: FaultyS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.setenv(name, "mine")
     open_tier(STORE, FINGERPRINT, SLOT, objects_url=URL).close(PATIENCE_SECONDS)
@@ -381,7 +374,7 @@ def close_once_unused(memory: mmap.mmap, store: object) -> None:
 
 @pytest.mark.parametrize("call", ["put", "get", "put after a failed epoch"])
 def test_a_failed_call_keeps_no_buffer(
-    start: Callable[[], Node], bucket: FaultyS3, call: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, bucket: FaultyS3, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the garbage collector: the memory would live until it happens to run."""
     node = start()

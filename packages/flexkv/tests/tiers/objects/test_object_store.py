@@ -110,8 +110,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return MemoryStore() if request.param == "memory" else LocalStore(tmp_path)
 
 
+Start = Callable[..., Node]
+
+
 @pytest.fixture
-def start(store: Any, at_end: ExitStack) -> Callable[..., Node]:
+def start(store: Any, at_end: ExitStack) -> Start:
     def make(**options: Any) -> Node:
         node = Node(store, **options)
         at_end.callback(node.blocks.close)
@@ -147,7 +150,7 @@ def test_a_write_ends_when_no_block_is_read_any_more(
     assert node.get("ab") == [MISSING, DONE]
 
 
-def test_what_one_node_wrote_another_finds_and_reads(start: Callable[..., Node]) -> None:
+def test_what_one_node_wrote_another_finds_and_reads(start: Start) -> None:
     one, other = start(), start()
     assert one.put("abc") == [DONE] * 3
     assert other.find("abcx") == [True, True, True, False]
@@ -155,7 +158,7 @@ def test_what_one_node_wrote_another_finds_and_reads(start: Callable[..., Node])
 
 
 def test_what_is_there_is_not_sent_again(
-    start: Callable[..., Node], store: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = start(), start()
     one.put("ab")
@@ -173,14 +176,12 @@ def test_what_is_there_is_not_sent_again(
     assert obstore.head(store, one.name("a"))["e_tag"] == before
 
 
-def test_blocks_of_other_models_are_not_found(start: Callable[..., Node]) -> None:
+def test_blocks_of_other_models_are_not_found(start: Start) -> None:
     start(fingerprint="0" * 32).put("a")
     assert start().find("a") == [False]
 
 
-def test_a_large_block_is_uploaded_in_parts(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_block_is_uploaded_in_parts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MULTIPART_BYTES", 1 << 20)
     monkeypatch.setattr(module, "_PART_BYTES", 1 << 20)
     node = start(slot=3 << 20)
@@ -203,7 +204,7 @@ def test_a_large_block_is_uploaded_in_parts(
     ids=["flipped", "cut", "longer", "half an envelope", "empty", "another's"],
 )
 def test_a_wrong_object_is_a_miss_and_is_overwritten(
-    start: Callable[..., Node], store: Any, harm: Callable[[bytes], bytes]
+    start: Start, store: Any, harm: Callable[[bytes], bytes]
 ) -> None:
     node = start()
     node.put("ab")
@@ -216,7 +217,7 @@ def test_a_wrong_object_is_a_miss_and_is_overwritten(
     assert start().get("ab") == [DONE, DONE]
 
 
-def test_a_block_of_another_length_is_damaged(start: Callable[..., Node]) -> None:
+def test_a_block_of_another_length_is_damaged(start: Start) -> None:
     start(slot=2 * SLOT).put("a")
     assert start().get("a") == [DAMAGED]
 
@@ -268,7 +269,7 @@ def count_questions(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("missed", [False, True], ids=["after a hit", "after a miss"])
 @pytest.mark.parametrize("there", [0, 1, 15, 16, 17, 99, 100])
 def test_few_requests_tell_how_far_a_prefix_is_there(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, there: int, missed: bool
+    start: Start, monkeypatch: pytest.MonkeyPatch, there: int, missed: bool
 ) -> None:
     node = start()
     keys = [bytes([i]) * 32 for i in range(100)]
@@ -281,7 +282,7 @@ def test_few_requests_tell_how_far_a_prefix_is_there(
 
 
 def test_blocks_with_gaps_are_asked_about_one_by_one_behind_a_prefix_that_is_there(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = start(), start()
     for text in ("abc", "x", "z"):
@@ -294,7 +295,7 @@ def test_blocks_with_gaps_are_asked_about_one_by_one_behind_a_prefix_that_is_the
 
 
 def test_questions_of_one_call_do_not_wait_for_each_other(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = start(), start()
     one.put("ab")
@@ -321,7 +322,7 @@ def test_questions_of_one_call_do_not_wait_for_each_other(
 
 
 def test_of_the_questions_of_one_call_only_those_fail_that_the_store_does_not_answer(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start()
     node.put("a")
@@ -338,18 +339,14 @@ def test_of_the_questions_of_one_call_only_those_fail_that_the_store_does_not_an
     assert str(failed) == "slow down"
 
 
-def test_questions_do_not_wait_for_reads(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_do_not_wait_for_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start()
     node.put("a")
     monkeypatch.setattr(requests_of(node.blocks), "_free", asyncio.Semaphore(0))
     assert node.find("ab") == [True, False]
 
 
-def test_misses_in_a_row_take_a_request_each(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misses_in_a_row_take_a_request_each(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start()
     assert node.find("abcdefgh") == [False] * 8
     asked = count_questions(node, monkeypatch)
@@ -359,7 +356,7 @@ def test_misses_in_a_row_take_a_request_each(
 
 
 def test_blocks_are_written_with_one_question_if_the_first_is_not_there(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start()
     asked = count_questions(node, monkeypatch)
@@ -368,9 +365,7 @@ def test_blocks_are_written_with_one_question_if_the_first_is_not_there(
     assert start().get("abcd") == [DONE] * 4
 
 
-def test_a_block_behind_an_absent_one_stays_as_it_is(
-    start: Callable[..., Node], store: Any
-) -> None:
+def test_a_block_behind_an_absent_one_stays_as_it_is(start: Start, store: Any) -> None:
     one, other = start(), start()
     one.put("b")
     before = obstore.head(store, one.name("b"))["e_tag"]
@@ -380,7 +375,7 @@ def test_a_block_behind_an_absent_one_stays_as_it_is(
 
 
 def test_after_a_reset_elsewhere_those_of_the_epoch_go_on_without_what_was_before(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, clock: Clock, store: Any
+    start: Start, monkeypatch: pytest.MonkeyPatch, clock: Clock, store: Any
 ) -> None:
     monkeypatch.setattr(epochs, "time", clock)
     one, other, third = start(), start(), start()
@@ -394,9 +389,7 @@ def test_after_a_reset_elsewhere_those_of_the_epoch_go_on_without_what_was_befor
     assert start().find("bc") == [False, False]
 
 
-def test_a_request_that_hangs_fails_in_time(
-    start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_hangs_fails_in_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start()
 
     read = obstore.get_async

@@ -36,8 +36,11 @@ def server() -> Iterator[S3Server]:
     server.kill()
 
 
+Start = Callable[..., Remote]
+
+
 @pytest.fixture
-def start(server: S3Server, at_end: ExitStack) -> Callable[..., Remote]:
+def start(server: S3Server, at_end: ExitStack) -> Start:
     def make(environ: dict[str, str] | None = None, **settings: Any) -> Remote:
         node = Remote(SETTINGS | settings, server.environ | (environ or {}))
         return at_end.enter_context(closing(node))
@@ -46,7 +49,7 @@ def start(server: S3Server, at_end: ExitStack) -> Callable[..., Remote]:
 
 
 def test_a_node_finds_what_another_has_stored(
-    start: Callable[..., Remote], server: S3Server, monkeypatch: pytest.MonkeyPatch
+    start: Start, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = start()
     one.do("store", "abcd")
@@ -72,7 +75,7 @@ def test_a_node_finds_what_another_has_stored(
 
 
 def test_a_server_that_hangs_or_dies_costs_hits_and_nothing_else(
-    start: Callable[..., Remote], server: S3Server
+    start: Start, server: S3Server
 ) -> None:
     node = start(objects_question_seconds=0.2, objects_timeout_seconds=0.5)
     node.do("store", "pqr")
@@ -97,7 +100,7 @@ def test_a_server_that_hangs_or_dies_costs_hits_and_nothing_else(
 
 
 @pytest.mark.skipif(bad_network.possible() is not None, reason=str(bad_network.possible()))
-def test_a_bad_network_costs_hits_and_nothing_else(start: Callable[..., Remote]) -> None:
+def test_a_bad_network_costs_hits_and_nothing_else(start: Start) -> None:
     with BadNetwork() as network, S3Server(network) as far:
         node = start(far.environ, objects_question_seconds=0.3, objects_timeout_seconds=1.0)
         fresh = map(chr, itertools.count(0x4E00))
@@ -127,9 +130,7 @@ def test_a_bad_network_costs_hits_and_nothing_else(start: Callable[..., Remote])
             time.sleep(0.2)
 
 
-def test_wrong_credentials_leave_the_engine_alone(
-    start: Callable[..., Remote], server: S3Server
-) -> None:
+def test_wrong_credentials_leave_the_engine_alone(start: Start, server: S3Server) -> None:
     server.check_credentials(True)
     try:
         node = start()
