@@ -90,6 +90,8 @@ class DeviceLink(Generic[RowType]):
     @property
     def under_way(self) -> dict[int, Transfer]:
         """The transfers whose end no rank, or not every rank, has reported, by id."""
+        if not self.unreported:  # as in most steps: an engine reads this several times in each
+            return {}
         return {copy.transfer.id: copy.transfer for copy in self._pending}
 
     @property
