@@ -52,7 +52,7 @@ _REMOVED = (
 )
 
 _KEYS = 4096
-"""Blocks that one turn of the loop looks up: about a millisecond. Not tuned."""
+"""Blocks that one turn of the loop looks up: about a millisecond."""
 _LOOP_SECONDS = 2.0
 """Seconds within which the service's loop must answer. It mostly takes milliseconds."""
 

@@ -137,7 +137,8 @@ class WorkerSide:
         self._begun_loads.clear()
         self._copies.tickets.clear()
         after = self._copies.work_so_far()
-        self._layerwise.start(orders.layerwise, after)
+        if orders.layerwise:
+            self._layerwise.start(orders.layerwise, after)
         for request_id, order in orders.loads.items():
             load = self._loads.setdefault(request_id, RunningLoad())
             load.complete = order.last
@@ -149,7 +150,8 @@ class WorkerSide:
                 load.parts[ticket] = order.engine_blocks
                 self._copies.begun(ticket, Direction.LOAD, order.engine_blocks)
             self._begun_loads.add(order.transfer_id)
-        self._refuse_loads(orders)
+        if orders.unfilled or orders.failed_loads:
+            self._refuse_loads(orders)
 
     def fail_loads(self, orders: StepOrders) -> None:
         """Fail the loads that `start_loads` has not started."""
@@ -171,7 +173,8 @@ class WorkerSide:
 
     def wait_for_layer(self, layer: str) -> None:
         """Make the forward pass wait until the blocks that `layer` reads are loaded."""
-        self._layerwise.wait_for_layer(layer)
+        if self._layerwise.running:
+            self._layerwise.wait_for_layer(layer)
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores behind the engine's work so far, the forward pass that computes
@@ -203,7 +206,8 @@ class WorkerSide:
     def finished(self, orders: StepOrders) -> None:
         """At the end of a step: look for copies that have ended, for `take_finished`."""
         # With speculative decoding vLLM asks this, and what failed, before it lets stores begin.
-        self._layerwise.end()
+        if self._layerwise.running:
+            self._layerwise.end()
         self.step_ended(orders)
         self._releases.update(self._releases_of(orders))
         if not orders.has_forward:
