@@ -8,20 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from flexkv.client import CacheClient, Ended, Reset
+from flexkv.client import CacheClient, Ended, Reset, Transfer
 from flexkv.engine.orders import CopyOrder
 from flexkv.engine.scheduler.ended import EndedTransfers
 from flexkv.types.packed_keys import PackedKeys
 from flexkv.types.tenants import NO_TENANT
 
-Decision: TypeAlias = tuple[int, int, int]
-"""What ranks must know of a transfer: its number, its cell and the number of slots that follow."""
+Made: TypeAlias = tuple[Transfer, Sequence[int]] | None
+"""A transfer of rank 0's, and numbers that the other ranks get with it; None if there is none."""
 
 Behind: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Makes a context in which copies follow the work that SGLang has queued on the device."""
-
-NOTHING: Decision = 0, 0, 0
-"""In place of a transfer if there is none."""
 
 
 @dataclass(slots=True)
@@ -29,23 +26,14 @@ class QueuedLoad:
     """A load that begins with the next batch.
 
     Attributes:
-        order: the copy, the same on all ranks once they have agreed on it.
-        fetched_tokens: tokens of it that lower tiers gave; 0 on all ranks but the first.
         fails: whether this rank does not know its pages, after an error that the first stage of a
             pipeline has not seen.
+        fetched_tokens: tokens of it that lower tiers gave; 0 on all ranks but the first.
     """
 
     order: CopyOrder
+    fails: bool
     fetched_tokens: int = 0
-    fails: bool = False
-
-    def lease(self, cache: CacheClient, keys: Sequence[bytes]) -> Decision:
-        """Begin the load of blocks. Returns `NOTHING` if host memory lacks one of them."""
-        transfer = cache.load(keys)
-        if transfer is None:
-            return NOTHING
-        self.order.slots = transfer.slots
-        return transfer.id, transfer.cell, len(keys)
 
 
 class Origin(NamedTuple):
@@ -63,14 +51,12 @@ class Offload:
     Attributes:
         transfer_id: id of the store under way; 0 once it is published or has failed, if nothing is
             copied, and on all ranks but the first.
-        copied: places of the copied pages, then their slots; empty on all ranks but the first.
         stored: whether the cache has all pages of the store, if no store is under way or it
             succeeds.
         tenant: number of the tenant for whom the pages count.
     """
 
     transfer_id: int = 0
-    copied: Sequence[int] = ()
     stored: bool = False
     tenant: int = NO_TENANT
 
@@ -80,15 +66,16 @@ class Offload:
         before: PackedKeys,
         keys: PackedKeys,
         trailing: Sequence[bytes],
-    ) -> Decision:
+    ) -> Made:
         """Begin the store of blocks of a prefix. If host memory has the block `before` them, which
         is empty if it is unknown, it keeps that block at least as long as them. Each of the blocks
-        `trailing` may be evicted without the others. `NOTHING` if no block got a slot."""
+        `trailing` may be evicted without the others. Returns the transfer with the places of the
+        copied pages, and behind these their slots; None if no block got a slot."""
         blocks: Sequence[bytes] = [*keys, *trailing] if trailing else keys
         missing = cache.missing(blocks)
         if not missing:
             self.stored = True
-            return NOTHING
+            return None
         if cache.missing(before):
             before = before[:0]
         first = len(before)
@@ -101,14 +88,13 @@ class Offload:
             tenants=[self.tenant] * len(chain) if cache.info.takes_tenants else None,
         )
         if transfer is None:
-            return NOTHING
+            return None
         self.transfer_id = transfer.id
         self.stored = len(transfer.slots) == len(missing)
         if not self.stored:
             place_of = {blocks[place]: place for place in missing}
             missing = [place_of[key] for key in transfer.keys]
-        self.copied = [*missing, *transfer.slots]
-        return transfer.id, transfer.cell, len(self.copied)
+        return transfer, [*missing, *transfer.slots]
 
 
 class OrderedTransfers:

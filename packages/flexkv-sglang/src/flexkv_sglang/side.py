@@ -24,7 +24,7 @@ from flexkv.engine.worker.worker import WorkerSide
 from flexkv.figures.definitions import Samples, add
 from flexkv_sglang.copies import (
     Behind,
-    Decision,
+    Made,
     Offload,
     OrderedTransfers,
     Origin,
@@ -190,18 +190,17 @@ class RankSide:
             named = is_hit and pages is not None and len(pages) == count + trailing.count(last)
         if not self._exchanges.ranks.all(named):
             return False
-        queued = QueuedLoad(CopyOrder(0, 0, [], []), fails=not named)
 
-        def lease(cache: CacheClient) -> Decision:
+        def lease(cache: CacheClient) -> Made:
             keys = self.keys_of(hashes)
-            return queued.lease(cache, [*keys, *trailing.keys_of(keys, last)] if last else keys)
+            transfer = cache.load([*keys, *trailing.keys_of(keys, last)] if last else keys)
+            return None if transfer is None else (transfer, transfer.slots)
 
-        number, cell, count = self._decide("ordering a load", "it is a miss", lease)
+        number, cell, slots = self._decide("ordering a load", "it is a miss", lease)
         if not number:
             return False
-        slots = self._exchanges.ranks.agree([*queued.order.slots], count)
-        queued.order = CopyOrder(number, cell, list(pages or ()), slots)
-        self._queued[rid] = queued
+        order = CopyOrder(number, cell, list(pages or ()), slots)
+        queued = self._queued[rid] = QueuedLoad(order, fails=not named)
         with self.boundary.guard("counting a hit", "it is not counted"):
             if self.requests is not None:
                 queued.fetched_tokens = self.requests.loads(rid, hashes, self._batch + 1, number)
@@ -324,22 +323,21 @@ class RankSide:
             if self.events is not None:
                 self.events.offered(self.keys_of(hashes))
 
-        def make(cache: CacheClient) -> Decision:
+        def make(cache: CacheClient) -> Made:
             keys, own = self.keys_of(hashes), self.keys_of([before] if before else [])
             return offload.reserve(cache, own, keys, self.trailing.keys_of(keys, last))
 
-        number, cell, count = self._decide("storing blocks", "they are not cached", make)
+        number, cell, copied = self._decide("storing blocks", "they are not cached", make)
         if not number:
             if offload.transfer_id:  # after an error; the next poll cancels it
                 offload.transfer_id, offload.stored = 0, False
             return
-        copied = self._exchanges.ranks.agree(offload.copied, count)
         if self._ordered is not None:
             self._ordered.offloads[number] = offload
         with self.boundary.guard("starting stores", "the blocks are not cached"):
             pages = pages_of()
             if pages is not None:
-                half = count // 2
+                half = len(copied) // 2
                 order = CopyOrder(number, cell, [pages[i] for i in copied[:half]], copied[half:])
                 with behind():
                     self._worker.start_stores(StepOrders(stores=[order]))
@@ -513,13 +511,21 @@ class RankSide:
         return self.requests.waiting.held(rids, ended)
 
     def _decide(
-        self, place: str, consequence: str, make: Callable[[CacheClient], Decision]
-    ) -> Decision:
-        """A transfer that rank 0 makes. All ranks that know it report its end."""
+        self, place: str, consequence: str, make: Callable[[CacheClient], Made]
+    ) -> tuple[int, int, list[int]]:
+        """Number and cell of a transfer that rank 0 makes, and the numbers with it; zeros without
+        one. All ranks that know it report its end."""
+        own: Sequence[int] = ()
 
         def decision() -> Sequence[int]:
+            nonlocal own
             assert self._cache is not None
-            return [*make(self._cache), int(self._cache.status.is_full)]
+            made = make(self._cache)
+            full = int(self._cache.status.is_full)
+            if made is None:
+                return 0, 0, 0, full
+            transfer, own = made
+            return transfer.id, transfer.cell, len(own), full
 
         number, cell, count, full = self._exchanges.decide(place, consequence, decision, 4)
         # SGLang evicts windows and states before the pages of their prefix. Stages of a pipeline
@@ -528,7 +534,7 @@ class RankSide:
         self.delays = bool(full) and not at_once
         if number and self._ordered is not None:
             self._ordered.offloads[number] = None
-        return number, cell, count
+        return number, cell, self._exchanges.ranks.agree(own, count) if number else []
 
     def _note_loads(self, orders: StepOrders) -> None:
         with self.boundary.guard("noting ended loads", "the next step notes them"):
