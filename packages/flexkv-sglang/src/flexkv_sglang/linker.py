@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's external linker: its KV pool above FlexKV's host memory, without its own host tier.
 
-SGLang creates a linker in each scheduler. This module has SGLang's types and calls; `side` does the
-work. After the start nothing here raises.
+SGLang creates a linker in each scheduler, and its radix tree looks prefixes up there. This module
+has SGLang's types and calls; `side` does the work. After the start nothing here raises.
 """
 
 from __future__ import annotations
