@@ -194,7 +194,7 @@ class KVCache:
             is_silent=False,
             awaits_slots=False,
             has_changes=bool(index.changes or (index.stale_blocks and index.changes is not None))
-            or (self._has_tiers and any(tier.has_changes for tier in self._below.indexed)),
+            or (self._has_tiers and self._below.has_changes),
             awaits_changes=False,
             under_way=self._device.under_way,
             publishing=(),
@@ -415,16 +415,15 @@ class KVCache:
     def watch(self, *, lower: bool = False) -> None:
         if not lower:
             self._index.watch()
-        for tier in self._below.indexed:
-            tier.watch()
+        self._below.watch()
 
     def drain_changes(self) -> list[Changes]:
         changes = self._index.changes
         if changes is None:
             return []
         self._index.sweep(_CHANGES)
-        host = changes_of(Medium.HOST, take_oldest(changes, _CHANGES))
-        return host + self._below.drain_changes(_CHANGES)
+        below = self._below.drain_changes(_CHANGES)  # first: it may raise
+        return changes_of(Medium.HOST, take_oldest(changes, _CHANGES)) + below
 
     def reset(self, kind: Reset, cause: str = ResetCause.REQUEST) -> None:
         match kind:

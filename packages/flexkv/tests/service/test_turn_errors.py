@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NoReturn
 
 import pytest
 
-from flexkv.service.ask import state_of
 from flexkv.service.attached import AttachedEngine
 from flexkv.service.server import NodeServer
+from flexkv.service.state import state_of
+from flexkv.types.changes import Medium
 from packages.flexkv.tests.service.served import (
     ENGINE,
     Scheduler,
@@ -21,7 +23,7 @@ from packages.flexkv.tests.service.served import (
     raising,
     until,
 )
-from packages.inside import end_of_server
+from packages.inside import below_of, end_of_server, index_of
 
 Attach = Callable[..., Scheduler]
 
@@ -71,7 +73,7 @@ def test_a_pool_that_cannot_be_polled_stops_nothing(
         raise RuntimeError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service.pool.cache, "look_at_holds", fail)
+        patch.setattr(service.pool.cache, "drain_changes", fail)
         until(lambda: len(failures) > 3)
         assert one.load(keys)
     assert one.store(keys_of("b", 3)) == keys_of("b", 3)
@@ -81,7 +83,6 @@ def test_a_pool_that_cannot_be_polled_stops_nothing(
     "part",
     [
         "lobby.Lobby.serve",
-        "pool.PoolMaker.drain",
         "endpoints.Operators.serve",
         "pool.SharedPool.poll",
         "pool.SharedPool.busy",
@@ -227,3 +228,40 @@ def test_changes_that_an_error_kept_from_engines_are_told(
                 told.extend(change.added)
 
         until(lambda: told == keys, read)
+
+
+def test_changes_whose_descriptions_cannot_be_read_are_told_later(
+    with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = attach(with_disk), attach(with_disk)
+    other.cache.watch()
+    other.settle()
+    (tier,) = below_of(with_disk.pool.cache).indexed
+    failures: list[int] = []
+    told: dict[Medium, set[bytes]] = {Medium.HOST: set(), Medium.DISK: set()}
+    numbers = count()
+
+    def fail(keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        if keys:
+            failures.append(1)
+            raising()
+        return {}
+
+    def store_another() -> None:
+        one.store(keys_of("b", 1, next(numbers)))
+
+    def read() -> None:
+        other.cache.poll()
+        for change in other.cache.drain_changes():
+            told[change.medium].difference_update(change.removed)
+            told[change.medium].update(change.added)
+
+    keys = keys_of("a", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "take_descriptions", fail)
+        assert one.store(keys) == keys
+        until(lambda: len(failures) > 2, store_another)
+    until(lambda: told[Medium.DISK] >= {*keys}, lambda: (store_another(), read()))
+    one.settle()
+    until(lambda: not with_disk.pool.busy, read)
+    until(lambda: told[Medium.HOST] == {*index_of(with_disk.pool.cache).blocks.keys}, read)

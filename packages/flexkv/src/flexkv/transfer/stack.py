@@ -149,6 +149,7 @@ class TierStack:
         self.uses = PrefixAccesses(index, self.indexed, on_hit)
         self._demotions = PrefixDemotions(index, self._demoters, self._writeback)
         self._drains_since: float | None = None
+        self._undescribed: dict[Medium, dict[bytes, bool]] = {}
 
     @property
     def must_query(self) -> bool:
@@ -288,13 +289,29 @@ class TierStack:
             tier.remove(keys)
         return sum(each.holds(keys) for each in self._demoters)
 
+    def watch(self) -> None:
+        """Have all tiers that know their blocks record changes; see `IndexedTier.watch`."""
+        self._undescribed.clear()
+        for tier in self.indexed:
+            tier.watch()
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `drain_changes` may return any."""
+        return bool(self._undescribed) or any(tier.has_changes for tier in self.indexed)
+
     def drain_changes(self, limit: int) -> list[Changes]:
-        """See `IndexedTier.drain_changes`; `limit` is for each tier."""
+        """See `IndexedTier.drain_changes`; `limit` is for each tier. If this raises, the next call
+        returns the changes that it has drained."""
+        for tier in self.indexed:
+            if not self._undescribed.get(tier.medium):
+                self._undescribed[tier.medium] = tier.drain_changes(limit)
         drained: list[Changes] = []
         for tier in self.indexed:
-            changed = tier.drain_changes(limit)
+            changed = self._undescribed[tier.medium]
             texts = tier.take_descriptions([key for key, there in changed.items() if there])
             drained += changes_of(tier.medium, changed, texts)
+        self._undescribed.clear()
         return drained
 
     def describe(self, described: Mapping[bytes, bytes]) -> None:
