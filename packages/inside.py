@@ -84,7 +84,7 @@ def end_of_server() -> Callable[..., None]:
 
 def is_making(server: NodeServer) -> bool:
     """Whether a pool is being made."""
-    return bool(server._maker._making)
+    return bool(server._making)
 
 
 def waiting_newcomers(server: NodeServer) -> int:

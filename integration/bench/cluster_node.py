@@ -23,10 +23,11 @@ from typing import Any
 from mooncake.store import MooncakeDistributedStore
 
 from flexkv import KVCache
-from flexkv.eviction import LRUPolicy
+from flexkv.eviction import POLICIES, LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import open_shared_tiers
+from flexkv.open_tiers import open_tiers
+from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.tiers.job import Outcome, Priority
 from flexkv.tiers.remote import RemoteTier, address_of
@@ -50,7 +51,9 @@ class FlexKV:
 
     def __init__(self, settings: dict[str, Any], size: int, count: int) -> None:
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (size,)), 2 * count), threads=2)
-        tiers = open_shared_tiers(CacheConfig(**settings), FINGERPRINT, self.arena.spec)
+        tiers = open_tiers(
+            CacheConfig(**settings), SessionInfo(FINGERPRINT, self.arena.spec), POLICIES["lru"]
+        )
         tier = tiers[0].tier
         assert isinstance(tier, RemoteTier)
         self.tier = tier

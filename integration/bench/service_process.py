@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flexkv.service.ask import state_of
-from flexkv.service.state import PoolState
+from flexkv.service.state import PoolState, state_of
 
 
 class ServiceProcess:

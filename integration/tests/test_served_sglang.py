@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.service.ask import state_of
+from flexkv.service.state import state_of
 from integration.harness.checkpoint import TINY
 from integration.sglang.linker import linker_config
 from integration.sglang.plain_server import PlainServer

@@ -22,10 +22,11 @@ from typing import Any
 
 from flexkv import KVCache
 from flexkv.client import Reset
-from flexkv.eviction import LRUPolicy
+from flexkv.eviction import POLICIES, LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import open_shared_tiers
+from flexkv.open_tiers import open_tiers
+from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.tiers import device, remote
 from flexkv.tiers.epochs import FRESH_SECONDS, Epochs
@@ -91,7 +92,9 @@ class Node:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), SLOTS), threads=1)
         be_patient(settings)
-        tiers = open_shared_tiers(CacheConfig(**settings), FINGERPRINT, self.arena.spec)
+        tiers = open_tiers(
+            CacheConfig(**settings), SessionInfo(FINGERPRINT, self.arena.spec), POLICIES["lru"]
+        )
         (attached,) = tiers
         assert isinstance(attached.tier, RemoteTier)
         self.tier = attached.tier

@@ -72,6 +72,17 @@ def test_a_suspended_cache_finds_loads_and_stores_nothing(workers: Workers) -> N
     assert workers.cache.store(keys("b"), [0]) is None
 
 
+@pytest.mark.parametrize("kind", [Reset.CLEAR, Reset.EMPTY, Reset.RENEW])
+def test_a_reset_of_all_blocks_ends_a_suspension(workers: Workers, kind: Reset) -> None:
+    workers.store("a")
+    workers.cache.reset(Reset.SUSPEND)
+    workers.cache.reset(kind)
+    assert not workers.cache.status.disabled
+    assert workers.cache.lookup(keys("a")) == 0
+    workers.store("a")
+    assert workers.cache.lookup(keys("a")) == 1
+
+
 def test_a_block_is_found_once_every_rank_has_stored_it(workers: Workers) -> None:
     cache = workers.cache
     transfer = cache.store(keys("a", "b"), [0, 1])

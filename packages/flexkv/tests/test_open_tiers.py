@@ -17,8 +17,9 @@ from flexkv.eviction import POLICIES
 from flexkv.eviction.policy import NO_GUARD
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import open_shared_tiers, open_tiers, policy_maker
+from flexkv.open_tiers import open_tiers, policy_maker
 from flexkv.session.state_reports import read_states
+from flexkv.session.wire import SessionInfo
 from flexkv.settings import CacheConfig
 from flexkv.tiers.circuit import CircuitState
 from flexkv.tiers.remote import RemoteTier
@@ -38,8 +39,8 @@ def test_the_disk_has_no_owner_after_a_bucket_was_refused(tmp_path: Path) -> Non
     both = dataclasses.replace(disk, objects_url="s3://bucket")
     with led(tmp_path / "run") as session:
         with pytest.raises(StoreSettingError):
-            open_tiers(both, session, POLICIES["lru"])
-        (attached,) = open_tiers(disk, session, POLICIES["lru"])
+            open_tiers(both, session.info, POLICIES["lru"])
+        (attached,) = open_tiers(disk, session.info, POLICIES["lru"])
         assert attached.tier.figures.reads == {CircuitState.CLOSED: 1}
         assert attached.tier.close()
 
@@ -59,7 +60,7 @@ def test_directories_evict_by_the_setting(
     roots = tuple(str(tmp_path / f"disk{number}") for number in range(directories))
     config = CacheConfig(ssd_cache_gb=1 / 512, ssd_cache_dir=roots, eviction_policy=setting)
     with led(tmp_path / "run") as session:
-        (attached,) = open_tiers(config, session, policy_maker(config, follows))
+        (attached,) = open_tiers(config, session.info, policy_maker(config, follows))
         figures = attached.tier.figures
         assert figures.policy == policy
         assert (figures.guard is not NO_GUARD) is (policy == "hazard")
@@ -72,8 +73,8 @@ def test_a_directory_that_is_not_open_is_shown_to_other_processes(tmp_path: Path
         ssd_cache_gb=1 / 1024, ssd_cache_dir=(root,), runtime_dir=str(tmp_path / "run")
     )
     with led(tmp_path / "run") as session:
-        (first,) = open_tiers(disk, session, POLICIES["lru"])
-        (second,) = open_tiers(disk, session, POLICIES["lru"])
+        (first,) = open_tiers(disk, session.info, POLICIES["lru"])
+        (second,) = open_tiers(disk, session.info, POLICIES["lru"])
         (shown,) = read_states(disk.session_root)
         assert (shown["tier"], shown["store"], shown["pid"]) == ("disk", root, os.getpid())
         assert shown["reads"] == shown["writes"] == "connecting"
@@ -87,12 +88,12 @@ def test_each_engine_of_a_server_has_a_folder_and_no_other_one_has(tmp_path: Pat
     run = str(tmp_path / "run")
     disk = CacheConfig(ssd_cache_gb=1 / 1024, ssd_cache_dir=(str(root),), runtime_dir=run)
     with led(tmp_path / "run") as session:
-        opened = [open_tiers(disk, session, POLICIES["lru"], engines=2)[0] for _ in range(3)]
+        opened = [open_tiers(disk, session.info, POLICIES["lru"], engines=2)[0] for _ in range(3)]
         assert len(list(root.iterdir())) == 2
         (shown,) = read_states(disk.session_root)
         assert shown["writes"] == "connecting"
         own = dataclasses.replace(disk, ssd_in_use="own")
-        opened += open_tiers(own, session, POLICIES["lru"], engines=2)
+        opened += open_tiers(own, session.info, POLICIES["lru"], engines=2)
         assert len(list(root.iterdir())) == 3
         for each in opened:
             assert each.tier.close()
@@ -115,8 +116,9 @@ def test_mooncake_is_left_after_a_bucket_was_refused(monkeypatch: pytest.MonkeyP
     master = MooncakeMaster()
     try:
         config = CacheConfig(objects_url="s3://bucket", **master.settings)
+        info = SessionInfo("fe" * 16, ArenaSpec(BlockFormat(1, (4096,)), 4))
         with pytest.raises(StoreSettingError):
-            open_shared_tiers(config, "fe" * 16, ArenaSpec(BlockFormat(1, (4096,)), 4))
+            open_tiers(config, info, POLICIES["lru"])
     finally:
         master.kill()
     assert closed == [True]

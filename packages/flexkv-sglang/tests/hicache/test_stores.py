@@ -19,10 +19,10 @@ import torch
 from hicache.fake_pools import MAKERS, PAGES, MhaPool, MlaPool, fill, tokens_of
 
 from flexkv.engine.boundary import ErrorBoundary
-from flexkv.service.ask import state_of
 from flexkv.service.pool_sizes import PoolFile, PoolSize
 from flexkv.service.private_service import FLUSH_SECONDS
 from flexkv.service.server import NodeServer
+from flexkv.service.state import state_of
 from flexkv.settings import SETTINGS, CacheConfig
 from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.epochs import engine_name, epoch_of

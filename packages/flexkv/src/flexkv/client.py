@@ -201,17 +201,15 @@ class CacheInfo:
     """What does not change while a cache is open, unless it attaches to another service.
 
     Attributes:
-        num_slots: blocks that the arena has room for.
         slot_bytes: bytes of a block in every tier, padding included.
         media: media of the lower tiers, the fastest first.
         must_query: whether a lower tier needs a query to know which blocks it has.
-        policy_name: name of the eviction policy, for metrics; empty for none.
         is_shared: whether other engines use the cache. Then `clear` leaves them their blocks, and
             the caller has to name its own by other keys.
         drops_old: whether polls remove blocks because of their age, so that somebody has to poll
             while the engine is idle, too.
-        takes_tenants: whether `store` and `fetch` want to know the tenants of requests: tenants
-            have shares, and the engine has none of its own.
+        takes_tenants: whether tenants have shares and the engine has no tenant of its own, so that
+            `store` and `fetch` need those of requests.
     """
 
     num_slots: int
@@ -301,13 +299,9 @@ class CacheClient(Protocol):
         """Positions, from `start` on, of the keys whose blocks have no slot. No side effect."""
 
     def query(self, keys: Sequence[bytes], scattered: Sequence[bytes] = ()) -> bool:
-        """Query the lower tiers that do not know which of these blocks they have. Returns whether
-        an answer is awaited; it arrives within each tier's deadline.
-
-        Args:
-            keys: keys of a prefix, first block first.
-            scattered: keys of further blocks, with gaps; of no use without the first of `keys`.
-        """
+        """Query the lower tiers that do not know which blocks of a prefix they have. Returns
+        whether an answer is awaited; it arrives within each tier's deadline. `scattered`: keys of
+        further blocks, with gaps; of no use without the first of `keys`."""
 
     def load(self, keys: Sequence[bytes]) -> Transfer | None:
         """Lease the blocks of `keys` for a copy into the engine, until `poll` reports its end or
@@ -323,11 +317,10 @@ class CacheClient(Protocol):
         announced: int = 0,
         priority: int = 0,
     ) -> FetchId | None:
-        """Bring the blocks of a prefix from lower tiers into the arena, where `lookup` finds them,
-        or wait for other engines that are storing them there.
+        """Bring the blocks of a prefix, from some block on, from lower tiers into the arena, where
+        `lookup` finds them, or wait for other engines that are storing them there.
 
         Args:
-            keys: keys of the prefix from some block on, first block first.
             queued: whether the request is still queued. The fetch then yields to those of requests
                 that wait, and leaves half of the arena to others.
             tenant: number of the tenant for whom the blocks count; None for the engine's own.
@@ -336,9 +329,8 @@ class CacheClient(Protocol):
             priority: of the request, from -`MOST_PRIORITY` to `MOST_PRIORITY`. Among requests that
                 wait, and among those that are queued, tiers read for the highest first.
 
-        Returns:
-            The fetch. Its blocks stay in the arena until the caller calls `end_fetch`. None if no
-            lower tier has a block to add.
+        Returns None if no lower tier has a block to add. Blocks stay in the arena until the caller
+        calls `end_fetch`.
         """
 
     def extend_fetch(
@@ -382,9 +374,8 @@ class CacheClient(Protocol):
             tenants: for each of `keys` the number of the tenant for whom its block counts; None
                 for the engine's own.
 
-        Returns:
-            A transfer of the blocks that got a slot, in order; it ends by `poll` or `end_transfer`.
-            None if no block got one.
+        Returns a transfer of the blocks that got a slot, in order, which ends by `poll` or
+        `end_transfer`; None if no block got one.
         """
 
     def end_transfer(
@@ -404,11 +395,8 @@ class CacheClient(Protocol):
         lower tiers, whose admission decides. Called once for each request. Later polls do the
         counting, because a prefix may be long.
 
-        Args:
-            keys: keys of the blocks that the request found in any cache, the engine's own included;
-                first block first.
-            context: what is known of the request, for the eviction policy.
-            prompt: keys of all blocks of its prompt, found or not; None if they are unknown.
+        `keys`: of the blocks that the request found in any cache, the engine's own included.
+        `prompt`: of all blocks of its prompt, found or not; None if they are unknown.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -425,16 +413,9 @@ class CacheClient(Protocol):
         owner: Hashable = None,
         seconds: float | None = None,
     ) -> None:
-        """Keep the blocks of a prefix that are in the arena or being stored or fetched. Blocks
-        beyond the limit of the kind are not kept, and are counted.
-
-        Args:
-            kind: see `Hold`.
-            keys: keys of the prefix.
-            owner: whose hold it is. A block stays as long as one owner holds it.
-            seconds: seconds for which the blocks stay, from the last call on; None for the time of
-                pins in the settings.
-        """
+        """Keep the blocks of a prefix that are in the arena or being stored or fetched, as long as
+        one owner holds them, for `seconds` from the last call on; None for the time of pins in the
+        settings. Blocks beyond the limit of the kind are not kept, and are counted."""
 
     def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
         """End all pins of `owner`, or what `hold` has retained of `keys` for it. Returns whether

@@ -8,10 +8,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from flexkv.eviction import POLICIES, AnyPolicy, OnePolicy, TenantPolicies, choose_policy
-from flexkv.host.arena import ArenaSpec
 from flexkv.index.ages import BlockAges
-from flexkv.session import Session
 from flexkv.session.state_reports import StateReport
+from flexkv.session.wire import SessionInfo
 from flexkv.settings import GIB, CacheConfig
 from flexkv.tiers.base import AttachedTier
 from flexkv.tiers.disk import MAX_OWNERS, MakePolicy, open_disk_tier
@@ -51,74 +50,31 @@ def host_policy(
 
 def open_tiers(
     config: CacheConfig,
-    session: Session,
+    info: SessionInfo,
     policy: MakePolicy,
     engines: int = 1,
     ages: BlockAges | None = None,
 ) -> list[AttachedTier]:
-    """Open the tiers below the arena of a session, which is borrowed. Returns them, the fastest
-    first; the caller closes them. `policy` makes the eviction policy of a disk. Each of the
-    `engines` of a server with these settings has a folder of its own on a disk.
+    """Open the tiers below the memory that `info` describes, which need be no arena. Returns them,
+    the fastest first; the caller closes them. `policy` makes the eviction policy of a disk. Each of
+    the `engines` of a server with these settings has a folder of its own on a disk.
 
     Raises DiskError if a cache directory is refused (see `open_disk_tier`); ConfigError if the
     client of a shared store is not installed; StoreSettingError if a shared store cannot be used
     with these settings.
     """
-    info, spec = session.info, session.arena.spec
-    return open_tiers_below(
-        config, spec, info.fingerprint, info.identity, policy, engines=engines, ages=ages
-    )
-
-
-def open_tiers_below(
-    config: CacheConfig,
-    spec: ArenaSpec,
-    fingerprint: str,
-    identity: Sequence[str],
-    policy: MakePolicy,
-    *,
-    engines: int = 1,
-    ages: BlockAges | None = None,
-) -> list[AttachedTier]:
-    """As `open_tiers`, below memory of these sizes that need be no arena. `identity`: the parts of
-    the fingerprint."""
-    tiers: list[AttachedTier] = []
-    if config.ssd_cache_gb is not None:
-        disk = _open_disk(
-            config,
-            spec,
-            fingerprint,
-            identity,
-            size=int(config.ssd_cache_gb * GIB),
-            policy=policy,
-            engines=engines,
-            ages=ages,
-        )
-        tiers.append(disk)
-    with closed_on_error(tiers):
-        return tiers + open_shared_tiers(config, fingerprint, spec)
-
-
-def open_shared_tiers(config: CacheConfig, fingerprint: str, spec: ArenaSpec) -> list[AttachedTier]:
-    """Open the tiers that engines share.
-
-    Args:
-        config: FlexKV's settings.
-        fingerprint: fingerprint of the blocks.
-        spec: sizes of the arena.
-
-    Returns:
-        The tiers, the fastest first. The caller closes them.
-
-    Raises:
-        ConfigError: the client of a store is not installed.
-        StoreSettingError: a store cannot be used with these settings.
-    """
-    tiers: list[AttachedTier] = []
+    spec, fingerprint = info.spec, info.fingerprint
     slot_bytes = spec.format.slot_bytes
+    queue_bytes = spec.num_slots * slot_bytes // _QUEUE_SHARE
+    tiers: list[AttachedTier] = []
     with closed_on_error(tiers):
+        if config.ssd_cache_gb is not None:
+            disk = _open_disk(
+                config, info, policy, queue_bytes=queue_bytes, engines=engines, ages=ages
+            )
+            tiers.append(disk)
         for store in shared_stores(config):
-            opened = store.open(config, fingerprint, slot_bytes, _queue_bytes(spec))
+            opened = store.open(config, fingerprint, slot_bytes, queue_bytes)
             states = _states(config, store.medium, str(store.address(config)), fingerprint)
             tier = RemoteTier(store.medium, opened, fingerprint, slot_bytes, states)
             tiers.append(AttachedTier(tier, store.admission(config), opened.limits.timeout_seconds))
@@ -144,29 +100,28 @@ def ages_of(config: CacheConfig, num_slots: int) -> BlockAges | None:
 
 def _open_disk(
     config: CacheConfig,
-    spec: ArenaSpec,
-    fingerprint: str,
-    identity: Sequence[str],
-    *,
-    size: int,
+    info: SessionInfo,
     policy: MakePolicy,
+    *,
+    queue_bytes: int,
     engines: int,
     ages: BlockAges | None,
 ) -> AttachedTier:
+    assert config.ssd_cache_gb is not None
     day_gb = config.ssd_write_gb_per_day
     tier = open_disk_tier(
         config.ssd_cache_dir,
-        fingerprint,
-        spec.format.slot_bytes,
-        size,
+        info.fingerprint,
+        info.spec.format.slot_bytes,
+        int(config.ssd_cache_gb * GIB),
         owners=MAX_OWNERS if config.ssd_in_use == "own" else engines,
         keep_others=config.ssd_other_models == "keep",
         day_bytes=None if day_gb is None else int(day_gb * GIB),
-        queue_bytes=_queue_bytes(spec),
+        queue_bytes=queue_bytes,
         stall_seconds=config.ssd_timeout_seconds,
         policy=policy,
-        identity=identity,
-        states=lambda root: _states(config, Medium.DISK, root, fingerprint),
+        identity=info.identity,
+        states=lambda root: _states(config, Medium.DISK, root, info.fingerprint),
         ages=ages,
     )
     for drive in tier.drives:
@@ -184,7 +139,3 @@ def _open_disk(
 def _states(config: CacheConfig, medium: Medium, store: str, fingerprint: str) -> StateReport:
     about = {"tier": medium.value, "store": store, "fingerprint": fingerprint}
     return StateReport(config.session_root, about)
-
-
-def _queue_bytes(spec: ArenaSpec) -> int:
-    return spec.num_slots * spec.format.slot_bytes // _QUEUE_SHARE

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from faulty_s3 import FaultyS3
 
+from flexkv.eviction import POLICIES
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat
-from flexkv.open_tiers import open_shared_tiers
+from flexkv.open_tiers import open_tiers
 from flexkv.session.state_reports import StateReport
+from flexkv.session.wire import SessionInfo
 from flexkv.settings import load_config
 from flexkv.tiers.disk.folder import folders, lock_folder
 from flexkv.tiers.disk.inspect import folder_state
@@ -211,7 +213,7 @@ def test_stat_names_running_engines_and_whether_their_stores_answer(
     assert flexkv("stat").out == "no engine with shared stores runs\n"
 
     spec = ArenaSpec(BlockFormat(1, (1 << 16,)), 4)
-    (attached,) = open_shared_tiers(load_config(), FINGERPRINT, spec)
+    (attached,) = open_tiers(load_config(), SessionInfo(FINGERPRINT, spec), POLICIES["lru"])
     assert isinstance(attached.tier, RemoteTier)
     assert "  circuits     reads connecting, writes connecting\n" in flexkv("stat").out
     bucket.fault = lambda *_: None

@@ -29,15 +29,16 @@ from flexkv.operators.door import listen_at
 from flexkv.operators.verbs import PromptQuestion
 from flexkv.service import endpoints
 from flexkv.service import messages as wire
-from flexkv.service.ask import (
+from flexkv.service.server import NodeServer
+from flexkv.service.state import (
+    SOCKET,
+    PoolState,
     clear_pools,
     find_prompt,
     is_service,
     metrics_of,
     state_of,
 )
-from flexkv.service.server import NodeServer
-from flexkv.service.state import SOCKET, PoolState
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.tiers.disk import OsFiles
 from flexkv.transfer.stack import TierStack

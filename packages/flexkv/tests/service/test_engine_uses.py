@@ -10,7 +10,7 @@ import pytest
 
 from flexkv.client import Hold
 from flexkv.eviction import RequestContext
-from flexkv.service import engine_uses
+from flexkv.service import engine_requests, page
 from flexkv.service import messages as wire
 from flexkv.service.lobby import RefusalError
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of
@@ -47,15 +47,15 @@ def test_an_engine_that_ends_nothing_is_refused(
     make: Callable[[Iterator[int], bool], Iterator[wire.ToService]],
 ) -> None:
     """One that ends what it begins may begin more."""
-    monkeypatch.setattr(engine_uses, "_MOST_NAMES", 4)
-    monkeypatch.setattr(wire, "MOST_FETCHES", 4)
+    monkeypatch.setattr(engine_requests, "_MOST_NAMES", 4)
+    monkeypatch.setattr(page, "FETCH_ROWS", 4)
     attach(service)
     for message in make(iter(range(10)), True):
         service.engine.handle(message)
     *first, fifth = islice(make(count(10), False), 5)
     for message in first:
         service.engine.handle(message)
-    with pytest.raises(RefusalError, match="more than 4"):
+    with pytest.raises(RefusalError, match=r"more than 4|before another has ended"):
         service.engine.handle(fifth)
 
 
@@ -63,7 +63,7 @@ def test_an_engine_that_ends_nothing_is_refused(
 def test_a_prompt_without_an_end_is_refused(
     service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    monkeypatch.setattr(engine_uses, "_MOST_PROMPT", 8)
+    monkeypatch.setattr(engine_requests, "_MOST_PROMPT", 8)
     attach(service)
     keys = keys_of("a", 4)
     prompt, others = (keys, []) if field == "prompt" else ([], keys)

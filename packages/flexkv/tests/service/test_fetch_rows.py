@@ -3,15 +3,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from flexkv.client import AwaitedBlocks, FetchState
-from flexkv.service import messages as wire
-from flexkv.service.page import FETCH_ROW_BYTES, FETCH_ROWS, FetchRows
+from flexkv.client import AwaitedBlocks, FetchId, FetchState
+from flexkv.service import page, served_tiers
+from flexkv.service.page import FETCH_ROW_BYTES, FETCH_ROWS, MOST_RANGES, FetchRow, FetchRows
 from flexkv.types.changes import Medium
+from flexkv.types.presence import Presence
 from packages.flexkv.tests.service.served import Scheduler, Service, keys_of, until
-from packages.flexkv.tests.service.test_served_tiers import leave_memory
 
 Attach = Callable[..., Scheduler]
 MEMORY = FETCH_ROWS * FETCH_ROW_BYTES
@@ -33,65 +34,74 @@ def test_the_reader_gets_the_latest_message_once(memory: memoryview) -> None:
     service, engine = FetchRows(memory), FetchRows(memory)
     assert engine.read(7) is None
     for arrived in range(3):
-        assert service.write(wire.Fetched(7, state(arrived)))
-    assert service.write(wire.Fetched(8, None))
-    assert engine.read(7) == wire.Fetched(7, state(2))
+        service.write(FetchRow(7, 1, state(arrived)))
+    service.write(FetchRow(8, 1, None))
+    assert engine.read(7) == FetchRow(7, 1, state(2))
     assert engine.read(7) is None
-    assert engine.read(8) == wire.Fetched(8, None)
-    assert FetchRows(memory).write(wire.Fetched(7, state(3))), "the next service goes on"
-    assert engine.read(7) == wire.Fetched(7, state(3))
+    assert engine.read(8) == FetchRow(8, 1, None)
+    FetchRows(memory).write(FetchRow(7, 2, state(3)))  # the next service goes on
+    assert engine.read(7) == FetchRow(7, 2, state(3))
 
 
-def test_a_row_has_room_for_three_tiers(memory: memoryview) -> None:
-    assert FetchRows(memory).write(wire.Fetched(1 << 40, state(1312, ranges=4)))
-
-
-def test_a_message_without_room_leaves_none_in_its_row(memory: memoryview) -> None:
-    service, engine = FetchRows(memory), FetchRows(memory)
+def test_a_row_has_room_for_the_ranges_of_three_tiers(memory: memoryview) -> None:
     last = FETCH_ROWS - 1
-    service.write(wire.Fetched(last, state(1)))
-    assert not service.write(wire.Fetched(last, state(2, ranges=500)))
-    found = engine.read(last)
-    assert found is None or found.fetch != last
+    whole = state(1312, ranges=500)
+    FetchRows(memory).write(FetchRow((1 << 40) + last, 1 << 40, whole))
+    found = FetchRows(memory).read(last)
+    assert found is not None
+    assert found.state == replace(whole, awaited=list(whole.awaited[:MOST_RANGES]))
 
 
 def test_a_message_that_is_being_written_is_not_read(memory: memoryview) -> None:
     """Whichever of its bytes are there already."""
-    FetchRows(memory).write(wire.Fetched(1, state(1)))
-    before = bytes(memory)
-    FetchRows(memory).write(wire.Fetched(1, state(2)))
-    after = bytes(memory)
-    changed = [i for i in range(MEMORY) if before[i] != after[i]]
+    FetchRows(memory).write(FetchRow(1, 1, state(1)))
+    row = memory[FETCH_ROW_BYTES : 2 * FETCH_ROW_BYTES]
+    before = bytes(row)
+    FetchRows(memory).write(FetchRow(1, 1, state(2)))
+    after = bytes(row)
+    changed = [i for i in range(FETCH_ROW_BYTES) if before[i] != after[i]]
     chance = random.Random(1)
     for _ in range(1000):
         engine = FetchRows(memory)
-        memory[:] = before
+        row[:] = before
         for i in chance.sample(changed, chance.randrange(1, len(changed))):
-            memory[i] = after[i]
+            row[i] = after[i]
         assert engine.read(1) is None
-        memory[:] = after
-        assert engine.read(1) == wire.Fetched(1, state(2))
+        row[:] = after
+        assert engine.read(1) == FetchRow(1, 1, state(2))
 
 
 def test_bytes_of_no_message_are_not_read(memory: memoryview) -> None:
     chance = random.Random(2)
     for _ in range(1000):
-        memory[:] = chance.randbytes(MEMORY)
-        assert FetchRows(memory).read(chance.randrange(1 << 32)) is None
-        assert FetchRows(memory).write(wire.Fetched(1, None))
+        memory[:FETCH_ROW_BYTES] = chance.randbytes(FETCH_ROW_BYTES)
+        assert FetchRows(memory).read(FETCH_ROWS * chance.randrange(1 << 32)) is None
+        FetchRows(memory).write(FetchRow(0, 1, None))
 
 
-def test_more_fetches_than_rows_arrive(with_disk: Service, attach: Attach) -> None:
-    """Those without a row by messages."""
-    one = attach(with_disk, step_blocks=4)
-    keys = keys_of("a", 4)
-    leave_memory(with_disk, one, keys)
-    fetches = [one.cache.fetch(keys) for _ in range(FETCH_ROWS + 2)]
-    for fetch in fetches:
-        assert fetch is not None
-        until(lambda fetch=fetch: one.cache.fetch_state(fetch).arrived == 4, one.cache.poll)
-    for fetch in fetches:
-        assert fetch is not None
-        one.cache.end_fetch(fetch)
+def test_each_fetch_has_a_row_of_its_own(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside those that last, and no more begin than there are rows."""
+    monkeypatch.setattr(page, "FETCH_ROWS", 4)
+    monkeypatch.setattr(served_tiers, "FETCH_ROWS", 4)
+    one, other = attach(service), attach(service)
+    keys = keys_of("a", 2)
+    transfer = one.cache.store(keys, range(2))
+    assert transfer is not None
+    until(lambda: other.cache.presence(keys)[-1] is Presence.BELOW)
+    begun: list[FetchId] = []
+    for _ in range(9):
+        while (fetch := other.cache.fetch(keys)) is not None:
+            begun.append(fetch)
+        assert len(begun) == 4
+        other.cache.poll()
+        other.cache.end_fetch(begun.pop(1))
+    one.copy(transfer)
     one.settle()
-    leave_memory(with_disk, one, keys_of("later", 1))
+    for fetch in begun:
+        until(lambda fetch=fetch: other.cache.fetch_state(fetch).done, other.cache.poll)  # type: ignore[misc]
+        assert other.cache.lookup(keys) == 2
+        other.cache.end_fetch(fetch)
+    other.settle()
+    until(service.accounted)

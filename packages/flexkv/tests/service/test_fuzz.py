@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from flexkv.service import messages as wire
-from flexkv.service.ask import state_of
+from flexkv.service.state import state_of
 from packages.flexkv.tests.service.hostile import Chance
 from packages.flexkv.tests.service.served import FORMAT, keys_of, until
 from packages.flexkv.tests.service.traffic import Traffic

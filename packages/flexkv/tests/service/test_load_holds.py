@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from flexkv.client import Transfer, TransferEnd
-from flexkv.service import engine_fetches, page
+from flexkv.service import engine_requests, page
 from flexkv.service.attached import AttachedEngine
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence
@@ -210,7 +210,7 @@ def test_fetches_of_an_engine_that_hangs_end(
     for _ in range(20):
         store_another()
     assert other.cache.lookup(prompt) == 4, "it may load them yet"
-    monkeypatch.setattr(engine_fetches, "_UNREAD_SECONDS", 0.05)
+    monkeypatch.setattr(engine_requests, "_UNREAD_SECONDS", 0.05)
     until(lambda: not open_fetches(with_disk.pool.cache))
     until(lambda: other.cache.lookup(prompt) == 0, store_another)
     until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)

@@ -239,7 +239,6 @@ def test_a_pool_keeps_its_size_over_a_restart_with_another_file(
     caplog: Any,
 ) -> None:
     monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
     service = make_service(16)
     one = attach(service)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.service.ask import is_service, state_of
 from flexkv.service.pool_sizes import PoolSize
 from flexkv.service.private_service import PrivateService, start_private
+from flexkv.service.state import is_service, state_of
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ArenaError
 from packages.flexkv.tests.service.served import FORMAT, Scheduler, Service, keys_of, until

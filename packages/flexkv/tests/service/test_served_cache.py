@@ -13,9 +13,9 @@ from flexkv.client import Hold, Reset, Transfer, TransferEnd
 from flexkv.host.board import CELLS
 from flexkv.service import line
 from flexkv.service import messages as wire
-from flexkv.service.ask import clear_pools
 from flexkv.service.line import MOST_WAITING, READ, SENT
 from flexkv.service.page import PUBLISHED
+from flexkv.service.state import clear_pools
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
 from flexkv.types.presence import Presence
@@ -244,16 +244,23 @@ def test_an_engine_at_rest_gets_slots_after_a_clear(
     assert one.load(keys)
 
 
+@pytest.mark.parametrize("kind", [Reset.CLEAR, Reset.EMPTY, Reset.RENEW])
 def test_a_reset_of_one_engine_leaves_the_blocks_to_others(
-    service: Service, attach: Attach
+    service: Service, attach: Attach, kind: Reset
 ) -> None:
+    """It also ends a suspension."""
     one, other = attach(service), attach(service)
     keys, later = keys_of("a", 3), keys_of("b", 3)
     one.store(keys)
     under_way = ordered(one, later)
-    one.cache.reset(Reset.CLEAR)
+    one.cache.reset(Reset.SUSPEND)
+    assert one.cache.status.disabled
+    one.cache.reset(kind)
+    assert not one.cache.status.disabled
     one.copy(under_way)
     one.settle()
+    new = keys_of("c", 3)
+    until(lambda: one.cache.lookup(new) == 3, lambda: one.store(new))
     assert other.cache.lookup(keys) == 3
     assert other.cache.lookup(later) == 0, "stored before the reset, under the keys of before"
     until(service.accounted)

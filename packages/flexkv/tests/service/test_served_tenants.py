@@ -85,7 +85,6 @@ def test_tenants_outlive_the_service(
     service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
     one, other = attach(service, tenant="a"), attach(service)
     one.store(keys_of("a", 3))

@@ -17,12 +17,12 @@ from flexkv.cli.stat import print_service
 from flexkv.client import FetchId, FetchState, Reset
 from flexkv.eviction import RequestContext
 from flexkv.figures.definitions import sample
-from flexkv.service import engine_fetches, served_tiers
+from flexkv.service import engine_requests, served_tiers
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
-from flexkv.service.ask import state_of
 from flexkv.service.page import READ
 from flexkv.service.pool_keys import TierKeys
+from flexkv.service.state import state_of
 from flexkv.transfer import fetcher
 from flexkv.types.changes import Changes, Medium
 from flexkv.types.mover import Status
@@ -199,7 +199,7 @@ def test_an_engine_that_fetches_much_stays_attached(
     with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of its fetches may be for queued requests; the others are for those whose turn it is."""
-    monkeypatch.setattr(wire, "MOST_FETCHES", 4)
+    monkeypatch.setattr(served_tiers, "FETCH_ROWS", 4)
     one = attach(with_disk, step_blocks=4)
     keys = keys_of("a", 4)
     leave_memory(with_disk, one, keys)
@@ -370,7 +370,7 @@ def test_a_question_whose_answer_is_forgotten_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in a pool that is cleared meanwhile: the service comes to rest."""
-    monkeypatch.setattr(engine_fetches, "LACKS_SECONDS", 0.2)
+    monkeypatch.setattr(engine_requests, "LACKS_SECONDS", 0.2)
     service = make_service(16, objects_url=bucket)
     one = attach(service)
     monkeypatch.setattr(KVCache, "presence", lambda _, keys: [Presence.UNKNOWN] * len(keys))
@@ -387,7 +387,7 @@ def test_a_question_without_an_answer_ends(
 ) -> None:
     """Of a service that lives: of another, no tier is asked."""
     monkeypatch.setattr(served_tiers, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(engine_fetches.EngineQueries, "answers", lambda *_: iter(()))
+    monkeypatch.setattr(engine_requests.EngineQueries, "answers", lambda *_: iter(()))
     one = attach(make_service(16, objects_url=bucket))
     keys = keys_of("a", 4)
     assert one.cache.query(keys)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -24,12 +25,10 @@ from flexkv.eviction import RequestContext
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
 from flexkv.service import messages as wire
-from flexkv.service import pool
-from flexkv.service.ask import state_of
+from flexkv.service import pool, server
 from flexkv.service.attach import Attached, join_pool, open_pool
-from flexkv.service.lobby import Newcomer
-from flexkv.service.pool import PoolMaker
 from flexkv.service.server import NodeServer
+from flexkv.service.state import state_of
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.session.wire import ServiceTicket, SessionInfo
 from flexkv.settings import CacheConfig
@@ -171,7 +170,7 @@ def test_an_engine_that_is_not_served_any_more_reads_right_bytes(
     bad.cache.poll()
     until(lambda: any(each.has_ended for each in service.server.engines))
     good.fill("b", 40)
-    held = service.pool.cache.look_at_holds
+    held = service.pool.cache.index.look_at_holds
     until(lambda: held() > 0)  # the last block: the others cannot leave before it
     bad.copy(under_way)
     until(lambda: not bad.cache.busy, bad.cache.poll)
@@ -267,6 +266,16 @@ def test_an_engine_has_one_scheduler(service: Service, attach: Attach) -> None:
     join_pool(one.ticket, one.arena).close()
 
 
+def test_memory_that_is_no_arena_is_one_clear_error(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = SimpleNamespace(**vars(wire))
+    answers.Opened = lambda ticket, slots, _: wire.Opened(ticket, slots, ticket.client)
+    monkeypatch.setattr(server, "wire", answers)
+    with pytest.raises(ArenaError, match=r"memory of the service cannot be mapped: .* is no arena"):
+        open_pool(service.root, "toy", "engine", ABOUT)
+
+
 def test_models_do_not_share_a_pool(service: Service, attach: Attach) -> None:
     one = attach(service)
     other = attach(service, about=OTHER)
@@ -275,22 +284,6 @@ def test_models_do_not_share_a_pool(service: Service, attach: Attach) -> None:
     one.store(keys)
     assert other.cache.lookup(keys) == larger.cache.lookup(keys) == 0
     assert len(service.server.pools) == 3
-
-
-def test_pools_come_until_they_are_taken() -> None:
-    done = threading.Semaphore(0)
-    maker = PoolMaker(done.release)
-    with closing(maker):
-        all_blocks = [wire.PoolBlocks(name, 1, (4096,), 1, ()) for name in ("a", "b")]
-        with socket.socket() as connection:
-            for blocks in all_blocks:
-                greeting = wire.Open(wire.PROTOCOL, "toy", "toy", blocks)
-                maker.begin(blocks, Newcomer(connection, greeting, -1, []), raising)
-            for _ in all_blocks:
-                assert done.acquire(timeout=60)
-            assert next(iter(maker.drain())).blocks == all_blocks[0]
-            assert [made.blocks for made in maker.drain()] == all_blocks
-            assert not any(map(maker.is_making, all_blocks))
 
 
 def test_pools_without_engines_make_room_for_others(

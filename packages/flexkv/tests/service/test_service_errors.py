@@ -22,9 +22,9 @@ from flexkv.operators.ask_door import AskError
 from flexkv.service import attach as attaching
 from flexkv.service import attached, pool, pool_keys, server
 from flexkv.service import messages as wire
-from flexkv.service.ask import clear_pools, state_of
 from flexkv.service.pool import SharedPool
 from flexkv.service.server import NodeServer
+from flexkv.service.state import clear_pools, state_of
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Direction, Status
 from packages.flexkv.tests.service.served import (
@@ -80,7 +80,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long before another try or for what has ended."""
     monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
     monkeypatch.setattr(attaching, "_MOST_SECONDS", 0.02)
-    monkeypatch.setattr(attaching, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)
     monkeypatch.setattr(server, "_GONE_SECONDS", 0.01)
     monkeypatch.setattr(pool_keys, "ANNOUNCED_SECONDS", 0.5)
@@ -369,7 +368,7 @@ class World:
             and cache.pinned_blocks == 0
             and waiting_newcomers(service.server) == 0
             and all(
-                stores_of(each.cache).granted == set(cache.granted_to(each.one.ticket.client))
+                stores_of(each.cache).granted == set(cache.index.taken_by(each.one.ticket.client))
                 and engines[each.one.ticket.client].granted == len(stores_of(each.cache).granted)
                 and each.known[Medium.HOST] == here
                 and each.known[Medium.DISK] | here >= listed

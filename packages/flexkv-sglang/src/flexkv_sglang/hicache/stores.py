@@ -17,9 +17,9 @@ import torch
 
 from flexkv.engine.boundary import ErrorBoundary
 from flexkv.eviction import AUTO
-from flexkv.service.ask import clear_pools
 from flexkv.service.pool_sizes import PoolSize
 from flexkv.service.private_service import PrivateService, start_private
+from flexkv.service.state import clear_pools
 from flexkv.settings import CacheConfig
 from flexkv.types.errors import ConfigError
 from flexkv_sglang.hicache.epochs import engine_name

@@ -12,7 +12,8 @@ from flexkv import CacheConfig, ConfigError, LayoutError, load_config
 from flexkv.host.arena import ArenaSpec
 from flexkv.layout import BlockFormat, fingerprint
 from flexkv.layout.block_format import SLOT_ALIGNMENT
-from flexkv.open_tiers import open_tiers_below, policy_maker
+from flexkv.open_tiers import open_tiers, policy_maker
+from flexkv.session.wire import SessionInfo
 from flexkv.settings import configure_logging
 from flexkv.settings.without_effect import engines_settings, report_without_effect
 from flexkv.tiers.base import AnyTier, QueriedTier
@@ -74,8 +75,10 @@ def open_below(
     if size % SLOT_ALIGNMENT:
         raise LayoutError(f"vLLM's blocks have {size} bytes; allowed: multiples of 4096")
     spec = ArenaSpec(BlockFormat(1, (size,)), len(view))
-    tiers = open_tiers_below(
-        ours, spec, fingerprint(parts), parts, policy_maker(ours, follows_requests=False)
+    tiers = open_tiers(
+        ours,
+        SessionInfo(fingerprint(parts), spec, True, tuple(parts)),
+        policy_maker(ours, follows_requests=False),
     )
     memory = np.asarray(view)
     for each in tiers:

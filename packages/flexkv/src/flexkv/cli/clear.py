@@ -36,7 +36,7 @@ from flexkv.cli.engine_commands import (
 )
 from flexkv.operators.ask_door import AskError, ask_engines, engines_in
 from flexkv.operators.verbs import CLEAR, REMOVE, REMOVE_SESSION, ClearQuestion
-from flexkv.service.ask import clear_pools
+from flexkv.service.state import clear_pools
 from flexkv.settings import CacheConfig
 from flexkv.tiers import epochs
 from flexkv.tiers.disk.files import reason_of

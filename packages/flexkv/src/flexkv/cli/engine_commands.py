@@ -37,7 +37,7 @@ from flexkv.operators.verbs import (
     UnpinQuestion,
     Verb,
 )
-from flexkv.service.ask import find_prompt
+from flexkv.service.state import find_prompt
 from flexkv.types.errors import ConfigError
 from flexkv.types.texts import blocks, printable
 

@@ -17,7 +17,7 @@ import msgspec
 from flexkv.cli.common import Command, add_json, default_root, print_json, services_in
 from flexkv.figures.health_samples import health_text, problems_of, state_of
 from flexkv.operators.ask_door import AskError, beside
-from flexkv.service.ask import state_of as service_state
+from flexkv.service.state import state_of as service_state
 from flexkv.session.state_reports import Subject, process_of, read_states
 from flexkv.types.texts import printable
 from flexkv.types.troubles import HealthState, Problem

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from flexkv.cli.common import cache_folders
 from flexkv.cli.top_metrics import Reading, read_metrics
 from flexkv.operators.ask_door import AskError
-from flexkv.service.ask import is_service, metrics_of
+from flexkv.service.state import is_service, metrics_of
 from flexkv.tiers.disk.files import reason_of
 from flexkv.tiers.disk.inspect import FolderState, folder_state
 from flexkv.types.deadline import call_within

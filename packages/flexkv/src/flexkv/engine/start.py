@@ -12,7 +12,8 @@ from flexkv.engine.recorder import Recorder, open_recorder
 from flexkv.host.arena import ArenaSpec
 from flexkv.open_tiers import ages_of, host_policy, open_tiers, policy_maker
 from flexkv.operators.engine_door import OperatorAccess, PromptKeys, local_http
-from flexkv.service.served_cache import attach_cache
+from flexkv.service.attach import Attached
+from flexkv.service.served_cache import ServedCache
 from flexkv.session import Session, attach
 from flexkv.settings import CacheConfig
 from flexkv.types.tenants import tenant_number
@@ -56,7 +57,8 @@ def make_cache(
     ticket, tenant = session.info.service, tenant_number(config.tenant or "")
     if ticket is not None:
         logger.info("host memory and lower tiers are those of the service in %r", ticket.root)
-        return attach_cache(session.info, step_blocks, session.arena, tenant)
+        attached = Attached(session.info, step_blocks, session.arena, tenant)
+        return ServedCache(attached, session.arena)
     slots = session.arena.spec.num_slots
     name, policy = host_policy(config, slots, follows_requests=follows_requests)
     logger.info("host memory evicts by %s (eviction_policy is %s)", name, config.eviction_policy)
@@ -64,7 +66,7 @@ def make_cache(
     return KVCache(
         session.arena,
         policy,
-        open_tiers(config, session, policy_maker(config, follows_requests), engines, ages)
+        open_tiers(config, session.info, policy_maker(config, follows_requests), engines, ages)
         if keeps_blocks
         else [],
         policy_name=name,

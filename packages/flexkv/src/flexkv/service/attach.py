@@ -15,8 +15,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.host.memory_file import check_seals
@@ -33,61 +33,8 @@ from flexkv.types.tenants import NO_TENANT
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_SECONDS = 1.0
-"""Seconds between two greetings while the service is gone, up to half of it more or less."""
-
-
-class Membership:
-    """The service knows of this process by its connection and a pidfd, and if another service
-    comes, by a lock on the memory, until this process has greeted that one, too. A thread does so
-    by `join`. Connection and lock are owned."""
-
-    def __init__(
-        self, connection: socket.socket, lock: MemoryLock, join: Callable[[], socket.socket]
-    ) -> None:
-        connection.settimeout(None)
-        self._connection = connection
-        self._lock = lock
-        self._join = join
-        self._guard = threading.Lock()
-        self._closed = threading.Event()
-        close_in_children(self)
-        threading.Thread(target=self._stay, name="flexkv-membership", daemon=True).start()
-
-    def close(self) -> None:
-        """Leave the service. Idempotent."""
-        with self._guard:
-            self._closed.set()
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._connection.close()
-        self._lock.close()
-
-    def leave_to_parent(self) -> None:
-        self._connection.close()
-
-    def _stay(self) -> None:
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError):
-                while self._connection.recv(1):
-                    pass
-            self._attach_again()
-
-    def _attach_again(self) -> None:
-        while not self._closed.wait(_AGAIN_SECONDS * random.uniform(0.5, 1.5)):
-            try:
-                connection = self._join()
-            except (ArenaError, OSError) as error:  # its scheduler logs it, too
-                logger.debug("not attached again: %s", error)
-                continue
-            with self._guard:
-                self._connection.close()
-                self._connection = connection
-                connection.settimeout(None)
-                if self._closed.is_set():
-                    connection.close()
-            return
-
+Answer = TypeVar("Answer", bound=wire.ToEngine)
+Given = TypeVar("Given")
 
 _FIRST_SECONDS, _MOST_SECONDS = 1.0, 5.0
 """Pauses before the first try and between later ones, each up to half of it more or less; each is
@@ -97,63 +44,73 @@ _LASTS_SECONDS = 60.0
 
 
 class Attachment(NamedTuple):
-    """What a service has given to a scheduler: a connection, what the disks of the pool have, the
-    blocks that engines of the pool are storing, and whether tenants have shares of the memory."""
+    """What a service has given to a scheduler: what the disks of the pool have, the blocks that
+    engines of the pool are storing, and whether tenants have shares of the memory."""
 
-    connection: socket.socket
     below: KeySet
     announced: KeySet
     has_shares: bool
 
 
-class Reattachment:
+class Reattachment(Generic[Given]):
     """Watches a connection, borrowed for the call, and attaches again in a thread whenever the
-    service has closed it: that waits for the service, and an idle engine calls nobody. `attach` may
-    raise ArenaError and OSError."""
+    service has closed it: that waits for the service, and an idle engine calls nobody. `attach`
+    returns a connection, and what the service has given beside it. It may raise ArenaError and
+    OSError. Failed tries are logged at `level`."""
 
-    def __init__(self, connection: socket.socket, attach: Callable[[], Attachment]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        attach: Callable[[], tuple[socket.socket, Given]],
+        level: int = logging.WARNING,
+    ) -> None:
         self._attach = attach
+        self._level = level
         self._stops = threading.Event()
-        self._made: deque[Attachment] = deque()  # one at most; each call on it is atomic
-        self._taken: Attachment | None = None
-        threading.Thread(
-            target=self._stay, args=(connection.dup(),), name="flexkv-reattachment", daemon=True
-        ).start()
+        self._watched = connection.dup()
+        # One at most; each call on it is atomic.
+        self._made: deque[tuple[socket.socket, Given]] = deque()
+        self._taken: socket.socket | None = None
+        close_in_children(self)
+        threading.Thread(target=self._stay, name="flexkv-reattachment", daemon=True).start()
 
     @property
     def has_made(self) -> bool:
         """Whether `take` gives an attachment: the one before it has ended."""
         return bool(self._made)
 
-    def take(self) -> Attachment | None:
+    def take(self) -> tuple[socket.socket, Given] | None:
         """The new attachment, which is the caller's; None if there is none yet."""
         with contextlib.suppress(IndexError):
-            self._taken = self._made.popleft()
-            return self._taken
+            self._taken, given = self._made.popleft()
+            return self._taken, given
         return None
 
     def reject(self) -> None:
         """What `take` has given last is of no use. Attaches again, unless that has ended before."""
         if self._taken is not None:
             with contextlib.suppress(OSError):
-                self._taken.connection.shutdown(socket.SHUT_RDWR)
+                self._taken.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Try no more. A thread that waits for the service ends after that. The caller shuts down
-        its connection. Idempotent."""
+        """Try no more, and end an attachment that nobody has taken. A thread that waits for the
+        service ends after that. The caller shuts down a connection that it has. Idempotent."""
         self._stops.set()
         self._drop()
 
-    def _drop(self) -> None:
-        """Close an attachment that nobody has taken."""
-        with contextlib.suppress(IndexError):
-            self._made.popleft().connection.close()
+    def leave_to_parent(self) -> None:
+        for connection in (self._watched, *(each for each, _ in self._made)):
+            connection.close()
 
-    def _stay(self, watched: socket.socket) -> None:
+    def _drop(self) -> None:
+        with contextlib.suppress(IndexError, OSError), self._made.popleft()[0] as connection:
+            connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def _stay(self) -> None:
         pause = _FIRST_SECONDS
         while True:
             since = time.monotonic()
-            with watched:
+            with self._watched as watched:
                 ends = select.poll()
                 ends.register(watched, 0)  # POLLHUP is always told
                 ends.poll()
@@ -162,30 +119,58 @@ class Reattachment:
             made, pause = self._try(pause)
             if made is None:
                 return
-            attachment, watched = made
             self._drop()  # an idle engine has seen several services end
-            self._made.append(attachment)
+            self._made.append(made)
             if self._stops.is_set():
                 self._drop()
 
-    def _try(self, pause: float) -> tuple[tuple[Attachment, socket.socket] | None, float]:
-        """The attachment and a connection to watch, or None after `close`; and the pause before the
-        next try."""
+    def _try(self, pause: float) -> tuple[tuple[socket.socket, Given] | None, float]:
+        """The attachment, whose connection is watched, or None after `close`; and the pause before
+        the next try."""
         said = ""
         while not self._stops.wait(pause * random.uniform(0.5, 1.5)):
             pause = min(2 * pause, _MOST_SECONDS)
             try:
-                attachment = self._attach()
+                made = self._attach()
                 try:
-                    return (attachment, attachment.connection.dup()), pause
+                    self._watched = made[0].dup()
                 except OSError:
-                    attachment.connection.close()
+                    made[0].close()
                     raise
+                return made, pause
             except (ArenaError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
-                    logger.warning("not attached to the service again yet: %s", error)
+                    logger.log(self._level, "not attached to the service again yet: %s", error)
         return None, pause
+
+
+class Membership:
+    """The service knows of this process by its connection, owned, and a pidfd, and if another
+    service comes, by a lock on the memory, until this process has greeted that one, too."""
+
+    def __init__(self, ticket: ServiceTicket, arena: Arena, connection: socket.socket) -> None:
+        self._connection = connection
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
+            self._lock = MemoryLock(arena.fd, ticket.client)
+            undo.callback(self._lock.close)
+            # Its scheduler logs why it is not attached.
+            join = functools.partial(_join, ticket)
+            self._reattachment = Reattachment(connection, join, logging.DEBUG)
+            undo.pop_all()
+        close_in_children(self)
+
+    def close(self) -> None:
+        """Leave the service. Idempotent."""
+        self._reattachment.close()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        self._lock.close()
+
+    def leave_to_parent(self) -> None:
+        self._connection.close()
 
 
 _PATIENCE_SECONDS = 120.0
@@ -222,39 +207,29 @@ class Attached:
         self._guard = threading.Lock()
         ticket = self._ticket
         greeting = wire.Schedule(wire.PROTOCOL, _shown(ticket), step_blocks, tenant)
-        self.connection, answer, self._fds = _greet(ticket.root, greeting, 4)
-        try:
-            if not isinstance(answer, wire.Scheduled):
-                raise _unexpected(ticket.root, answer)
-            self.announced = _map_keys(self._fds.pop())
-            self.below = _map_keys(self._fds.pop())
+        self.connection, self.answer, self._fds = _greet(
+            ticket.root, greeting, wire.Scheduled, fds_wanted=4
+        )
+        with _closed_on_error(self.connection, self._fds), contextlib.ExitStack() as undo:
+            self.connection.setblocking(False)
+            self.announced, self.below = _map_keys(self._fds), _map_keys(self._fds)
             for fd in self._fds:
                 check_seals(fd)
             index_fd, holds_fd = self._fds
-            self.answer = answer
             self.index = mmap.mmap(index_fd, 0, prot=mmap.PROT_READ)
             self.page = EnginePage(holds_fd, ticket.client, info.spec.num_slots)
             self._lock = MemoryLock(arena.fd, ticket.client)
-            try:
-                with RuntimeDirectory(ticket.root) as directory:
-                    self._shows_life = directory.hold(wire.ENGINES)
-            except BaseException:
-                self._lock.close()
-                raise
-            self.connection.setblocking(False)
-        except BaseException as error:
-            self.connection.close()
-            _close(self._fds)
-            if isinstance(error, OSError | ValueError):
-                raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
-            raise
+            undo.callback(self._lock.close)
+            with RuntimeDirectory(ticket.root) as directory:
+                self._shows_life = directory.hold(wire.ENGINES)
+            undo.pop_all()
 
     @property
     def _ticket(self) -> ServiceTicket:
         assert self._info.service is not None
         return self._info.service
 
-    def resume(self) -> Attachment:
+    def resume(self) -> tuple[socket.socket, Attachment]:
         """Attach again, to the same service or to the next one. Waits; may be called in a thread of
         its own. The caller owns the attachment; `Claim` comes first on its connection, on which
         calls do not wait. Raises ArenaError if the service does not answer, or refuses the
@@ -275,23 +250,18 @@ class Attached:
                 raise ArenaError("the engine has left the service")
             lent = [os.dup(fd) for fd in (self._arena.fd, *self._fds)]
         try:
-            connection, answer, fds = _greet(ticket.root, greeting, 2, lent)
+            connection, answer, fds = _greet(
+                ticket.root, greeting, wire.Resumed, fds_wanted=2, fds_sent=lent
+            )
         finally:
             _close(lent)
-        try:
-            announced, below = _map_keys(fds.pop()), _map_keys(fds.pop())
-            if not isinstance(answer, wire.Resumed):
-                raise _unexpected(ticket.root, answer)
+        with _closed_on_error(connection, fds):
+            announced, below = _map_keys(fds), _map_keys(fds)
             connection.setblocking(False)
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, ValueError):
-                raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
-            raise
-        return Attachment(connection, below, announced, answer.has_shares)
+        return connection, Attachment(below, announced, answer.has_shares)
 
     def close(self) -> None:
-        """Let go of the memory of the index and of the holds. Idempotent."""
+        """Close the memory of the index and of the holds. Idempotent."""
         with self._guard:
             self._lock.close()
             if self._fds:
@@ -305,20 +275,13 @@ def open_pool(root: str, model: str, engine: str, about: SessionInfo) -> Session
     _await_service(root)
     model = model[: wire.MOST_NAME]
     greeting = wire.Open(wire.PROTOCOL, engine, model, _blocks_of(about))
-    connection, answer, fds = _greet(root, greeting, 1)
-    try:
-        if not isinstance(answer, wire.Opened):
-            raise _unexpected(root, answer)
-        given = answer.ticket
+    connection, answer, fds = _greet(root, greeting, wire.Opened, fds_wanted=1)
+    given = answer.ticket
+    with _closed_on_error(connection, fds):
         spec = ArenaSpec(about.spec.format, answer.slots, answer.boards, given.client)
         arena = Arena(fds.pop(), spec)
-    except BaseException:
-        connection.close()
-        raise
-    finally:
-        _close(fds)
     ticket = ServiceTicket(root, given.client, given.token.hex(), engine, model)
-    membership = _member(ticket, connection, arena)
+    membership = Membership(ticket, arena, connection)
     return Session(dataclasses.replace(about, spec=spec, service=ticket), arena, membership)
 
 
@@ -347,27 +310,15 @@ def _await_service(root: str) -> None:
 
 
 def join_pool(ticket: ServiceTicket, arena: Arena) -> Membership:
-    """Tell the service that this process, a rank of an engine, has the arena, which is borrowed. It
-    knows so until the process ends, or the caller closes the membership. Raises ArenaError if the
-    service does not answer, or refuses the process."""
-    return _member(ticket, _join(ticket), arena)
+    """Report to the service that this process, a rank of an engine, has the arena, which is
+    borrowed. It knows so until the process ends, or the caller closes the membership. Raises
+    ArenaError if the service does not answer, or refuses the process."""
+    return Membership(ticket, arena, _join(ticket)[0])
 
 
-def _member(ticket: ServiceTicket, connection: socket.socket, arena: Arena) -> Membership:
-    try:
-        lock = MemoryLock(arena.fd, ticket.client)
-    except BaseException:
-        connection.close()
-        raise
-    return Membership(connection, lock, functools.partial(_join, ticket))
-
-
-def _join(ticket: ServiceTicket) -> socket.socket:
-    connection, answer, _ = _greet(ticket.root, wire.Join(wire.PROTOCOL, _shown(ticket)), 0)
-    if not isinstance(answer, wire.Joined):
-        connection.close()
-        raise _unexpected(ticket.root, answer)
-    return connection
+def _join(ticket: ServiceTicket) -> tuple[socket.socket, wire.Joined]:
+    greeting = wire.Join(wire.PROTOCOL, _shown(ticket))
+    return _greet(ticket.root, greeting, wire.Joined, fds_wanted=0)[:2]
 
 
 def _blocks_of(about: SessionInfo) -> wire.PoolBlocks:
@@ -382,10 +333,15 @@ def _shown(ticket: ServiceTicket) -> wire.Ticket:
 
 
 def _greet(
-    root: str, greeting: wire.ToService, fds_wanted: int, fds_sent: Sequence[int] = ()
-) -> tuple[socket.socket, wire.ToEngine, list[int]]:
+    root: str,
+    greeting: wire.ToService,
+    kind: type[Answer],
+    *,
+    fds_wanted: int,
+    fds_sent: Sequence[int] = (),
+) -> tuple[socket.socket, Answer, list[int]]:
     """Greet the service, with a pidfd of this process and further descriptors. Returns the
-    connection, the answer, and its descriptors, all the caller's."""
+    connection, the answer of this kind, and its descriptors, all the caller's."""
     try:
         with RuntimeDirectory(root) as directory:
             connection = directory.connect(wire.SOCKET, _PATIENCE_SECONDS, socket.SOCK_SEQPACKET)
@@ -403,28 +359,41 @@ def _greet(
             os.close(own)
         packet, fds = wire.receive_greeting(connection)
         messages = wire.read_engine(packet) if packet else []
-        if messages and isinstance(messages[0], wire.Refused):
-            raise ArenaError(f"the service in {root!r} refuses the engine: {messages[0].reason}")
+        answer = messages[0] if messages else None
+        if isinstance(answer, wire.Refused):
+            raise ArenaError(f"the service in {root!r} refuses the engine: {answer.reason}")
         if len(messages) != 1 or len(fds) != fds_wanted:
             raise ArenaError(f"the service in {root!r} has closed the connection")
-    except (OSError, wire.WireError) as error:
+        if not isinstance(answer, kind):
+            raise ArenaError(f"the service in {root!r} answers with {type(answer).__name__}")
+    except BaseException as error:
         connection.close()
         _close(fds)
-        raise ArenaError(f"the service in {root!r} does not answer: {error}") from None
-    except BaseException:
-        connection.close()
-        _close(fds)
+        if isinstance(error, OSError | wire.WireError):
+            raise ArenaError(f"the service in {root!r} does not answer: {error}") from None
         raise
-    return connection, messages[0], fds
+    return connection, answer, fds
 
 
-def _unexpected(root: str, answer: wire.ToEngine) -> ArenaError:
-    return ArenaError(f"the service in {root!r} answers with {type(answer).__name__}")
+@contextlib.contextmanager
+def _closed_on_error(connection: socket.socket, fds: list[int]) -> Iterator[None]:
+    """Close the connection and descriptors if the block raises, which maps their memory: an
+    ArenaError if it cannot be mapped, or is of another size."""
+    try:
+        yield
+    except BaseException as error:
+        connection.close()
+        _close(fds)
+        fds.clear()
+        if isinstance(error, OSError | ValueError):
+            raise ArenaError(f"the memory of the service cannot be mapped: {error}") from None
+        raise
 
 
-def _map_keys(fd: int) -> KeySet:
-    """The set of keys in a memory file, whose descriptor is closed. Raises OSError or ValueError if
-    it cannot be mapped, or is no set."""
+def _map_keys(fds: list[int]) -> KeySet:
+    """The set of keys in the last of these memory files, whose descriptor is closed. Raises OSError
+    or ValueError if it cannot be mapped, or is no set."""
+    fd = fds.pop()
     try:
         check_seals(fd)
         return key_set(mmap.mmap(fd, 0, prot=mmap.PROT_READ), is_owner=False)

@@ -17,12 +17,11 @@ from itertools import chain
 
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
-from flexkv.service.engine_fetches import EngineFetches, EngineQueries
-from flexkv.service.engine_uses import EngineUses
+from flexkv.service.changes import joined
+from flexkv.service.engine_requests import EngineFetches, EngineQueries, EngineUses
 from flexkv.service.lobby import RefusalError
 from flexkv.service.page import PUBLISHED, READ, SENT, EngineHolds, FetchRows
 from flexkv.service.pool import SharedPool
-from flexkv.service.pool_descriptions import joined
 from flexkv.service.pool_keys import Announcements
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status
@@ -89,13 +88,9 @@ class AttachedEngine:
     processes have ended: an order to copy may still wait in a queue of theirs. An engine of a
     service that has ended has begun: it may attach again, and holds blocks meanwhile.
 
-    Attributes:
-        name: its id, for logs.
-        tenant: number of the tenant of all its requests; `NO_TENANT` if it has none of its own.
-        ticket: what its processes show; of an engine that has begun, what the first one shows.
-        processes: those that have the memory and live. Of an engine that has begun, some may not
-            have attached again yet.
-        has_ended: whether its scheduler has left. It gets nothing more until that attaches again.
+    Its processes show the `ticket`; of an engine that has begun, the first one brings it. Of such
+    an engine, some living `processes` may not have attached again yet. An engine whose scheduler
+    has left (`has_ended`) gets nothing more until that attaches again.
     """
 
     def __init__(self, name: str, pool: SharedPool, number: int, *, begun: bool = False) -> None:
@@ -111,20 +106,19 @@ class AttachedEngine:
         self._board: CompletionBoard = pool.arena.board_of(number)
         self._scheduler: Process | None = None
         self._reading: Process | None = None  # who holds slots, connected or not
-        self._holds: EngineHolds | None = None
-        self._fetches: EngineFetches | None = None
+        page = pool.page_of(number)
+        if not begun:
+            page.clear()
+        self._bell = page.bell
+        self._holds = EngineHolds(page, pool.num_slots, name)
+        self._fetches = EngineFetches(pool.cache, self._holds, FetchRows(page.fetches))
         self._queries = EngineQueries(pool.cache)
         self._announced = Announcements(pool.announced, pool.num_slots)
         self._uses = EngineUses(pool, number, self._announced)
-        self._bell = memoryview(bytearray(12)).cast("I")
-        self._reader: int | None = None
-        self._granted: set[int] = set()
+        self._granted = set(pool.cache.index.taken_by(number))
         self._claims: set[int] | None = None
         self._all_known = not begun
         self._unused_since: float | None = None
-        if begun:
-            self._granted.update(pool.cache.granted_to(number))
-            self._take_page(clear=False)
         self._target = self._idle_slots = 0
         self._stored_at = time.monotonic()
         self._is_recalled = False
@@ -135,6 +129,8 @@ class AttachedEngine:
         self._figures_at = 0.0
         self._has_news = False
         self._step_blocks = 1
+        # Last: only an engine that is known ends it.
+        self._reader: int | None = pool.cache.index.add_reader(page.holds)
 
     @property
     def scheduler(self) -> Process | None:
@@ -161,11 +157,11 @@ class AttachedEngine:
     @property
     def state(self) -> EngineState:
         """What operators see. Takes O(slots)."""
-        held, granted = 0 if self._holds is None else self._holds.slots, len(self._granted)
+        held, granted = self._holds.slots, len(self._granted)
         is_attached, stalled = self._scheduler is not None, 0
         if not is_attached:
             stalled = held + granted
-        elif self._holds is not None and self._holds.is_stalled(time.monotonic()):
+        elif self._holds.is_stalled(time.monotonic()):
             stalled = held
         return EngineState(
             self.name,
@@ -174,7 +170,7 @@ class AttachedEngine:
             len(self.processes),
             granted,
             held,
-            len(self._fetches or ()),
+            len(self._fetches),
             stalled,
         )
 
@@ -190,19 +186,9 @@ class AttachedEngine:
             raise RefusalError(
                 f"engine {self.name!r} has had a scheduler; allowed: one in its life"
             )
-        self._take_page(clear=True)
         self._begin(process, greeting, engines)
         pool = self.pool
         return [pool.index_fd, pool.pages_fd, pool.below.fd, pool.announced.fd]
-
-    def _take_page(self, *, clear: bool) -> None:
-        page = self.pool.page_of(self.number)
-        if clear:
-            page.clear()
-        self._bell = page.bell
-        self._holds = EngineHolds(page, self.pool.num_slots, self.name)
-        self._fetches = EngineFetches(self.pool.cache, self._holds, FetchRows(page.fetches))
-        self._reader = self.pool.cache.add_reader(page)
 
     def resume(self, process: Process, greeting: wire.Resume, engines: int) -> Process | None:
         """The scheduler goes on, in a pool of so many engines, and says next what slots it has.
@@ -212,12 +198,13 @@ class AttachedEngine:
         is_it = self.ticket is None or secrets.compare_digest(
             self.ticket.token, greeting.ticket.token
         )
-        if not is_it or self._holds is None:
+        if not is_it or (self._scheduler is None and not self.has_ended):
             raise RefusalError(f"engine {self.name!r} is not the one of the ticket")
         if self._scheduler is not None:
             raise RefusalError(f"engine {self.name!r} has a scheduler; allowed: one")
         self._end_work()
-        self._granted = set(self.pool.cache.granted_to(self.number))  # an error may have lost some
+        # An error may have lost some.
+        self._granted = set(self.pool.cache.index.taken_by(self.number))
         self.name, self.ticket = greeting.engine, greeting.ticket
         self._bell[SENT] = self._bell[READ] = self._bell[PUBLISHED] = 0
         self._claims = set()
@@ -241,17 +228,14 @@ class AttachedEngine:
             self._step_blocks = max(1, step_blocks)
         self._target = min(self._step_blocks, most)
         self._idle_slots = max(_IDLE_SLOTS, self.pool.num_slots // (_IDLE_SHARE * max(1, engines)))
-        if self._holds is not None:
-            self._holds.limit(engines)
+        self._holds.limit(engines)
 
     def look(self, now: float) -> None:
         """Look at what it holds, and whether it reads. Ends what an error has left of its work."""
         if self._scheduler is None:
             self._end_work()
-        if self._holds is not None:
-            self._holds.look(now, is_short=self.pool.is_short)
-        if self._fetches is not None:
-            self._fetches.look(now, has_read=self._has_read)
+        self._holds.look(now, is_short=self.pool.is_short)
+        self._fetches.look(now, has_read=self._has_read)
         self._announced.end_old(now)
 
     # Messages.
@@ -282,7 +266,6 @@ class AttachedEngine:
             ):
                 self._uses.handle(message, self.tenant)
             case wire.Fetch() | wire.ExtendFetch() | wire.EndFetch():
-                assert self._fetches is not None
                 self._fetches.handle(message, self.tenant)
             case wire.Query():
                 self._queries.handle(message)
@@ -336,10 +319,10 @@ class AttachedEngine:
                     tenants[position] = tenant
                 self.pool.cache.adopt(keys, positions, starts, message.slots, tenants)
             else:
-                self.pool.cache.give_back(message.slots)
+                self.pool.cache.index.give_back(message.slots)
         except BaseException:
             # Others have blocks, or are free: they may be granted to another engine at once.
-            self._granted.update(filter(self.pool.cache.is_granted, message.slots))
+            self._granted.update(filter(self.pool.cache.index.is_taken, message.slots))
             raise
         self._announced.published(message.keys)
         if message.last:
@@ -349,7 +332,7 @@ class AttachedEngine:
     def _take_back(self, slots: Sequence[int]) -> None:
         self._check(slots)
         self._granted.difference_update(slots)
-        self.pool.cache.give_back(slots)
+        self.pool.cache.index.give_back(slots)
 
     def _check(self, slots: Sequence[int]) -> None:
         if len(set(slots)) < len(slots) or not self._granted.issuperset(slots):
@@ -374,8 +357,7 @@ class AttachedEngine:
         if not self.is_served:
             return
         self._grant(now)
-        if self._fetches:
-            self._messages += self._fetches.tell(has_read=self._has_read)
+        self._fetches.tell()
         self._messages += self._queries.answers(now)
         if not self._has_read:
             return
@@ -397,7 +379,7 @@ class AttachedEngine:
         self._repeated = None
 
     def _grant(self, now: float) -> None:
-        if self._holds is not None and self._holds.is_over:
+        if self._holds.is_over:
             return
         target = self._target
         if now - self._stored_at > _IDLE_SECONDS:
@@ -409,7 +391,7 @@ class AttachedEngine:
         if 4 * len(self._granted) > 3 * target:
             return
         wanted = target - len(self._granted)
-        slots = self.pool.cache.grant(wanted, self.number, self.tenant)
+        slots = self.pool.cache.index.take_slots(wanted, self.number, self.tenant or None)
         if slots:
             self._granted.update(slots)
             for part in wire.parts(slots):
@@ -455,8 +437,7 @@ class AttachedEngine:
         Idempotent."""
         with ExitStack() as ends:
             ends.callback(self._uses.clear)
-            if self._fetches is not None:
-                ends.callback(self._fetches.clear)
+            ends.callback(self._fetches.clear)
             ends.callback(self._queries.clear)
             ends.callback(self._announced.clear)
 
@@ -491,12 +472,12 @@ class AttachedEngine:
         self._end_work()
         self.close()
         self._let_go()
-        self.pool.cache.give_back(self.pool.cache.granted_to(self.number))
+        self.pool.cache.index.give_back(self.pool.cache.index.taken_by(self.number))
         self._granted.clear()
 
     def _let_go(self) -> None:
         if self._reader is not None:
-            self.pool.cache.remove_reader(self._reader)
+            self.pool.cache.index.remove_reader(self._reader)
             self._reader = None
 
     def close(self) -> None:

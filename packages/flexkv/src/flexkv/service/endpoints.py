@@ -19,23 +19,35 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
 
 from flexkv.client import Reset
+from flexkv.figures.definitions import METRICS, Labels, Samples
+from flexkv.figures.exposition import INFO_LABELS, INFO_NAME, INFO_TEXT, info_labels
+from flexkv.figures.families import families
 from flexkv.figures.health_samples import ok_sample
+from flexkv.figures.tenant_samples import TENANT_METRICS
 from flexkv.operators.answers import await_removals, find_blocks
 from flexkv.operators.door import JSON, TEXT, Door, DoorRequest
 from flexkv.operators.verbs import LOOKUP, PromptPlaces, PromptQuestion, RefusedError, SilentError
 from flexkv.service import messages as wire
 from flexkv.service.attached import AttachedEngine
 from flexkv.service.pool import SharedPool
-from flexkv.service.pool_metrics import exposition
-from flexkv.service.state import SOCKET, Cleared, PoolState, ServiceState, own_figures
+from flexkv.service.state import (
+    SERVICE_METRICS,
+    SOCKET,
+    Cleared,
+    PoolState,
+    ServiceState,
+    own_figures,
+)
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import CacheConfig
 from flexkv.types.changes import Medium
@@ -68,16 +80,9 @@ class Operators:
     """Owns the doors. Their threads wait for the loop in `_ask`, which makes the calls given there.
     The public methods are the loop's, too.
 
-    Args:
-        directory: the service's; borrowed.
-        figures: a listening socket of the network for figures; owned. None for none.
-        config: the service's settings.
-        pools, engines: the service's; read in its loop.
-        refused: of its lobby; likewise.
-        wake: lets the loop begin a turn.
-
-    Raises:
-        ArenaError: the directory cannot be used.
+    The directory is borrowed. `figures`, a listening socket of the network for figures, is owned.
+    The loop reads `pools`, `engines`, and `refused` of its lobby; `wake` lets it begin a turn.
+    Raises ArenaError if the directory cannot be used.
     """
 
     def __init__(
@@ -168,11 +173,7 @@ class Operators:
         return msgspec.structs.replace(state, troubles=(_REMOVED, *state.troubles))
 
     def _ask(self, call: Callable[[], Told]) -> Told:
-        """Have the loop make a call.
-
-        Raises:
-            SilentLoopError: it has not come to it, and will not.
-        """
+        """Have the loop make a call. Raises SilentLoopError if it does not come to it in time."""
         told: Future[Told] = Future()
 
         def answer() -> None:
@@ -265,3 +266,49 @@ class Operators:
 
     def _engines_of(self, pool: SharedPool) -> list[AttachedEngine]:
         return [each for each in self._engines.values() if each.pool is pool]
+
+
+PREFIX = "service:flexkv_"
+"""Begins the names of the service's metrics, as `vllm:flexkv_` begins those of vLLM's engines."""
+
+_POOL = ("pool", "model_name")
+
+
+def exposition(state: ServiceState, config: CacheConfig) -> bytes:
+    """The state as metrics, in Prometheus's text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(state, config))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class _Collector:
+    def __init__(self, state: ServiceState, config: CacheConfig) -> None:
+        self._state = state
+        self._config = config
+
+    def collect(self) -> Iterator[Family]:
+        """As prometheus_client asks for it."""
+        about = GaugeMetricFamily(PREFIX + INFO_NAME, INFO_TEXT, labels=INFO_LABELS)
+        about.add_metric(info_labels(self._config), 1)
+        yield about
+        sources: dict[Labels, Samples] = {
+            (pool.fingerprint, pool.model): pool.figures for pool in self._state.pools
+        }
+        yield from families(PREFIX, _POOL, sources, (*SERVICE_METRICS, *METRICS))
+        yield from self._tenants()
+
+    def _tenants(self) -> Iterator[Family]:
+        """Of tenants, whose names are not known before."""
+        names = [*_POOL, "tenant"]
+        has, share = (
+            GaugeMetricFamily(PREFIX + metric.name, metric.text, labels=names)
+            for metric in TENANT_METRICS
+        )
+        for pool in self._state.pools:
+            for each in pool.tenants:
+                if each.name:
+                    labels = (pool.fingerprint, pool.model, each.name)
+                    has.add_metric(labels, each.blocks)
+                    share.add_metric(labels, each.share)
+        yield from (family for family in (has, share) if family.samples)

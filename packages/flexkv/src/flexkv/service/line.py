@@ -77,10 +77,10 @@ class Line:
     def put(self, *messages: wire.ToService) -> bool:
         """Send messages of one kind with the next `send`, all or none. Returns whether that may
         succeed."""
-        if self.is_cut:
+        fits = len(self._messages) < MOST_WAITING or isinstance(messages[0], _STATE)
+        if self.is_cut or not fits:
             return False
-        if len(self._messages) < MOST_WAITING or isinstance(messages[0], _STATE):
-            self._messages.extend(messages)
+        self._messages.extend(messages)
         return True
 
     def listen(self) -> None:

@@ -69,15 +69,12 @@ class Newcomer:
 class Lobby:
     """Processes that have not been let in. Single-threaded; it owns `listener`, where they connect.
 
-    Args:
-        watch: calls a function whenever a connection can be read.
-        unwatch: ends this. A connection that is not watched is no error.
-        is_ready: whether a newcomer can be let in now. Else it is asked again in each turn.
-        admit: lets a newcomer in, with its connection and pidfd; raises if it is refused.
+    `watch` calls a function whenever a connection can be read, until `unwatch`. `is_ready` says
+    whether a newcomer can be let in now, or is asked again in each turn. `admit` lets it in, with
+    its connection and pidfd. The last two raise if it is refused.
 
-    Attributes:
-        refused: why processes were refused, by the model that they serve; empty for those that name
-            none. An entry ends when a process of the model is let in; the empty one with any.
+    `refused` has why processes were refused, by the model that they serve; empty for those that
+    name none. An entry ends when a process of the model is let in; the empty one with any.
     """
 
     def __init__(
@@ -105,14 +102,6 @@ class Lobby:
         late = [each for each, since in self._silent.items() if now - since > _GREETING_SECONDS]
         for connection in late:
             self._dismiss(connection)
-
-    def refuse(self, newcomer: Newcomer, error: Exception) -> None:
-        """Dismiss a newcomer."""
-        with newcomer.connection:  # it would wait for an answer
-            if newcomer in self._waiting:
-                self._waiting.remove(newcomer)
-            newcomer.close_files()
-            self._refuse(newcomer.connection, error, newcomer.model)
 
     def close(self) -> None:
         """Dismiss all, and listen no more."""
@@ -154,10 +143,7 @@ class Lobby:
             newcomer, fds = Newcomer(connection, greeting, fds[0], fds[1:]), []
             self._waiting.append(newcomer)
         except Exception as error:  # noqa: BLE001 - whatever one peer causes is no end for others
-            if newcomer is None:
-                self._refuse(connection, error)
-            else:
-                self.refuse(newcomer, error)
+            self._refuse(connection, error, newcomer)
             return
         finally:
             for fd in fds:
@@ -174,9 +160,24 @@ class Lobby:
             for model in ("", newcomer.model):
                 self.refused.pop(model, None)
         except Exception as error:  # noqa: BLE001 - as above
-            self.refuse(newcomer, error)
+            self._refuse(newcomer.connection, error, newcomer)
 
-    def _refuse(self, connection: socket.socket, error: Exception, model: str = "") -> None:
+    def _refuse(
+        self, connection: socket.socket, error: Exception, newcomer: Newcomer | None = None
+    ) -> None:
+        with connection:  # it would wait for an answer
+            model = ""
+            if newcomer is not None:
+                model = newcomer.model
+                if newcomer in self._waiting:
+                    self._waiting.remove(newcomer)
+                newcomer.close_files()
+            self._note_refusal(error, model)
+            with contextlib.suppress(OSError):
+                connection.sendall(wire.packets([wire.Refused(str(error))])[0])
+            self._forget(connection)
+
+    def _note_refusal(self, error: Exception, model: str) -> None:
         reason, now = str(error) or type(error).__name__, time.monotonic()
         if not isinstance(error, ConnectionError):  # else it has ended itself
             self.refused.pop(model, None)
@@ -187,9 +188,6 @@ class Lobby:
         if reason != self._refused_for or now - self._refused_at >= _LOGGED_SECONDS:
             self._refused_for, self._refused_at = reason, now
             logger.warning("refused a process: %s", reason)
-        with contextlib.suppress(OSError):
-            connection.sendall(wire.packets([wire.Refused(str(error))])[0])
-        self._dismiss(connection)
 
     def _forget(self, connection: socket.socket) -> None:
         self._unwatch(connection)

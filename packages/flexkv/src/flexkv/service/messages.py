@@ -8,22 +8,25 @@ it knows. The first packet of each side is a greeting, and the service's has des
 from __future__ import annotations
 
 import errno
+import functools
+import operator
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
-from flexkv.client import MOST_PRIORITY, FetchState, Hold
+from flexkv.client import MOST_PRIORITY, Hold
 from flexkv.eviction import RequestContext
 from flexkv.session.wire import peer_of, receive_packet
 from flexkv.tiers.base import MAX_KEY_BYTES
 from flexkv.types.changes import Medium
 from flexkv.types.tenants import LARGEST_TENANT, NO_TENANT
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Both sides must have the same, and the same layout of `page`."""
 
 SOCKET = "flexkv service"
@@ -45,9 +48,6 @@ MOST_NAME = 256
 MOST_KEYS = 512
 """Keys in one message."""
 
-MOST_FETCHES = 4096
-"""Fetches that an engine has not ended, half of them for queued requests."""
-
 DESCRIBED_BYTES = 1 << 15
 """Keys and descriptions in one message; together with another of this size they fit into a
 packet. A longer description is not sent."""
@@ -61,14 +61,22 @@ RequestPriority: TypeAlias = Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=M
 """See `CacheClient.fetch`."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What all messages are: arrays, whose first item names them."""
+class _Array(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class ToService(_Array, frozen=True, tag=True):
+    """A message of an engine: an array, whose first item is the name of its class."""
+
+
+class ToEngine(_Array, frozen=True, tag=True):
+    """A message of the service."""
 
 
 # From an engine.
 
 
-class PoolBlocks(Message, frozen=True):
+class PoolBlocks(_Array, frozen=True):
     """The blocks of an engine: engines with equal ones share a pool. `identity` has the parts of
     the fingerprint, for people to read; for the sizes see `BlockFormat`."""
 
@@ -79,7 +87,7 @@ class PoolBlocks(Message, frozen=True):
     identity: tuple[str, ...]
 
 
-class Ticket(Message, frozen=True):
+class Ticket(_Array, frozen=True):
     """What the processes of an engine show to the service: the engine's number, and proof that the
     service gave it out."""
 
@@ -87,7 +95,7 @@ class Ticket(Message, frozen=True):
     token: bytes
 
 
-class Open(Message, frozen=True, tag="open"):
+class Open(ToService, frozen=True):
     """The first rank of an engine asks for a pool. Its packet has a pidfd of the process. `engine`
     is the engine's id, for logs; `model` the name by which it serves its model."""
 
@@ -97,14 +105,14 @@ class Open(Message, frozen=True, tag="open"):
     blocks: PoolBlocks
 
 
-class Join(Message, frozen=True, tag="join"):
+class Join(ToService, frozen=True):
     """Another process of the engine maps the memory. Its packet has a pidfd of the process."""
 
     protocol: int
     ticket: Ticket
 
 
-class Schedule(Message, frozen=True, tag="schedule"):
+class Schedule(ToService, frozen=True):
     """The scheduler of the engine begins. Its packet has a pidfd of the process. The engine can
     fill `step_blocks` blocks before its first stores are published. `tenant` is the number of the
     tenant of all its requests; `NO_TENANT` if it has none of its own."""
@@ -115,7 +123,7 @@ class Schedule(Message, frozen=True, tag="schedule"):
     tenant: TenantNumber
 
 
-class Resume(Message, frozen=True, tag="resume"):
+class Resume(ToService, frozen=True):
     """The scheduler of an engine goes on after its connection has ended, at the same service or at
     the next one. Its packet has descriptors: a pidfd of the process, the arena, the memory of the
     index, and that of the holds. For the fields see `Open` and `Schedule`; `slots` are those of the
@@ -131,7 +139,7 @@ class Resume(Message, frozen=True, tag="resume"):
     tenant: TenantNumber
 
 
-class Claim(Message, frozen=True, tag="claim"):
+class Claim(ToService, frozen=True):
     """Follows `Resume`: slots that were granted to the engine and may be written to. The last
     message of these says so."""
 
@@ -139,7 +147,7 @@ class Claim(Message, frozen=True, tag="claim"):
     last: bool
 
 
-class Announce(Message, frozen=True, tag="announce"):
+class Announce(ToService, frozen=True):
     """Blocks that the engine is storing, beside others: those of prompts. Another engine waits for
     them. The announcement ends with the last `Publish` of the store, or with `Retract`. `RecordUse`
     announces what a request computes of its prompt, until `Publish` or `RequestEnded`. `cell` is
@@ -149,14 +157,14 @@ class Announce(Message, frozen=True, tag="announce"):
     keys: list[bytes]
 
 
-class Retract(Message, frozen=True, tag="retract"):
+class Retract(ToService, frozen=True):
     """The store of this cell publishes nothing, or without a cell: what requests compute now is not
     stored, for want of slots. Nothing may be announced."""
 
     cell: int | None
 
 
-class Publish(Message, frozen=True, tag="publish"):
+class Publish(ToService, frozen=True):
     """Blocks of a store whose ranks have all reported DONE; `last` ends the store. `before` has for
     each block the key of the block before it: empty if that is the one before it in `keys`, None
     for the first of a prefix. `tenants` is empty for the engine's own."""
@@ -169,13 +177,13 @@ class Publish(Message, frozen=True, tag="publish"):
     last: bool
 
 
-class Return(Message, frozen=True, tag="return"):
+class Return(ToService, frozen=True):
     """Granted slots to which no rank writes any more."""
 
     slots: list[int]
 
 
-class RecordUse(Message, frozen=True, tag="record"):
+class RecordUse(ToService, frozen=True):
     """See `CacheClient.record`. The first `found` keys of the prompt were found, of `others` if
     that is not empty. Long prompts take several messages, of which the last has the context."""
 
@@ -185,20 +193,20 @@ class RecordUse(Message, frozen=True, tag="record"):
     context: RequestContext | None
 
 
-class Touch(Message, frozen=True, tag="touch"):
+class Touch(ToService, frozen=True):
     """See `CacheClient.touch`."""
 
     keys: list[bytes]
 
 
-class RequestEnded(Message, frozen=True, tag="ended"):
+class RequestEnded(ToService, frozen=True):
     """See `CacheClient.ended`."""
 
     request_id: str
     output_tokens: int
 
 
-class HoldBlocks(Message, frozen=True, tag="hold"):
+class HoldBlocks(ToService, frozen=True):
     """See `CacheClient.hold`."""
 
     kind: Hold
@@ -207,7 +215,7 @@ class HoldBlocks(Message, frozen=True, tag="hold"):
     seconds: float | None
 
 
-class UnholdBlocks(Message, frozen=True, tag="unhold"):
+class UnholdBlocks(ToService, frozen=True):
     """See `CacheClient.unhold`."""
 
     kind: Hold
@@ -215,13 +223,13 @@ class UnholdBlocks(Message, frozen=True, tag="unhold"):
     keys: list[bytes]
 
 
-class Demote(Message, frozen=True, tag="demote"):
+class Demote(ToService, frozen=True):
     """See `CacheClient.demote`."""
 
     keys: list[bytes]
 
 
-class Fetch(Message, frozen=True, tag="fetch"):
+class Fetch(ToService, frozen=True):
     """See `CacheClient.fetch`. Further keys follow with `ExtendFetch`."""
 
     fetch: int
@@ -232,7 +240,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     priority: RequestPriority
 
 
-class ExtendFetch(Message, frozen=True, tag="extend"):
+class ExtendFetch(ToService, frozen=True):
     """See `CacheClient.extend_fetch`."""
 
     fetch: int
@@ -240,60 +248,36 @@ class ExtendFetch(Message, frozen=True, tag="extend"):
     raise_priority: bool
 
 
-class EndFetch(Message, frozen=True, tag="end"):
+class EndFetch(ToService, frozen=True):
     """See `CacheClient.end_fetch`."""
 
     fetch: int
 
 
-class Query(Message, frozen=True, tag="query"):
+class Query(ToService, frozen=True):
     """See `CacheClient.query`. The service answers within the deadlines of its stores."""
 
     keys: list[bytes]
     scattered: list[bytes]
 
 
-class Watch(Message, frozen=True, tag="watch"):
+class Watch(ToService, frozen=True):
     """The engine wants to know of all blocks, and of changes from now on."""
 
     number: int
 
 
-class Describe(Message, frozen=True, tag="describe"):
+class Describe(ToService, frozen=True):
     """See `CacheClient.describe`. The engine is about to store these blocks, or has found them."""
 
     keys: list[bytes]
     texts: list[bytes]
 
 
-ToService: TypeAlias = (
-    Open
-    | Join
-    | Schedule
-    | Resume
-    | Claim
-    | Announce
-    | Retract
-    | Publish
-    | Return
-    | RecordUse
-    | Touch
-    | RequestEnded
-    | HoldBlocks
-    | UnholdBlocks
-    | Demote
-    | Fetch
-    | ExtendFetch
-    | EndFetch
-    | Watch
-    | Describe
-    | Query
-)
-
 # From the service.
 
 
-class Opened(Message, frozen=True, tag="opened"):
+class Opened(ToEngine, frozen=True):
     """The answer to `Open`, with a descriptor of the arena."""
 
     ticket: Ticket
@@ -301,11 +285,11 @@ class Opened(Message, frozen=True, tag="opened"):
     boards: int
 
 
-class Joined(Message, frozen=True, tag="joined"):
+class Joined(ToEngine, frozen=True):
     """The answer to `Join`."""
 
 
-class Scheduled(Message, frozen=True, tag="scheduled"):
+class Scheduled(ToEngine, frozen=True):
     """The answer to `Schedule`, with descriptors of the memory of the index, of the holds, of what
     disks have and of what engines are storing (`pool_keys`). `media` has the lower tiers, the
     fastest first; `asks_stores` says whether one has to be asked what it has, and `has_shares`
@@ -317,39 +301,31 @@ class Scheduled(Message, frozen=True, tag="scheduled"):
     has_shares: bool
 
 
-class Resumed(Message, frozen=True, tag="resumed"):
+class Resumed(ToEngine, frozen=True):
     """The answer to `Resume`, with the last two descriptors of `Scheduled`."""
 
     has_shares: bool
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class Refused(ToEngine, frozen=True):
     """The answer to any greeting, in one sentence."""
 
     reason: str
 
 
-class Granted(Message, frozen=True, tag="granted"):
+class Granted(ToEngine, frozen=True):
     """Slots that the engine may write to."""
 
     slots: list[int]
 
 
-class Recall(Message, frozen=True, tag="recall"):
+class Recall(ToEngine, frozen=True):
     """The engine should return as many granted slots, or those that it has."""
 
     count: int
 
 
-class Fetched(Message, frozen=True, tag="fetched"):
-    """The state of a fetch now; None if no tier has a block to add. Keys and places that the state
-    names are those of the whole fetch. Mostly it is not sent: see `flexkv.service.page`."""
-
-    fetch: int
-    state: FetchState | None
-
-
-class Changed(Message, frozen=True, tag="changed"):
+class Changed(ToEngine, frozen=True):
     """See `Changes`. `texts` has the description of each block that came, empty if there is none;
     or it is empty for no descriptions at all."""
 
@@ -359,20 +335,20 @@ class Changed(Message, frozen=True, tag="changed"):
     texts: list[bytes]
 
 
-class Repeated(Message, frozen=True, tag="repeated"):
+class Repeated(ToEngine, frozen=True):
     """The engine has been told of all blocks that were there at the `Watch` of this number."""
 
     number: int
 
 
-class Answered(Message, frozen=True, tag="answered"):
+class Answered(ToEngine, frozen=True):
     """Which blocks of queries a tier has, and which none has."""
 
     there: list[bytes]
     absent: list[bytes]
 
 
-class NodeFigures(Message, frozen=True, tag="figures"):
+class NodeFigures(ToEngine, frozen=True):
     """What all engines of a pool have in common: values of host memory and lower tiers, and whether
     a clear of the pool has failed."""
 
@@ -380,27 +356,10 @@ class NodeFigures(Message, frozen=True, tag="figures"):
     is_suspended: bool
 
 
-ToEngine: TypeAlias = (
-    Opened
-    | Joined
-    | Scheduled
-    | Resumed
-    | Refused
-    | Granted
-    | Recall
-    | Fetched
-    | Changed
-    | Repeated
-    | Answered
-    | NodeFigures
-)
-
 _encoder = msgspec.msgpack.Encoder()
-_for_service = msgspec.msgpack.Decoder(list[ToService])
-_for_engine = msgspec.msgpack.Decoder(list[ToEngine])
-
 
 Item = TypeVar("Item")
+Kind = TypeVar("Kind", ToService, ToEngine)
 
 
 class WireError(Exception):
@@ -453,20 +412,23 @@ def _array(parts: Sequence[bytes]) -> bytes:
     return b"\xdd" + len(parts).to_bytes(4, "big") + b"".join(parts)
 
 
-def read_service(packet: bytes | memoryview) -> list[ToService]:
-    """The messages of an engine's packet. Raises WireError if it is none."""
-    try:
-        return _for_service.decode(packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise WireError(f"{len(packet)} bytes are no messages of an engine: {error}") from None
+def _reader(kind: type[Kind], sender: str) -> Callable[[bytes | memoryview], list[Kind]]:
+    any_of = functools.reduce(operator.or_, kind.__subclasses__())
+    decoder: msgspec.msgpack.Decoder[list[Kind]]
+    decoder = msgspec.msgpack.Decoder(types.GenericAlias(list, (any_of,)))
+
+    def read(packet: bytes | memoryview) -> list[Kind]:
+        try:
+            return decoder.decode(packet)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise WireError(f"{len(packet)} bytes are no messages of {sender}: {error}") from None
+
+    return read
 
 
-def read_engine(packet: bytes | memoryview) -> list[ToEngine]:
-    """The messages of the service's packet. Raises WireError if it is none."""
-    try:
-        return _for_engine.decode(packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise WireError(f"{len(packet)} bytes are no messages of the service: {error}") from None
+read_service = _reader(ToService, "an engine")
+read_engine = _reader(ToEngine, "the service")
+"""Read the messages of a packet. Raise WireError if it is none."""
 
 
 def receive(connection: socket.socket, room: bytearray) -> memoryview:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import mmap
 import struct
+import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
+from flexkv.client import FetchState
 from flexkv.index.block_index import IndexReader
-from flexkv.service import messages as wire
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,13 @@ MOST_HELD, LOADS = 3, 4
 """Further words: the slots that loads of the engine may hold together, 0 for any number, from the
 service; and the beginnings and ends of loads, modulo 2^32, from the engine."""
 
-FETCH_ROWS = 64
-"""Fetches at once that have a row; see `flexkv.service.page`."""
-FETCH_ROW_BYTES = 512
-"""Room for the state of a fetch from three tiers."""
+FETCH_ROWS = 4096
+"""Fetches that an engine has not ended, half of them for queued requests; each has a row."""
+FETCH_ROW_BYTES = 2048
+"""Room for the state of a fetch from three tiers with `MOST_RANGES`. A row takes memory once it is
+used."""
+MOST_RANGES = 64
+"""Ranges of awaited blocks that the state of a fetch names to an engine, which counts them."""
 
 _HOLD_BYTES = 2
 _FETCH_BYTES = FETCH_ROWS * FETCH_ROW_BYTES
@@ -77,47 +82,52 @@ class EnginePage:
 
 
 _HEAD = struct.Struct("<III")
-"""The number of the message in its row, modulo 2^32 and not 0; its size; and its checksum."""
+"""The number of the content in its row, modulo 2^32 and not 0; its size; and its checksum."""
+
+
+class FetchRow(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The state of a fetch after so many messages about it, the first included; None if no tier has
+    a block to add. Keys and places that it names are those of the whole fetch."""
+
+    fetch: int
+    messages: int
+    state: FetchState | None
+
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(wire.Fetched)
-
-
-_NONE = _encoder.encode(wire.Fetched(0, None))
-"""A message about no fetch."""
+_decoder = msgspec.msgpack.Decoder(FetchRow)
 
 
 class FetchRows:
     """How far fetches are, in the rows of one engine: the service writes, and the engine reads
-    without a message or a system call. A row has the latest message about one fetch. The reader may
-    look while the writer is at it, since a checksum tells. Single-threaded."""
+    without a message or a system call. The reader may look while the writer is at it, since a
+    checksum tells. Single-threaded."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._numbers = memory.cast("I")[:: FETCH_ROW_BYTES // 4]
         self._read = [0] * FETCH_ROWS
 
-    def write(self, message: wire.Fetched) -> bool:
-        """Replace the message in the row of a fetch. If the new one is too large, returns False,
-        and the row has none."""
-        encoded = _encoder.encode(message)
-        fits = len(encoded) <= FETCH_ROW_BYTES - _HEAD.size
-        content = encoded if fits else _NONE
-        row = row_of(message.fetch)
+    def write(self, news: FetchRow) -> None:
+        """Replace what the row of a fetch has."""
+        state = news.state
+        if state is not None and len(state.awaited) + len(state.later) > MOST_RANGES:
+            awaited = state.awaited[:MOST_RANGES]
+            later = state.later[: MOST_RANGES - len(awaited)]
+            state = replace(state, awaited=awaited, later=later)
+            news = FetchRow(news.fetch, news.messages, state)
+        content, row = _encoder.encode(news), row_of(news.fetch)
         number = self._numbers[row] % 0xFFFFFFFF + 1
         head = _HEAD.pack(number, len(content), zlib.crc32(content, number))
-        start = row * FETCH_ROW_BYTES
-        self._memory[start : start + len(head) + len(content)] = head + content
-        return fits
+        self._row(row)[: len(head) + len(content)] = head + content
 
-    def read(self, fetch: int) -> wire.Fetched | None:
-        """The message in the row of a fetch, which may be about another one; None if there is none
-        or if it has been read."""
+    def read(self, fetch: int) -> FetchRow | None:
+        """What the row of a fetch has, which may be about another one; None if it has nothing, or
+        nothing new."""
         row = row_of(fetch)
         if self._numbers[row] == self._read[row]:
             return None
-        start = row * FETCH_ROW_BYTES
-        copy = bytes(self._memory[start : start + FETCH_ROW_BYTES])
+        copy = bytes(self._row(row))
         number, size, checksum = _HEAD.unpack_from(copy)
         content = copy[_HEAD.size : _HEAD.size + size]
         if zlib.crc32(content, number) != checksum:
@@ -128,9 +138,12 @@ class FetchRows:
         except msgspec.DecodeError:
             return None
 
+    def _row(self, row: int) -> memoryview:
+        return self._memory[row * FETCH_ROW_BYTES : (row + 1) * FETCH_ROW_BYTES]
+
 
 def row_of(fetch: int) -> int:
-    """The row of a fetch. Another one may have it already."""
+    """The row of a fetch. The engine gives its fetches such numbers that each has its own."""
     return fetch % FETCH_ROWS
 
 
@@ -239,10 +252,12 @@ class EngineHolds:
         self._most = max(1, self._num_slots // _SHARE) if engines > 1 else 0
         self._bell[MOST_HELD] = self._most
 
-    def allows(self, others: int, blocks: int) -> bool:
-        """Whether a fetch of so many blocks may begin or go on beside those of `others` blocks."""
+    def room(self, others: int) -> int:
+        """How many blocks a fetch may bring beside those of `others` blocks."""
         most = self._most if others else most_at_once(self._most)
-        return not self._is_over and (not most or others + blocks <= most)
+        if self._is_over:
+            return 0
+        return max(0, most - others) if most else sys.maxsize
 
     def look(self, now: float, *, is_short: bool) -> None:
         """Look at what it holds. `now` is time.monotonic(); `is_short` says whether evictions have

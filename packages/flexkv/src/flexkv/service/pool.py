@@ -6,27 +6,23 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import NamedTuple
 
 from flexkv.cache import KVCache
 from flexkv.client import Reset
 from flexkv.host.arena import Arena, ArenaSpec, plan_arena
 from flexkv.host.memory_file import Pages, check_seals, create_file
 from flexkv.host.memory_lock import MemoryLock
-from flexkv.index.block_index import index_bytes, publish
+from flexkv.index.block_index import BlockIndex, index_bytes, publish
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import ages_of, closed_on_error, host_policy, open_tiers, policy_maker
-from flexkv.service.lobby import Newcomer
+from flexkv.service.changes import PoolDescriptions
 from flexkv.service.messages import PoolBlocks
 from flexkv.service.page import MOST_ENGINES, EnginePage, file_bytes
-from flexkv.service.pool_descriptions import PoolDescriptions
 from flexkv.service.pool_keys import AnnouncedKeys, TierKeys
 from flexkv.service.state import TenantState
-from flexkv.session.meet import Session
 from flexkv.session.reservation import Reservation
 from flexkv.session.wire import SessionInfo
 from flexkv.settings import GIB, CacheConfig
@@ -66,27 +62,15 @@ class SharedCache(KVCache):
         """The fetches of all engines."""
         return self._below.fetcher
 
-    def grant(self, most: int, engine: int, tenant: int) -> list[int]:
-        """Up to `most` slots for stores of the engine of this number, all of whose blocks count for
-        the tenant, unless that is `NO_TENANT`."""
-        return self._index.take_slots(most, engine, tenant or None)
-
-    def granted_to(self, engine: int) -> list[int]:
-        """The slots that are granted to the engine of this number."""
-        return self._index.taken_by(engine)
-
-    def is_granted(self, slot: int) -> bool:
-        """Whether a slot is granted, and has no block."""
-        return self._index.is_taken(slot)
+    @property
+    def index(self) -> BlockIndex:
+        """The index. It grants slots to engines, and knows what engines hold."""
+        return self._index
 
     def are_current(self, slots: Sequence[int]) -> bool:
         """Whether all these slots were granted after the pool was cleared, so that no store that
         began before writes to them."""
         return all(map(self._index.is_taken_since_clear, slots))
-
-    def give_back(self, slots: Sequence[int]) -> None:
-        """Nobody writes any more to slots that were granted."""
-        self._index.give_back(slots)
 
     def adopt(
         self,
@@ -102,12 +86,8 @@ class SharedCache(KVCache):
         Raises ValueError or IndexError if the arguments do not fit each other, or a slot was not
         granted.
 
-        Args:
-            keys: keys of blocks, each of which builds on the one before.
-            positions: positions in `keys` of the blocks.
-            prefix_starts: positions of blocks that begin a prefix.
-            slots: for each of `positions` its slot.
-            tenants: for each of `keys` the number of the tenant for whom its block counts.
+        Each of `keys` builds on the one before, but for those at `prefix_starts`. The blocks are at
+        `positions`, each of which has its slot in `slots`. `tenants` has a number for each key.
         """
         try:
             placed = self._index.place(keys, positions, prefix_starts, slots, tenants)
@@ -121,13 +101,6 @@ class SharedCache(KVCache):
             raise
         self._counters.stored_blocks += len(placed)
         self._counters.stored_bytes += len(placed) * self._block_bytes
-
-    def add_reader(self, page: EnginePage) -> int:
-        """An engine holds blocks from now on. Returns the number of the reader."""
-        return self._index.add_reader(page.holds)
-
-    def remove_reader(self, reader: int) -> None:
-        self._index.remove_reader(reader)
 
     def reported(self, keys: Sequence[bytes]) -> list[bool]:
         """For each of `keys` whether host memory has it by what `drain_changes` has returned."""
@@ -145,9 +118,6 @@ class SharedCache(KVCache):
         for tier in self._below.indexed:
             yield from tier.listed()
 
-    def look_at_holds(self) -> int:
-        return self._index.look_at_holds()
-
 
 class SharedPool:
     """One pool, which owns its memory (also if this raises), cache and keys. Single-threaded. The
@@ -156,9 +126,7 @@ class SharedPool:
     Raises FlexKVError if a lower tier cannot be used; ValueError if the memory is that of no index.
 
     Attributes:
-        model: the name by which its first engine serves the model.
-        below: what its disks have.
-        announced: the blocks that its engines store.
+        below, announced: keys of the blocks that its disks have, and that its engines store.
         descriptions: what events say of its blocks.
         untold: changes that engines have not been told of.
         prompt_blocks, found_blocks: blocks of the prompts of all engines, and how many of them the
@@ -188,7 +156,7 @@ class SharedPool:
             self.has_shares = bool(self._shares)
             self.policy, policy = host_policy(config, slots, follows_requests=True)
             ages = ages_of(config, slots)
-            tiers = open_tiers(config, Session(info, self.arena), make_policy, ages=ages)
+            tiers = open_tiers(config, info, make_policy, ages=ages)
             with closed_on_error(tiers):
                 self.cache = SharedCache(
                     self.arena,
@@ -240,7 +208,7 @@ class SharedPool:
         cache = self.cache
         if cache.busy:
             cache.poll()
-        self._met_holds = cache.look_at_holds()
+        self._met_holds = cache.index.look_at_holds()
         if not self.untold:
             self.untold = cache.drain_changes()
         self.below.note(self.untold, are_all=not cache.status.has_changes)
@@ -367,54 +335,3 @@ def _format_of(blocks: PoolBlocks) -> BlockFormat:
 def _plan(block_format: BlockFormat, config: CacheConfig, promised: Sequence[Promise]) -> ArenaSpec:
     spec = plan_arena(block_format, config.cpu_cache_gb, promised, grows=config.memory_grows)
     return replace(spec, boards=1 + MOST_ENGINES)
-
-
-class Made(NamedTuple):
-    """What has come of a pool: the pool, the caller's, or why there is none; and who needs it."""
-
-    blocks: PoolBlocks
-    newcomer: Newcomer
-    result: SharedPool | Exception
-
-
-class PoolMaker:
-    """Makes one pool after the other in a thread: to fill hundreds of GiB takes seconds to minutes,
-    and the service's loop serves all others meanwhile. All methods are the loop's; `wake`, called
-    in the thread, lets the loop begin a turn."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._thread = ThreadPoolExecutor(1, "flexkv-pools")
-        self._making: dict[PoolBlocks, tuple[Newcomer, Future[SharedPool]]] = {}
-
-    def is_making(self, blocks: PoolBlocks) -> bool:
-        """Whether a pool is being made, or waits to be, or has not been drained."""
-        return blocks in self._making
-
-    def begin(self, blocks: PoolBlocks, newcomer: Newcomer, make: Callable[[], SharedPool]) -> None:
-        """Make a pool for a newcomer by calling `make` in the thread."""
-        # In one statement: no error loses a pool that is being made.
-        self._making[blocks] = newcomer, (future := self._thread.submit(make))
-        future.add_done_callback(lambda _: self._wake())
-
-    def drain(self) -> Iterator[Made]:
-        """What has come of pools since the last call. What is not taken comes again."""
-        for blocks, (newcomer, future) in list(self._making.items()):
-            if future.done():
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                yield Made(blocks, newcomer, error or future.result())
-                del self._making[blocks]
-
-    def close(self) -> None:
-        """Make no more. A pool that is being made is closed once it is there."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for _, future in self._making.values():
-            future.add_done_callback(_close)
-        self._making.clear()
-
-
-def _close(future: Future[SharedPool]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().close(0.0)

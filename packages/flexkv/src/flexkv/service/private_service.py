@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -22,14 +21,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from flexkv.service import messages as wire
 from flexkv.service.pool_sizes import PoolFile, PoolSize
 from flexkv.service.server import NodeServer
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import SETTINGS, CacheConfig, configure_logging
-from flexkv.system.regular_files import open_regular
 from flexkv.types.errors import ArenaError, FlexKVError
 
 logger = logging.getLogger(__name__)
@@ -49,8 +47,6 @@ it has lived for longer than the longest."""
 
 _STARTS = "starts"
 """The file in the directory that is locked while a service starts."""
-_RETRY_SECONDS = 0.05
-"""Pause between two attempts to lock."""
 _READY = "ready"
 
 
@@ -109,7 +105,10 @@ def start_private(
     """Start a service, unless one runs. The caller closes it; None if another process of the
     engine, which names the same directory, has started it. `sizes` are those of each pool, by the
     name of its model. Raises ArenaError if it did not start."""
-    with RuntimeDirectory(root, create=True) as directory, _alone(directory, root):
+    with (
+        RuntimeDirectory(root, create=True) as directory,
+        directory.locked(_STARTS, _START_SECONDS),
+    ):
         try:
             directory.connect(wire.SOCKET, _START_SECONDS, socket.SOCK_SEQPACKET).close()
         except (FileNotFoundError, ConnectionRefusedError):
@@ -117,28 +116,6 @@ def start_private(
         except OSError as error:
             raise ArenaError(f"the service in {root!r} does not answer: {error}") from None
         return None
-
-
-@contextlib.contextmanager
-def _alone(directory: RuntimeDirectory, root: str) -> Iterator[None]:
-    """Let no other process start a service during the block."""
-    fd = open_regular(directory.descriptor, _STARTS, os.O_RDWR | os.O_CREAT)
-    late = time.monotonic() + _START_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > late:
-                    raise ArenaError(
-                        f"another process has been starting a service in {root!r} for "
-                        f"{_START_SECONDS:.0f} s; allowed: to start the engine again"
-                    ) from None
-            time.sleep(_RETRY_SECONDS)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _start(root: str, config: CacheConfig, sizes: Mapping[str, PoolSize]) -> subprocess.Popen[str]:

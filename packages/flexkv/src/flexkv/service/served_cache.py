@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from flexkv.client import (
     Ended,
     FetchId,
     FetchState,
+    Hold,
     Reset,
     Transfer,
     TransferEnd,
@@ -34,13 +35,11 @@ from flexkv.host.arena import Arena
 from flexkv.index.ages import young_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached, Reattachment
+from flexkv.service.changes import PoolChanges
 from flexkv.service.line import Line
 from flexkv.service.page import FetchRows, LoadHolds
-from flexkv.service.pool_changes import PoolChanges
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
-from flexkv.service.served_uses import ServedUses
-from flexkv.session.wire import SessionInfo
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
 from flexkv.types.changes import Medium
 from flexkv.types.mover import Direction
@@ -91,9 +90,7 @@ class ServedCache:
             rows=FetchRows(attached.page.fetches),
             asks_stores=answer.asks_stores,
         )
-        self._uses = uses = ServedUses(self._line)
-        self.touch, self.ended = uses.touch, uses.ended
-        self.hold, self.unhold = uses.hold, uses.unhold
+        self._pins: set[str] = set()
         self._reattachment = Reattachment(attached.connection, attached.resume)
         self._is_alone = False
         self._meter = Meter()
@@ -271,9 +268,9 @@ class ServedCache:
     def extend_fetch(
         self, fetch: FetchId, keys: Sequence[bytes] = (), *, raise_priority: bool = False
     ) -> bool:
-        if raise_priority:
-            self._tiers.raise_priority(fetch)
-        return not self._off and self._may_fetch and self._tiers.extend(fetch, keys)
+        if self._off or not self._may_fetch:
+            return False
+        return self._tiers.extend(fetch, keys, raise_priority=raise_priority)
 
     def fetch_state(self, fetch: FetchId) -> FetchState:
         if self._is_silent:
@@ -300,12 +297,52 @@ class ServedCache:
     ) -> None:
         if context.stores and self._off:
             context = replace(context, stores=False)
-        if self._uses.record(keys, context, prompt):
-            self._line.send()
+        whole, found = list(keys if prompt is None else prompt), len(keys)
+        is_prefix = not found or (found <= len(whole) and whole[found - 1] == keys[-1])
+        others = [] if is_prefix else list(keys)
+        # All or none: the service joins those that come to one prompt.
+        self._line.put(
+            *(wire.RecordUse(part, found, [], None) for part in wire.parts(whole)),
+            *(wire.RecordUse([], found, part, None) for part in wire.parts(others)),
+            wire.RecordUse([], found, [], context),
+        )
+        if context.stores and is_prefix and len(whole) > found:
+            self._line.send()  # others may wait for what the request computes
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        # The first part last: every tier evicts the end of the prefix before its beginning.
+        for part in reversed([*wire.parts(keys)]):
+            self._line.put(wire.Touch(part))
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        self._line.put(wire.RequestEnded(request_id, output_tokens))
+
+    def hold(
+        self,
+        kind: Hold,
+        keys: Sequence[bytes],
+        owner: Hashable = None,
+        seconds: float | None = None,
+    ) -> None:
+        if kind is Hold.PIN:
+            self._pins.add(repr(owner))
+        for part in wire.parts(keys):
+            self._line.put(wire.HoldBlocks(kind, part, repr(owner), seconds))
+
+    def unhold(self, kind: Hold, owner: Hashable = None, keys: Sequence[bytes] = ()) -> bool:
+        name = repr(owner)
+        if kind is Hold.RETAIN:
+            for part in wire.parts(keys):
+                self._line.put(wire.UnholdBlocks(kind, name, part))
+            return False
+        is_known = name in self._pins
+        self._pins.discard(name)
+        self._line.put(wire.UnholdBlocks(kind, name, []))
+        return is_known
 
     def demote(self, keys: Sequence[bytes]) -> None:
         if not self._off:
-            self._uses.demote(keys, self._stores.untold_ids)
+            self._stores.demote(keys)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """See `CacheClient.remove`. The pool's blocks stay, which other engines use."""
@@ -328,9 +365,7 @@ class ServedCache:
         ended = self._device.poll(self._finish)
         if self._stores.by_id:
             self._end_published()
-            self._stores.publish()
-        if self._uses.has_demotions:
-            self._uses.tell_demotions(self._stores.untold_ids)
+        self._stores.publish()
         if not self._line.is_cut and self._changes.compares(self._tiers.below):
             self._changes.compare(self._tiers.below)
         if self._stores.awaits_answer or self._tiers.awaits_news:
@@ -365,7 +400,7 @@ class ServedCache:
         if not self._is_alone:
             self._line.come.clear()
             self._tiers.lose()
-            self._uses.lose()
+            self._pins.clear()
             self._changes.lose()
             self._stores.lose_told()
             self._is_alone = True
@@ -376,11 +411,12 @@ class ServedCache:
             )
         with ExitStack() as undo:
             undo.callback(self._reattachment.reject)
-            attachment = self._reattachment.take()
-            if attachment is None:
+            made = self._reattachment.take()
+            if made is None:
                 return
+            connection, attachment = made
             self._is_alone = False
-            self._line.resume(attachment.connection)
+            self._line.resume(connection)
             self._tiers.below = attachment.below
             self._tiers.announced = attachment.announced
             self.info = replace(self.info, takes_tenants=self._takes_tenants(attachment.has_shares))
@@ -398,8 +434,6 @@ class ServedCache:
                 self._stores.grant(message.slots)
             case wire.Recall():
                 self._stores.recall(message.count)
-            case wire.Fetched():
-                self._tiers.hear(message)
             case wire.Changed() | wire.Repeated():
                 self._changes.hear(message)
             case wire.Answered():
@@ -443,13 +477,11 @@ class ServedCache:
         match kind:
             case Reset.SUSPEND:
                 self._off = True
-            case Reset.CLEAR | Reset.RENEW:
+            case Reset.CLEAR | Reset.EMPTY | Reset.RENEW:
                 self._off = True
                 self._begin_anew()
                 self.counters.count_reset(ResetCause(cause))
                 self._off = self._stopped
-            case Reset.EMPTY:
-                pass
             case Reset.PAUSE:
                 self._stores.discard_all()
                 self.counters.count_reset(ResetCause.PAUSE)
@@ -472,8 +504,10 @@ class ServedCache:
         """Publish no store that is under way, and end all fetches and pins."""
         self._stores.discard_all()
         self._tiers.end_all()
-        self._uses.forget_demotions()
-        self._uses.unpin_all()
+        self._stores.forget_demotions()
+        for owner in self._pins:
+            self._line.put(wire.UnholdBlocks(Hold.PIN, owner, []))
+        self._pins.clear()
 
     def _recover(self) -> None:
         """Hold what the loads under way hold, and have the slots that no store has."""
@@ -509,10 +543,3 @@ class ServedCache:
         )
         read = self._meter.read(host, ())
         return Figures(read.own, self._node.shared or read.shared, read.counts)
-
-
-def attach_cache(info: SessionInfo, step_blocks: int, arena: Arena, tenant: int) -> ServedCache:
-    """Attach an engine's scheduler to the service. The arena is borrowed until the cache is closed;
-    for the tenant and the blocks of a step see `messages.Schedule`. Raises ArenaError if the
-    service does not answer, or refuses the engine."""
-    return ServedCache(Attached(info, step_blocks, arena, tenant), arena)

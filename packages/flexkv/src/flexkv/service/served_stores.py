@@ -15,6 +15,9 @@ from flexkv.service.line import Line
 _PART = wire.MOST_KEYS // 2
 """Blocks that one message publishes: each may bring the key of the block before it."""
 
+_MOST_LATE = 64
+"""Demotions that wait for stores; beyond it the oldest is forgotten."""
+
 
 def _returns(slots: Sequence[int]) -> list[wire.Return]:
     return [wire.Return(part) for part in wire.parts(slots)]
@@ -37,13 +40,9 @@ class PlannedStore:
             `keys`, None for the first of a prefix.
         builds_on: the stores that have blocks before these.
         refused: how many further blocks have no place.
-        slots: for each block its granted slot.
         tenants: for each block the number of its tenant; empty for the engine's own.
-        cell: its cell of the board.
         dropped: positions of blocks that must not be published.
-        has_ended: whether all ranks have copied it.
-        is_announced: whether the service knows of its keys.
-        is_told: whether the service knows of its end.
+        is_announced, is_told: whether the service knows of its keys, and of its end.
         is_void: whether its blocks may be stored anew.
     """
 
@@ -118,16 +117,12 @@ class ServedStores:
         self.keys: set[bytes] = set()
         self._told: deque[int] = deque()
         self._published = 0
+        self._late: deque[tuple[set[int], Sequence[bytes]]] = deque(maxlen=_MOST_LATE)
 
     @property
     def untold(self) -> int:
         """The number of stores of which the service has not been told."""
         return len(self.by_id) - len(self._told)
-
-    @property
-    def untold_ids(self) -> list[int]:
-        """Ids of these stores."""
-        return [number for number, store in self.by_id.items() if not store.is_told]
 
     @property
     def has_published(self) -> bool:
@@ -264,6 +259,28 @@ class ServedStores:
                 self._retract(store)
                 self.end(number)
                 self.give_back(store.slots)
+        self._send_demotions()
+
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """See `CacheClient.demote`. The service learns of the demotion after the stores that it
+        does not know of yet: they may have blocks of the prefix."""
+        self._late.append(({number for number in self.by_id if self._is_untold(number)}, keys))
+        self._send_demotions()
+
+    def forget_demotions(self) -> None:
+        """The keys mean nothing any more."""
+        self._late.clear()
+
+    def _is_untold(self, number: int) -> bool:
+        store = self.by_id.get(number)
+        return store is not None and not store.is_told
+
+    def _send_demotions(self) -> None:
+        while self._late and not any(map(self._is_untold, self._late[0][0])):
+            _, keys = self._late.popleft()
+            # The last part first: the end of the prefix leaves before its beginning.
+            for part in reversed([*wire.parts(keys)]):
+                self._line.put(wire.Demote(part))
 
     def drain_published(self) -> int | None:
         """End the stores that the service has published since the last call: their slots are the
@@ -299,6 +316,7 @@ class ServedStores:
             if store.is_told:
                 self.granted.difference_update(store.slots)
                 self.end(number)
+        self._late.clear()
         self._told.clear()
         # One that was published and granted again is not claimed.
         self.free = [slot for slot in self.free if slot in self.granted]

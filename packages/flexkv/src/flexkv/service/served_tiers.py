@@ -4,41 +4,54 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flexkv.client import AwaitedBlocks, FetchId, FetchState
 from flexkv.index.block_index import IndexReader
 from flexkv.index.key_set import KeySet
 from flexkv.service import messages as wire
 from flexkv.service.line import Line
-from flexkv.service.page import FetchRows
+from flexkv.service.page import FETCH_ROWS, FetchRows, row_of
 from flexkv.transfer.sources import ANSWERS, HAS_SECONDS, LACKS_SECONDS
 from flexkv.types.changes import Medium
 from flexkv.types.presence import Presence, presence_below
 
+ANSWER_SECONDS = 0.05
+"""Seconds that a request waits for the service to say what shared stores have."""
+
+
+class _Answer(NamedTuple):
+    """What the service has said of a block, by time.monotonic(), or when it was asked."""
+
+    has: bool = False
+    until: float = 0.0
+    queried: float = -math.inf
+
+
+_UNKNOWN = _Answer()
+
 
 class StoreAnswers:
     """What an engine knows of its pool's shared stores, by questions to the service.
-    Single-threaded; no call waits. An answer is awaited for `seconds`. Then the block counts as
-    absent, until there is one or `LACKS_SECONDS` are over."""
+    Single-threaded; no call waits. An answer is awaited for `ANSWER_SECONDS`. Then the block
+    counts as absent, until there is one or `LACKS_SECONDS` are over."""
 
-    def __init__(self, line: Line, seconds: float) -> None:
+    def __init__(self, line: Line) -> None:
         self._line = line
-        self._seconds = seconds
-        self._known: dict[bytes, tuple[bool, float]] = {}
-        self._asked: dict[bytes, float] = {}
+        self._known: dict[bytes, _Answer] = {}  # the latest last
 
     def has(self, key: bytes, now: float) -> bool | None:
         """Whether a store has the block of `key` at time.monotonic() `now`; None if that is unknown
         and may become known."""
-        has, until = self._known.get(key, (False, 0.0))
-        if until > now:
-            return has
-        asked = self._asked.get(key)
-        is_late = asked is not None and self._seconds < now - asked <= LACKS_SECONDS
+        known = self._known.get(key, _UNKNOWN)
+        if known.until > now:
+            return known.has
+        is_late = ANSWER_SECONDS < now - known.queried <= LACKS_SECONDS
         return False if is_late else None
 
     def ask(self, keys: Sequence[bytes], scattered: Sequence[bytes]) -> bool:
@@ -47,17 +60,15 @@ class StoreAnswers:
         now = time.monotonic()
         unknown = {key for key in (*keys, *scattered) if self.has(key, now) is None}
         # Those that nobody has asked about, or that got no answer for long.
-        new = {key for key in unknown if now - self._asked.get(key, 0.0) > LACKS_SECONDS}
+        since = now - LACKS_SECONDS
+        new = {key for key in unknown if self._known.get(key, _UNKNOWN).queried < since}
         first = [key for key in keys if key in new]
         others = [key for key in scattered if key in new]
         for part in wire.parts(first):
             self._line.put(wire.Query(part, []))
         for part in wire.parts(others):
             self._line.put(wire.Query([], part))
-        for key in (*first, *others):
-            self._asked.pop(key, None)  # to its end
-            self._asked[key] = now
-        _limit(self._asked)
+        self._note((*first, *others), _Answer(queried=now))
         if new:
             self._line.await_answer()
         return bool(unknown)
@@ -67,35 +78,33 @@ class StoreAnswers:
         now = time.monotonic()
         for has, keys in ((True, message.there), (False, message.absent)):
             until = now + (HAS_SECONDS if has else LACKS_SECONDS)
-            for key in keys:
-                self._asked.pop(key, None)
-                self._known.pop(key, None)  # to its end
-                self._known[key] = has, until
-        _limit(self._known)
+            self._note(keys, _Answer(has, until))
 
     def clear(self) -> None:
         """The service is gone, and with it all answers that it owed."""
-        self._asked.clear()
+        self._known.clear()
 
-
-def _limit(table: dict[bytes, float] | dict[bytes, tuple[bool, float]]) -> None:
-    while len(table) > ANSWERS:
-        del table[next(iter(table))]
-
-
-ANSWER_SECONDS = 0.05
-"""Seconds that a request waits for the service to say what shared stores have. Not tuned."""
+    def _note(self, keys: Iterable[bytes], answer: _Answer) -> None:
+        for key in keys:
+            self._known.pop(key, None)
+            self._known[key] = answer
+        while len(self._known) > ANSWERS:
+            del self._known[next(iter(self._known))]
 
 
 @dataclass(slots=True, eq=False)
 class _ServedFetch:
-    """A fetch. `state` is what the service has told (`is_known`), or the guess at the beginning.
-    `is_sure`: a disk had its blocks when it began. `ends`: no tier had the block that follows."""
+    """A fetch. `state` is what the service has answered to all `messages` about it (`is_current`),
+    or what is expected of it. `is_sure`: a disk had its blocks when it began. `ends`: no tier had
+    the block that follows."""
 
+    id: FetchId
     state: FetchState
     is_sure: bool
     ends: bool
+    messages: int = 0
     is_known: bool = False
+    is_current: bool = False
 
 
 class ServedTiers:
@@ -121,14 +130,14 @@ class ServedTiers:
         self._media = media
         self._rows = rows
         self._asks_stores = asks_stores
-        self._answers = StoreAnswers(line, ANSWER_SECONDS)
-        self._fetches: dict[FetchId, _ServedFetch] = {}
+        self._answers = StoreAnswers(line)
+        self._fetches: dict[int, _ServedFetch] = {}  # by row
         self._next_fetch = 1
 
     @property
     def awaits_news(self) -> bool:
         """Whether the service is to tell, several times a second, how far a fetch is."""
-        return any(not self._look(*each) for each in self._fetches.items())
+        return any(not self._look(each) for each in self._fetches.values())
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
         """The place of each block, in host memory or below."""
@@ -177,7 +186,7 @@ class ServedTiers:
         """See `CacheClient.fetch`. What shared stores have shows within `ANSWER_SECONDS`."""
         there, is_sure, ends = self._reader.lookup(keys), self._knows_all, False
         # Those of queued requests leave room for those whose turn has come.
-        full = len(self._fetches) >= wire.MOST_FETCHES // (2 if queued else 1)
+        full = len(self._fetches) >= FETCH_ROWS // (2 if queued else 1)
         if there == len(keys) or full:
             return None
         if is_sure:
@@ -189,6 +198,8 @@ class ServedTiers:
                 ends = Presence.ABSENT in presence
                 if ends:
                     keys = keys[: reach + presence.index(Presence.ABSENT)]
+        while row_of(self._next_fetch) in self._fetches:
+            self._next_fetch += 1
         fetch = FetchId(self._next_fetch)
         self._next_fetch += 1
         reads = not is_sure or self.below.contains(keys[there : there + 1])[0]
@@ -202,17 +213,28 @@ class ServedTiers:
             medium,
             {} if medium is None else {medium: len(keys) - there},
             awaited=(AwaitedBlocks(there, len(keys), medium or Medium.HOST),),
+            reach=len(keys),
         )
-        self._fetches[fetch] = _ServedFetch(state, is_sure, ends)
-        most = wire.MOST_KEYS
-        self._line.put(wire.Fetch(fetch, list(keys[:most]), queued, tenant, announced, priority))
-        self._put_more(fetch, keys[most:])
-        self._line.await_answer()
+        made = _ServedFetch(fetch, state, is_sure, ends)
+        first, *more = wire.parts(keys)
+        if not self._put(made, wire.Fetch(fetch, first, queued, tenant, announced, priority)):
+            return None
+        self._fetches[row_of(fetch)] = made
+        for part in more:
+            self._put(made, wire.ExtendFetch(fetch, part, False))
         return fetch
 
-    def _put_more(self, fetch: FetchId, keys: Sequence[bytes]) -> None:
-        for part in wire.parts(keys):
-            self._line.put(wire.ExtendFetch(fetch, part, False))
+    def _put(self, fetch: _ServedFetch, message: wire.Fetch | wire.ExtendFetch) -> bool:
+        is_put = self._line.put(message)
+        if is_put:
+            self._line.await_answer()
+            fetch.messages += 1
+            fetch.is_current = False
+        return is_put
+
+    def _find(self, fetch: FetchId) -> _ServedFetch | None:
+        known = self._fetches.get(row_of(fetch))
+        return known if known is not None and known.id == fetch else None
 
     def _reach(self, keys: Sequence[bytes], start: int) -> int:
         """How many of these blocks, the first `start` included, host memory, disks or other engines
@@ -225,35 +247,40 @@ class ServedTiers:
             start += more
         return start
 
-    def extend(self, fetch: FetchId, keys: Sequence[bytes]) -> bool:
-        if self.state(fetch).done or self._fetches[fetch].ends:
+    def extend(self, fetch: FetchId, keys: Sequence[bytes], *, raise_priority: bool) -> bool:
+        """See `CacheClient.extend_fetch`. Until the service answers, the blocks count as coming."""
+        state, known = self.state(fetch), self._find(fetch)
+        if known is None:
             return False
-        self._put_more(fetch, keys)
-        return True
-
-    def raise_priority(self, fetch: FetchId) -> None:
-        """A request waits for a fetch that began as queued."""
-        if fetch in self._fetches:
-            self._line.put(wire.ExtendFetch(fetch, [], True))
+        goes_on = not (state.done and not state.is_short) and not (known.ends and keys)
+        if goes_on or raise_priority:
+            for part in (*wire.parts(keys if goes_on else ()),) or ([],):
+                self._put(known, wire.ExtendFetch(fetch, part, raise_priority))
+        if goes_on and (keys or state.is_short):
+            length, stop = state.length + len(keys), state.reach + len(keys)
+            medium = next(iter(self._media), None)
+            known.state = replace(state, length=length, stop=stop, reach=stop, queried=medium)
+        return goes_on
 
     def state(self, fetch: FetchId) -> FetchState:
-        known = self._fetches.get(fetch)
+        known = self._find(fetch)
         if known is None:
             return FetchState(time.monotonic())
-        self._look(fetch, known)
+        self._look(known)
         waits = known.is_known or known.is_sure
         if not waits and time.monotonic() - known.state.begun > ANSWER_SECONDS:
             return FetchState(known.state.begun)
         return known.state
 
     def end(self, fetch: FetchId) -> None:
-        if self._fetches.pop(fetch, None) is not None:
+        if self._find(fetch) is not None:
+            del self._fetches[row_of(fetch)]
             self._line.put(wire.EndFetch(fetch))
 
     def end_all(self) -> None:
         """End all fetches."""
-        for fetch in list(self._fetches):
-            self.end(fetch)
+        for fetch in list(self._fetches.values()):
+            self.end(fetch.id)
 
     def lose(self) -> None:
         """The service is gone, and all fetches and questions with it."""
@@ -264,21 +291,15 @@ class ServedTiers:
         """The service tells what stores have."""
         self._answers.hear(message)
 
-    def hear(self, message: wire.Fetched) -> None:
-        """The service tells how far a fetch is."""
-        fetch = self._fetches.get(FetchId(message.fetch))
-        if fetch is not None:
-            fetch.state = message.state or FetchState(fetch.state.begun)
-            fetch.is_known = True
-
-    def _look(self, fetch: FetchId, known: _ServedFetch) -> bool:
-        """Read how far a fetch is. Returns whether it is known and has ended, unless the service
-        has yet to extend it."""
-        news = self._rows.read(fetch)
+    def _look(self, fetch: _ServedFetch) -> bool:
+        """Read how far a fetch is. Returns whether it is known and has ended."""
+        news = self._rows.read(fetch.id)
         if news is not None:
             self._line.note_answer()
-            self.hear(news)
-        if known.is_known and known.state.done:
+            if news.fetch == fetch.id and news.messages == fetch.messages:
+                fetch.state = news.state or FetchState(fetch.state.begun)
+                fetch.is_known = fetch.is_current = True
+        if fetch.is_current and fetch.state.done:
             return True
         self._line.await_answer()
         return False

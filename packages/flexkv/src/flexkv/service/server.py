@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
@@ -20,7 +21,7 @@ from flexkv.service.attached import AttachedEngine, Process
 from flexkv.service.endpoints import Operators
 from flexkv.service.lobby import Lobby, Newcomer, RefusalError
 from flexkv.service.page import MOST_ENGINES
-from flexkv.service.pool import Made, PoolMaker, PoolMemory, SharedPool, slot_bytes_of
+from flexkv.service.pool import PoolMemory, SharedPool, slot_bytes_of
 from flexkv.service.pool_sizes import NoRoomError, PoolFile, PoolSizes, sizes_of_settings
 from flexkv.session.runtime_directory import RuntimeDirectory
 from flexkv.settings import GIB, CacheConfig
@@ -88,7 +89,8 @@ class NodeServer:
             )
             undo.pop_all()
         self._room = bytearray(wire.MAX_PACKET)
-        self._maker = PoolMaker(self._awake)
+        self._threads = ThreadPoolExecutor(1, "flexkv-pools")
+        self._making: dict[wire.PoolBlocks, Future[SharedPool]] = {}
         self._awaits_until = 0.0
         try:
             if self._directory.is_held(wire.ENGINES):
@@ -136,7 +138,10 @@ class NodeServer:
         self._operators.close()
         self._directory.remove(wire.SOCKET)
         self._lobby.close()
-        self._maker.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for making in self._making.values():
+            making.add_done_callback(_close)
+        self._making.clear()
         self._directory.close()
         for engine in self._engines.values():
             engine.close()
@@ -151,13 +156,24 @@ class NodeServer:
 
     def _is_ready(self, newcomer: Newcomer) -> bool:
         """Whether a newcomer can be let in. If its pool is missing, begins to make it, unless
-        engines that live may bring it."""
+        engines that live may bring it. Raises why it cannot be made."""
         greeting = newcomer.greeting
-        if not isinstance(greeting, wire.Open | wire.Resume) or greeting.blocks in self._pools:
+        if not isinstance(greeting, wire.Open | wire.Resume):
             return True
         blocks = greeting.blocks
-        if self._maker.is_making(blocks):
-            return False
+        made = self._making.get(blocks)
+        if blocks in self._pools:
+            self._making.pop(blocks, None)
+        elif made is None:
+            self._make(newcomer, greeting)
+        elif made.done():
+            self._take(greeting, made)
+        return blocks in self._pools
+
+    def _make(self, newcomer: Newcomer, greeting: wire.Open | wire.Resume) -> None:
+        """Make a pool in a thread: to fill hundreds of GiB takes seconds to minutes, and the loop
+        serves all others meanwhile."""
+        blocks = greeting.blocks
         with ExitStack() as undo:
             undo.callback(self._sizes.give_back, blocks)
             if isinstance(greeting, wire.Resume):
@@ -165,12 +181,13 @@ class NodeServer:
                 taken = [os.dup(fd) for fd in newcomer.memory]
                 make = partial(_resume_pool, config, greeting, taken)
             elif time.monotonic() < self._awaits_until:
-                return False
+                return
             else:
                 make = partial(_make_pool, self._size(greeting), greeting)
-            self._maker.begin(blocks, newcomer, make)
+            # In one statement: no error loses a pool that is being made.
+            self._making[blocks] = making = self._threads.submit(make)
             undo.pop_all()
-        return False
+        making.add_done_callback(lambda _: self._awake())
 
     def _size(self, greeting: wire.Open) -> CacheConfig:
         """The settings of a new pool. Pools without engines and without an entry end for it. Raises
@@ -202,45 +219,34 @@ class NodeServer:
             )
         return size.applied(self._config)
 
-    def _take_made(self) -> None:
-        """Take the pools that have been made meanwhile."""
-        for made in self._maker.drain():
-            try:
-                self._take(made)
-            except Exception as error:  # noqa: BLE001 - the others are served on
-                self._drop(made)
-                self._lobby.refuse(made.newcomer, error)
+    def _take(self, greeting: wire.Open | wire.Resume, made: Future[SharedPool]) -> None:
+        """Serve a pool that has been made. Raises why there is none, unless the end of another
+        makes room for the next attempt."""
+        blocks = greeting.blocks
+        try:
+            self._begin_pool(blocks, made.result())
+        except Exception as error:
+            self._drop(blocks, made)
+            is_short = isinstance(error, ArenaError) and isinstance(greeting, wire.Open)
+            if not (is_short and self._end_idle_pool()):
+                raise
+        self._making.pop(blocks, None)
 
-    def _take(self, made: Made) -> None:
-        blocks, newcomer, result = made
-        if self._pools.get(blocks) is result:
-            return  # it comes again after an error
-        if isinstance(result, SharedPool):
-            self._begin_pool(blocks, result)
-            return
-        self._sizes.give_back(blocks)
-        is_resumed = isinstance(newcomer.greeting, wire.Resume)
-        if is_resumed or not isinstance(result, ArenaError) or not self._end_idle_pool():
-            raise result
-
-    def _drop(self, made: Made) -> None:
+    def _drop(self, blocks: wire.PoolBlocks, made: Future[SharedPool]) -> None:
         """A pool could not be made, or cannot be served."""
-        blocks, pool = made.blocks, made.result
-        if self._pools.get(blocks) is pool:
-            return
-        self._sizes.give_back(blocks)
-        for key in [key for key in self._engines if key[0] == blocks]:
-            self._engines.pop(key).close()
-        if isinstance(pool, SharedPool):
-            pool.close(0.0)
+        if blocks not in self._pools:
+            self._sizes.give_back(blocks)
+            for key in [key for key in self._engines if key[0] == blocks]:
+                self._engines.pop(key).close()
+            _close(made)
+        self._making.pop(blocks, None)
 
     def _begin_pool(self, blocks: wire.PoolBlocks, pool: SharedPool) -> None:
         """Serve a pool, for the engines, too, that used it under the service before this one."""
         for number in range(1, MOST_ENGINES + 1):
-            if pool.is_used_by(number) or pool.cache.granted_to(number):
+            if pool.is_used_by(number) or pool.cache.index.taken_by(number):
                 name = f"number {number}"
-                engine = AttachedEngine(name, pool, number, begun=True)
-                self._engines[blocks, number] = engine
+                self._engines[blocks, number] = AttachedEngine(name, pool, number, begun=True)
         self._pools[blocks] = pool
         self._share(pool)
         logger.info(
@@ -318,8 +324,10 @@ class NodeServer:
         number = next(free, None)
         if number is None:
             raise RefusalError(f"the pool has {MOST_ENGINES} engines; allowed: no more")
-        engine = AttachedEngine(greeting.engine, self._pools[blocks], number)
-        self._engines[blocks, number] = engine
+        # In one statement: an engine that nobody knows would be a reader of the index for ever.
+        self._engines[blocks, number] = engine = AttachedEngine(
+            greeting.engine, self._pools[blocks], number
+        )
         self._share(engine.pool)
         logger.info("engine %r is attached", engine.name)
         return engine
@@ -397,7 +405,6 @@ class NodeServer:
                     self._guard(what, partial(self._end_if_over, engine, process))
                 what = f"engine {engine.name!r} cannot be forgotten yet"
                 self._guard(what, partial(self._forget_if_gone, engine))
-        self._guard("a pool that was made is not used yet", self._take_made)
         self._guard("processes wait longer to be let in", partial(self._lobby.serve, now))
         pools = [
             self._guard("a pool does not say whether it works", partial(_is_busy, pool))
@@ -509,3 +516,8 @@ def _resume_pool(config: CacheConfig, greeting: wire.Resume, fds: list[int]) -> 
     """Go on with memory that a service before this one has left, for all its engines."""
     memory = PoolMemory.resume(greeting.blocks, greeting.slots, fds)
     return SharedPool(config, greeting.model, greeting.blocks, memory, begun=True)
+
+
+def _close(made: Future[SharedPool]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close(0.0)

@@ -66,13 +66,13 @@ class RuntimeDirectory:
         return self._fd
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory's lock for the block, as every process does that creates or removes
-        files there. Raises ArenaError if another process holds it for too long, and OSError if it
-        is no file of this user's with one name."""
-        fd = open_regular(self._fd, _LOCK, os.O_RDWR | os.O_CREAT)
+    def locked(self, file: str = _LOCK, seconds: float | None = None) -> Iterator[None]:
+        """Hold the lock on a file for the block. Every process that creates or removes files in the
+        directory holds the default one. Raises ArenaError if another process holds it for too long,
+        and OSError if it is no file of this user's with one name."""
+        fd = open_regular(self._fd, file, os.O_RDWR | os.O_CREAT)
         try:
-            self._lock(fd)
+            self._lock(fd, file, _LOCK_SECONDS if seconds is None else seconds)
             try:
                 yield
             finally:
@@ -177,8 +177,8 @@ class RuntimeDirectory:
         # This path fits into the 107 bytes of a socket's address, however long the directory's is.
         return f"/proc/self/fd/{self._fd}/{file}"
 
-    def _lock(self, fd: int) -> None:
-        deadline = time.monotonic() + _LOCK_SECONDS
+    def _lock(self, fd: int, file: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +186,7 @@ class RuntimeDirectory:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise self._refused(
-                        f"another process holds {_LOCK!r} in it for {_LOCK_SECONDS:.0f} s"
+                        f"another process holds {file!r} in it for {seconds:.0f} s"
                     ) from None
             time.sleep(_RETRY_SECONDS)
 
