@@ -347,3 +347,67 @@ def test_what_another_node_wrote_to_a_shared_store_is_a_hit(
     other.settle()
     wait_until(lambda: not there.pool.busy, lambda: None)
     assert_nothing_is_lost(there)
+
+
+@pytest.mark.parametrize(("slots", "others"), [(2, 0), (4, 0), (8, 0), (13, 0), (13, 1)])
+def test_a_prompt_larger_than_host_memory_loads_whole(
+    make_service: MakeService, make_world: MakeWorld, tmp_path: Path, slots: int, others: int
+) -> None:
+    """Its parts follow each other: what an engine has copied makes room for the next part. With
+    another engine, a fetch may bring half of the memory at most."""
+    disk = {
+        "ssd_cache_gb": 0.02,
+        "ssd_cache_dir": (str(tmp_path / "disk"),),
+        "ssd_admission": "write_through",
+        "ssd_timeout_seconds": 2 * PATIENCE_SECONDS,
+    }
+    blocks = 14
+    text = random_prompt(random.Random(14), blocks * BLOCK_TOKENS + 5)
+    large = make_service(64, **disk)
+    one = served(make_world, large, num_blocks=80)
+    one.generate(text)
+    one.settle()
+    wait_until(lambda: not large.pool.busy, lambda: None)
+    one.close()
+    large.close(PATIENCE_SECONDS)
+    small = make_service(slots, **disk)
+    worlds = [served(make_world, small, num_blocks=80) for _ in range(1 + others)]
+    for _ in range(2):
+        found = hits(worlds[0], text)
+        assert found == blocks if not others else found > 0
+        worlds[0].settle()
+        worlds[0].forget()
+    worlds[0].check_outputs()
+    assert_nothing_is_lost(small)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic_over_a_services_small_memory_never_computes_on_a_wrong_byte(
+    make_service: MakeService,
+    make_world: MakeWorld,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    """Prompts have more blocks than there are slots, and come from disk in parts."""
+    rng, went_on, next_part = random.Random(seed), list[int](), Loads.next_slots
+
+    def noted(*args: Any) -> Any:
+        slots = next_part(*args)
+        went_on.extend([slots] if slots else ())
+        return slots
+
+    monkeypatch.setattr(Loads, "next_slots", noted)
+    service = make_service(
+        6 + 4 * seed,
+        ssd_cache_gb=0.02,
+        ssd_cache_dir=(str(tmp_path / "disk"),),
+        ssd_timeout_seconds=2 * PATIENCE_SECONDS,
+    )
+    world = served(make_world, service, num_blocks=40, budget=96)
+    world.slow_down(rng, failure_rate=0.02)
+    stems = make_stems(rng, 4, longest=400)
+    Traffic(world, rng, stems, most_steps=8).run(30, until=[lambda _: went_on])
+    world.settle()
+    world.assert_untracked()
+    assert_nothing_is_lost(service)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv.operators.ask_door import AskError
-from flexkv.service.state import is_service, state_of
-from flexkv.service.state import ServiceState
+from flexkv.service.state import ServiceState, is_service, state_of
 from flexkv.settings import CONFIG_PATH_VARIABLE, CacheConfig, load_config
 from flexkv.tiers.disk.folder import folders as folders_below
 from flexkv.types.deadline import ANSWER_SECONDS, HANGS, call_within

@@ -20,6 +20,9 @@ LOOKAHEAD_SECONDS = 0.05
 engine blocks meanwhile. The time is about some steps of a decoding batch, in which blocks seldom
 become scarce."""
 
+_ROOM_SECONDS = 1.0
+"""Seconds that a load in parts waits for the service to find room for the next part."""
+
 
 class Fetches:
     """The fetches of one engine's requests, at most one for each; each is kept with its request.
@@ -47,9 +50,8 @@ class Fetches:
         self._cache = cache
         self._may_fetch = cache.info.may_fetch
         self._ahead = ahead
-        # A service answers later what it has room for: what lacks room then is computed.
+        # A service answers later what it has room for.
         self._answers_later = cache.info.is_shared
-        self._in_parts = ahead and not self._answers_later
         self._ended = ended
         self._spans = spans
         self._describe = describe
@@ -109,6 +111,9 @@ class Fetches:
         fetch = tracked.fetch
         if fetch and fetch.queued and not self._raise(tracked, fetch, keys, start, announced):
             fetch = None
+        if fetch and fetch.turn and self._answers_later:
+            # Its service may say only now that it had no room while the request was queued.
+            fetch = fetch if self._cache.fetch_state(fetch.id).length else None
         # Or the engine has evicted blocks since it began, or a hit of other groups ends elsewhere.
         if fetch is None or fetch.start > start or not (self._plain or fetch.keys is keys):
             fetch = self.begin(tracked, keys, start, announced=announced)
@@ -139,7 +144,7 @@ class Fetches:
         before the load of the others was ordered, and may have none yet. Returns the fetch; None
         if the blocks cannot come."""
         last = tracked.fetch
-        if not self._in_parts or last is None:
+        if not self._ahead or last is None:
             return None
         state, ordered = self._cache.fetch_state(last.id), start - last.start
         if state.length == 0 or state.reach <= ordered < state.length:
@@ -152,10 +157,14 @@ class Fetches:
                 return None
             self._replace(tracked, WantedFetch(begun, keys, start))
             fetch = begun
+        elif self._answers_later and time.monotonic() - state.begun > _ROOM_SECONDS:
+            return None
         else:
             self._cache.extend_fetch(fetch, ())  # looks for room again
-        if self._cache.fetch_state(fetch).stop:
-            self._cache.extend_fetch(fetch, keys[1:])
+        now = self._cache.fetch_state(fetch)
+        if now.stop:
+            if now.length < len(keys):
+                self._cache.extend_fetch(fetch, keys[now.length :])
             note_media(tracked.awaited, keys, self._cache.fetch_state(fetch))
         return fetch
 
@@ -246,7 +255,7 @@ class Fetches:
 
     def _is_short(self, state: FetchState) -> bool:
         """Whether the engine can load blocks for which host memory has no room yet."""
-        return self._in_parts and state.is_short
+        return self._ahead and state.is_short
 
     def _replace(self, tracked: TrackedRequest, fetch: WantedFetch | None) -> None:
         """The request waits for `fetch` instead of its previous fetch."""

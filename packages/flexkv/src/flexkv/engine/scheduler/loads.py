@@ -452,6 +452,8 @@ class Loads:
         Returns how many of them have got a slot, from the first on; None if they cannot come, or if
         waiting for them is not worthwhile."""
         keys, first = loading.keys[loading.ordered :], loading.first + loading.ordered
+        if self._cache.lookup(keys[:1]):
+            return 1  # another engine has fetched it meanwhile
         fetch, others = self.fetches.fetch_next(tracked, keys, first), self.running_requests
         span = Span(loading.tokens_ordered, loading.stop)
         if fetch is None or not self._chooser.is_worth_waiting(fetch, span, others, whole=True):
