@@ -17,7 +17,7 @@ from subscriber import DISK, HOST, Subscriber, drain, loadable
 from traffic import SEEDS, Traffic, make_stems
 
 from flexkv.service import attach as attaching
-from flexkv.service import attached, changes
+from flexkv.service import attached, pool_changes
 from flexkv_vllm import events
 from packages.flexkv.tests.service.served import Service
 from packages.inside import stores_of
@@ -134,8 +134,8 @@ def test_after_a_restart_of_all_the_disk_is_told_in_full(service: Service, liste
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is done in parts takes several, and nobody waits long for a new service."""
-    monkeypatch.setattr("flexkv.service.changes._PART", 4)
-    monkeypatch.setattr(changes, "_AT_ONCE", 4)
+    monkeypatch.setattr("flexkv.service.pool_changes._PART", 4)
+    monkeypatch.setattr(pool_changes, "_AT_ONCE", 4)
     monkeypatch.setattr(events, "_BLOCKS_PER_CALL", 8)
     monkeypatch.setattr(attaching, "_FIRST_SECONDS", 0.01)
     monkeypatch.setattr(attached, "_LAST_WRITES_SECONDS", 0.01)

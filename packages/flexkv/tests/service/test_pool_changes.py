@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexkv.service import messages as wire
-from flexkv.service.changes import PoolChanges
+from flexkv.service.pool_changes import PoolChanges
 from flexkv.types.changes import Changes, Medium
 
 HOST, DISK = Medium.HOST, Medium.DISK

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexkv.service import messages as wire
-from flexkv.service.changes import ENTRY_BYTES, PoolDescriptions, joined
+from flexkv.service.pool_changes import ENTRY_BYTES, PoolDescriptions, joined
 from flexkv.service.pool_keys import TierKeys
 from flexkv.service.state import clear_pools
 from flexkv.types.changes import Changes, Medium
@@ -62,7 +62,7 @@ def test_old_descriptions_give_way() -> None:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_what_is_nowhere_is_forgotten(monkeypatch: pytest.MonkeyPatch, on_disk: bool) -> None:
-    monkeypatch.setattr("flexkv.service.changes._LEAVING", 2)
+    monkeypatch.setattr("flexkv.service.pool_changes._LEAVING", 2)
     keys = keys_of("a", 6)
     cache: Any = NoCache(*keys)
     below = TierKeys(64)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flexkv.service import attach as attaching
-from flexkv.service import attached, changes, server
+from flexkv.service import attached, pool_changes, server
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached
 from flexkv.service.attached import AttachedEngine
@@ -350,7 +350,7 @@ def test_changes_while_an_engine_is_not_attached_are_told(
     with_disk: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch, is_the_same: bool
 ) -> None:
     """In memory and on the disk, by the same service and by the next one."""
-    monkeypatch.setattr(changes, "_AT_ONCE", 2)
+    monkeypatch.setattr(pool_changes, "_AT_ONCE", 2)
     monkeypatch.setattr(attaching, "_MOST_SECONDS", 0.02)
     one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
     follower = Follower(one)

@@ -10,8 +10,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from flexkv import CacheConfig, ConfigError, LayoutError, load_config
 from flexkv.host.arena import ArenaSpec
-from flexkv.layout import BlockFormat, fingerprint
-from flexkv.layout.block_format import SLOT_ALIGNMENT
+from flexkv.layout import SLOT_ALIGNMENT, BlockFormat, fingerprint
 from flexkv.open_tiers import open_tiers, policy_maker
 from flexkv.session.wire import SessionInfo
 from flexkv.settings import configure_logging

@@ -17,11 +17,11 @@ from itertools import chain
 
 from flexkv.host.board import CELLS, CompletionBoard
 from flexkv.service import messages as wire
-from flexkv.service.changes import joined
 from flexkv.service.engine_requests import EngineFetches, EngineQueries, EngineUses
 from flexkv.service.lobby import RefusalError
 from flexkv.service.page import PUBLISHED, READ, SENT, EngineHolds, FetchRows
 from flexkv.service.pool import SharedPool
+from flexkv.service.pool_changes import joined
 from flexkv.service.pool_keys import Announcements
 from flexkv.service.state import EngineState
 from flexkv.types.mover import Status

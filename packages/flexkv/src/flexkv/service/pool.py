@@ -18,9 +18,9 @@ from flexkv.host.memory_lock import MemoryLock
 from flexkv.index.block_index import BlockIndex, index_bytes, publish
 from flexkv.layout import BlockFormat
 from flexkv.open_tiers import ages_of, closed_on_error, host_policy, open_tiers, policy_maker
-from flexkv.service.changes import PoolDescriptions
 from flexkv.service.messages import PoolBlocks
 from flexkv.service.page import MOST_ENGINES, EnginePage, file_bytes
+from flexkv.service.pool_changes import PoolDescriptions
 from flexkv.service.pool_keys import AnnouncedKeys, TierKeys
 from flexkv.service.state import TenantState
 from flexkv.session.reservation import Reservation

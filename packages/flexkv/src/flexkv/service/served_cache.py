@@ -35,9 +35,9 @@ from flexkv.host.arena import Arena
 from flexkv.index.ages import young_reader
 from flexkv.service import messages as wire
 from flexkv.service.attach import Attached, Reattachment
-from flexkv.service.changes import PoolChanges
 from flexkv.service.line import Line
 from flexkv.service.page import FetchRows, LoadHolds
+from flexkv.service.pool_changes import PoolChanges
 from flexkv.service.served_stores import ServedStores
 from flexkv.service.served_tiers import ServedTiers
 from flexkv.transfer.copies import DeviceCopy, DeviceLink, log_stopped
