@@ -172,7 +172,7 @@ def loads_alone(worker: Any) -> bool:
 
 def assert_no_copy(worker: Any) -> None:
     """A worker copies nothing, and knows nothing of any request."""
-    assert worker._loads == worker._stores == worker._releases == {}
+    assert worker._loads == worker._stores == {}
     assert not worker._layerwise.running
 
 

@@ -22,7 +22,6 @@ from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
 from flexkv.engine.scheduler.scheduled_step import Placed, ScheduledStep
 from flexkv.engine.scheduler.side import RequestSide
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.start import attach_session, make_cache, make_chooser
 from flexkv.engine.worker.pages import Device, RankPages
 from flexkv.engine.worker.start_worker import start_worker
@@ -203,7 +202,6 @@ class ToyEngine:
         device: Device,
         pages: int,
         mode: LoadMode,
-        time: StoreTime,
         shape: Shape,
     ) -> None:
         self.boundary = boundary = ErrorBoundary()
@@ -226,13 +224,13 @@ class ToyEngine:
         groups = shape.groups
         keys = BlockKeys(groups, lambda _: b"")
         engine = EngineCache(session, self.cache, groups, keys, chooser, boundary, access=access)
-        self.side = RequestSide(engine, time, StepOrders, load_ahead=True)
+        self.side = RequestSide(engine, StepOrders, load_ahead=True)
         self.side.bind_pool(self.pool)
         self.requests: dict[str, ToyRequest] = {}
         self.waiting, self.running = list[ToyRequest](), list[ToyRequest]()
-        self.loading, self.held = dict[str, ToyRequest](), dict[str, list[int]]()
+        self.loading = dict[str, ToyRequest]()
         self.preempted, self.ended = list[str](), list[str]()
-        self._sent, self._received = Counter[str](), Counter[str]()
+        self._received = Counter[str]()
 
     def add(self, prompt: Sequence[int], max_tokens: int = 3, **options: Any) -> ToyRequest:
         name, page = f"r{len(self.requests)}", self.shape.page
@@ -261,28 +259,24 @@ class ToyEngine:
             worker.start_stores(orders)
             worker.finished(orders)
             bad |= worker.take_bad_blocks()
-            sent, received = worker.take_finished()
-            self._sent.update(sent)
-            self._received.update(received)
+            self._received.update(worker.take_finished())
         assert wrong <= {0, *bad}, "a step has computed on wrong bytes"
         for name in [*tokens, *self.loading]:
             self.requests[name].recompute(bad)
         report, *_ = [worker.report(orders) for worker in self.workers]
         self.side.step_ended(report, bad)
-        for name in self._all_ranks(self._sent):
-            self.pool.release(self.held.pop(name))
-        for name in self._all_ranks(self._received):
+        for name in self._loaded_by_all():
             self._loaded(self.loading.pop(name))
         for request in [self.requests[name] for name in tokens]:
             self.pool.register(request)
             if request.num_computed_tokens == request.num_tokens and request.sample():
                 self.end(request)
 
-    def _all_ranks(self, reports: Counter[str]) -> list[str]:
-        """The requests that all ranks have reported, each once."""
-        names = [name for name, ranks in reports.items() if ranks == self.shape.ranks]
+    def _loaded_by_all(self) -> list[str]:
+        """The requests that all ranks have loaded, each once."""
+        names = [name for name, ranks in self._received.items() if ranks == self.shape.ranks]
         for name in names:
-            del reports[name]
+            del self._received[name]
         return names
 
     def _continue(self, request: ToyRequest, budget: int, step: Any) -> int:
@@ -346,9 +340,7 @@ class ToyEngine:
     def end(self, request: ToyRequest) -> None:
         request.has_ended = True
         self.ended.append(request.request_id)
-        if self.side.finished(request, (request.table,)):
-            self.held[request.request_id] = request.table
+        self.side.finished(request)
         if request.request_id not in self.loading:
             self._queue_of(request).remove(request)
-            if request.request_id not in self.held:
-                self.pool.release(request.table)
+            self.pool.release(request.table)

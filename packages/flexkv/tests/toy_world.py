@@ -13,7 +13,6 @@ from toy_engine import BLOCK, Shape, ToyEngine, ToyRequest
 
 from flexkv import CacheConfig
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.engine.start import operator_access
 from flexkv.operators.verbs import PromptQuestion
 from flexkv_kernels import HostMemory
@@ -85,7 +84,6 @@ class ToyWorld:
         disk_slots: int = 0,
         blocks: int = 32,
         mode: LoadMode = LoadMode.ASYNC,
-        store_time: StoreTime = StoreTime.STEP,
         device: HostMemory | None = None,
         shape: Shape | None = None,
         **settings: Any,
@@ -102,14 +100,14 @@ class ToyWorld:
         shape = shape or Shape()
         pages = 1 + (blocks - 1) * BLOCK // shape.page
         access = operator_access(self.config, ToyKeys())
-        self._options = access, device or HostMemory(), pages, mode, store_time, shape
+        self._options = access, device or HostMemory(), pages, mode, shape
         self.engine = ToyEngine(self.config, *self._options)
 
     def run(self) -> None:
-        """Step until all requests have ended and no blocks are held for any."""
+        """Step until all requests have ended."""
         engine = self.engine
         for _ in range(_PATIENCE_STEPS):
-            if not (engine.waiting or engine.running or engine.loading or engine.held):
+            if not (engine.waiting or engine.running or engine.loading):
                 return
             engine.step()
             time.sleep(0)  # lets the disk's threads run

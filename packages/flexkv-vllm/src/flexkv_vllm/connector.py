@@ -7,7 +7,7 @@ errors before they reach vLLM. Errors at start stop the engine on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -154,14 +154,18 @@ class FlexKVConnectorV1(WorkerCalls, KVConnectorBase_V1, HybridConnector):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        announced = self._announce(request)
-        return self._finish(request, [block_ids]), announced
+        return self._finish(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request)
+
+    def _finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM may give the request's blocks away: workers wait for the stores that read them."""
         announced = self._announce(request)
-        return self._finish(request, block_ids), announced
+        self._end(request)
+        return False, announced
 
     @answers(always(None), "another engine computes what it does not find")
     def _announce(self, request: Request) -> dict[str, Any] | None:
@@ -171,9 +175,10 @@ class FlexKVConnectorV1(WorkerCalls, KVConnectorBase_V1, HybridConnector):
             return None
         return announcement_of(self._scheduler.announced_tokens(request))
 
-    @answers(_off(lambda _: False), _OFF)
-    def _finish(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
-        return self._scheduler is not None and self._scheduler.finished(request, tables)
+    @answers(_off(lambda _: None), _OFF)
+    def _end(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
 
     @answers(always(False), "copies end in the steps of later requests")
     def has_pending_push_work(self) -> bool:

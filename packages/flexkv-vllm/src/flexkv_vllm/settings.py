@@ -11,7 +11,6 @@ from flexkv.engine.choice.chooser import LoadMode
 from flexkv.engine.scheduler.groups import Groups
 from flexkv.engine.scheduler.options import ANNOUNCED, BOTH, PREFIX, OptionsReader, Role
 from flexkv.engine.scheduler.spans import ContextOf, OtelSpans, make_spans
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.settings import configure_logging
 from flexkv_vllm.compat.core import binds_pool, check_version
 from flexkv_vllm.compat.patches import is_made_by_another
@@ -68,12 +67,7 @@ def check_engine(config: CacheConfig, ours: type) -> None:
         check_version(config.allow_untested_engine, ours)
 
 
-# How the engine loads and stores.
-
-
-def store_time() -> StoreTime:
-    """When blocks are stored."""
-    return StoreTime.STEP
+# How the engine loads.
 
 
 def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:

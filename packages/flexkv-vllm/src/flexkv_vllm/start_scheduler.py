@@ -34,7 +34,6 @@ from flexkv_vllm.settings import (
     options_of,
     request_spans_of,
     steps_behind,
-    store_time,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +119,6 @@ def make_request_side(
                 operator_access(config, VllmPromptKeys(algorithm, groups, keys)),
                 request_spans_of(vllm_config),
             ),
-            store_time(),
             StepMetadata,
             load_ahead=transfer is not None and transfer.kv_load_failure_policy == "recompute",
             lists_blocks=lists_all_blocks(vllm_config),

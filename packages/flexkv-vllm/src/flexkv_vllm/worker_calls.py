@@ -160,9 +160,9 @@ class WorkerCalls(KVConnectorBase_V1):
             self._worker.fail_stores(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received = self.get_finished(finished_req_ids)
+        _, received = self.get_finished(finished_req_ids)
         failed = set[str]() if self._idle is not None else self._take_failed_requests()
-        return base.KVConnectorTransferResults(sent or set(), received or set(), failed)
+        return base.KVConnectorTransferResults(set(), received or set(), failed)
 
     @answers(lambda self, *_, **__: self._doubt_step() or (None, None), _DOUBT)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -175,10 +175,10 @@ class WorkerCalls(KVConnectorBase_V1):
         self._idle = None
         if not self._finished(self._worker, orders):
             return None, None
-        sent, received = self._worker.take_finished()
+        received = self._worker.take_finished()
         for request_id in received:
             self._suspects[request_id] = self._loading.pop(request_id, [])
-        return sent or None, received or None
+        return None, received or None
 
     def _finished(self, worker: WorkerSide, metadata: KVConnectorMetadata | None) -> bool:
         """Look for the ends of copies. Returns whether vLLM gets those that were found."""

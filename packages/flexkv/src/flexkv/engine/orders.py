@@ -54,8 +54,6 @@ class StepOrders:
             this ends its load.
         fences: ids of stores that must end before this step's forward pass, which may overwrite
             their blocks.
-        releases: finished request to the stores that may still read its blocks, or to none if
-            all under way may; the engine holds the blocks until the worker names the request.
         number: number for the workers' `StepReport` of this step; 0 if its end is not measured.
         proves: number of the step if its end proves blocks, see `Stores`; 0 if it proves none.
         step: number of the step, which grows by 1; 0 where loads follow everything.
@@ -67,7 +65,6 @@ class StepOrders:
     failed_loads: dict[str, list[int]] = field(default_factory=dict)
     stores: list[CopyOrder] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
-    releases: dict[str, list[int]] = field(default_factory=dict)
     has_forward: bool = False
     number: int = 0
     proves: int = 0

@@ -13,7 +13,6 @@ from toy_engine import BLOCK, Shape
 from toy_world import LateMemory, ToyWorld
 
 from flexkv.engine.choice.chooser import LoadMode
-from flexkv.engine.scheduler.storing import StoreTime
 from flexkv.types.mover import Direction
 
 MakeWorld = Callable[..., ToyWorld]
@@ -134,9 +133,8 @@ def test_a_request_that_lost_its_blocks_goes_on(make_world: MakeWorld) -> None:
     assert sum(each.loaded for each in preempted) > 0
 
 
-@pytest.mark.parametrize("time", list(StoreTime))
-def test_a_reset_discards_all_blocks(make_world: MakeWorld, time: StoreTime) -> None:
-    world = make_world(store_time=time, disk_slots=64)
+def test_a_reset_discards_all_blocks(make_world: MakeWorld) -> None:
+    world = make_world(disk_slots=64)
     prompt = prompt_of(5, 6)
     world.generate(prompt)
     assert world.hits(prompt) == 6
@@ -183,7 +181,6 @@ def test_no_wrong_byte_is_read_in_random_traffic(make_world: MakeWorld, seed: in
         slots=40,
         disk_slots=rng.choice([0, 200]),
         mode=rng.choice(MODES),
-        store_time=rng.choice(list(StoreTime)),
         device=device,
     )
     engine, stems = world.engine, [prompt_of(each, 9) for each in range(3)]

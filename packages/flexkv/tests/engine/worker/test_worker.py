@@ -216,7 +216,7 @@ def test_a_step_without_work_waits_for_the_last_part_of_a_load(arena: Arena) -> 
     orders = StepOrders(loads={"one": CopyOrder(2, 1, [6], [1])})
     side.start_loads(orders)
     side.finished(orders)
-    assert side.take_finished() == (set(), {"one"})
+    assert side.take_finished() == {"one"}
     assert mover.waited == [2]
 
 
@@ -251,7 +251,7 @@ def test_a_copy_that_is_ordered_without_pages_fails(arena: Arena) -> None:
     side.start_stores(orders)
     side.finished(orders)
     assert mover.submitted == []
-    assert side.take_finished() == (set(), {"one"})
+    assert side.take_finished() == {"one"}
     assert side.take_bad_blocks() == {5, 6}
     assert [arena.board.status(cell) for cell in range(3)] == [Status.FAILED] * 3
     side.resume()

@@ -111,8 +111,7 @@ class _Load:
 
 
 class Promises:
-    """Loads whose order has not been given as a whole, and ended requests whose blocks the engine
-    holds until a worker releases them.
+    """Loads whose order has not been given as a whole.
 
     Workers report the end of each order. If the scheduler side fails before it has given one, the
     engine would wait for ever, or compute on blocks that nothing fills. Nothing here can fail,
@@ -122,7 +121,6 @@ class Promises:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.loads: dict[str, _Load] = {}
-        self._held: dict[str, None] = {}
 
     def matched(self, request_id: str, start: int, answer: tuple[int | None, bool]) -> None:
         """The engine gets this answer to its lookup for a request that has `start` tokens."""
@@ -140,30 +138,23 @@ class Promises:
             else:
                 del self.loads[request_id]
 
-    def ended(self, request_id: str, holds: bool) -> None:
-        """A request has ended; `holds` says whether the engine holds its blocks for stores. The
-        engine holds them for a load in any case."""
+    def ended(self, request_id: str) -> None:
+        """A request has ended. The engine holds its blocks until its load has ended, too."""
         load = self.loads.get(request_id)
         if load is not None and load.tables is None:
             del self.loads[request_id]
-        if holds:
-            self._held[request_id] = None
 
     def ordered(self, orders: StepOrders) -> None:
         """The engine passes these orders to the workers."""
-        if self.loads:
-            for request_id in list(self.loads):
-                load, order = self.loads[request_id], orders.loads.get(request_id)
-                is_complete = request_id in orders.failed_loads or (order and order.last)
-                if load.tables is not None and (is_complete or not load.waits):
-                    del self.loads[request_id]
-        for request_id in orders.releases:
-            self._held.pop(request_id, None)
+        for request_id in list(self.loads):
+            load, order = self.loads[request_id], orders.loads.get(request_id)
+            is_complete = request_id in orders.failed_loads or (order and order.last)
+            if load.tables is not None and (is_complete or not load.waits):
+                del self.loads[request_id]
 
     def end_all(self, orders: StepOrders) -> None:
         """Add to `orders` what ends all of this: the loads fail. Later calls add nothing."""
         loads, self.loads = self.loads, {}
-        held, self._held = self._held, {}
         for request_id, load in loads.items():
             if load.tables is None:
                 continue  # the engine looks it up again
@@ -173,7 +164,6 @@ class Promises:
                 orders.failed_loads[request_id] = blocks
             else:
                 orders.unfilled.extend(blocks)
-        orders.releases.update((request_id, []) for request_id in held)
 
 
 @dataclass(frozen=True, slots=True)

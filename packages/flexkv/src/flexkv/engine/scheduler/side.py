@@ -20,7 +20,7 @@ from flexkv.engine.scheduler.operator_calls import OperatorCalls
 from flexkv.engine.scheduler.reports import HitReports, spans_of
 from flexkv.engine.scheduler.request import NEVER, HitTokens, Match, TrackedRequest, limited
 from flexkv.engine.scheduler.scheduled_step import IdleSteps, ScheduledStep, Tables
-from flexkv.engine.scheduler.storing import Stores, StoreTime
+from flexkv.engine.scheduler.storing import Stores
 from flexkv.engine.scheduler.tables import BlockTables, StepAccesses
 from flexkv.engine.side_figures import CacheFigures, log_totals
 
@@ -56,7 +56,6 @@ class RequestSide(Generic[Orders]):
     def __init__(
         self,
         engine: EngineCache,
-        store_time: StoreTime,
         make_orders: Callable[[], Orders],
         *,
         load_ahead: bool,
@@ -86,7 +85,7 @@ class RequestSide(Generic[Orders]):
         self._loads = self._matcher.loads
         size = self._groups.members[0].block_tokens
         self._reports = HitReports(self._cache, chooser, self.figures, engine.recorder, size)
-        self._stores = Stores(engine, store_time)
+        self._stores = Stores(engine)
         self._tables = BlockTables(self._groups, self._stores, self._requests)
         self._accesses = StepAccesses() if lists_blocks and self._groups.plain else None
         self._promises = self._loads.promises
@@ -185,22 +184,18 @@ class RequestSide(Generic[Orders]):
         size = self._groups.alignment
         return tracked.options.limit_stored(tokens) // size * size
 
-    def finished(self, request: EngineRequest, tables: Tables) -> bool:
-        """`request` has ended with the blocks `tables`. True if the engine must hold them until the
-        workers release it."""
+    def finished(self, request: EngineRequest) -> None:
+        """`request` has ended. The engine may give its blocks away: stores that read them are
+        fenced."""
         if self.is_off:
-            return False
-        holds = None
+            return
         self._idle_steps.note(True)
-        with self._boundary.guard("ending a request", "its last blocks are not cached"):
-            holds = self._end(request, tables)
-        if holds is None:
-            tracked = self._requests.get(request.request_id)
-            if tracked is not None:
-                self._abandon(tracked)
-            holds = self._stores.must_hold(request.request_id, self._orders)
-        self._promises.ended(request.request_id, holds)
-        return holds
+        with self._boundary.guard("ending a request", "its blocks may leave sooner"):
+            self._end(request)
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:  # after an error
+            self._abandon(tracked)
+        self._promises.ended(request.request_id)
 
     # Steps.
 
@@ -217,7 +212,7 @@ class RequestSide(Generic[Orders]):
         if orders is None:
             self._lose_track()
             orders = self._take_orders(step)
-        if self._promises.loads or orders.releases:
+        if self._promises.loads:
             self._promises.ordered(orders)
         self._is_matching = False
         return orders
@@ -368,13 +363,12 @@ class RequestSide(Generic[Orders]):
             self._loads.refuse(tracked, cached[0], tokens, self._orders)
         tracked.lose_blocks()
 
-    def _end(self, request: EngineRequest, tables: Tables) -> bool:
+    def _end(self, request: EngineRequest) -> None:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            return False
+            return
         self._abandon(tracked)
         if tracked.ran:
-            self._stores.finished(tracked, self._tables.of_cached(tables), self._orders)
             matcher, tokens = self._matcher, request.num_computed_tokens
             self._cache.touch(matcher.blocks_of(tracked, tokens))
             self._reports.ended(
@@ -384,7 +378,6 @@ class RequestSide(Generic[Orders]):
                 tracked.options,
             )
             self.figures.note_activity()
-        return self._stores.must_hold(tracked.id, self._orders)
 
     def _build_orders(self, step: ScheduledStep) -> Orders:
         requests = self._requests

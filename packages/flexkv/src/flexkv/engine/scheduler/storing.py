@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,17 +27,6 @@ from flexkv.engine.scheduler.options import (
 from flexkv.engine.scheduler.request import NEVER, TrackedRequest
 from flexkv.engine.scheduler.scheduled_step import ScheduledStep
 from flexkv.types.tenants import NO_TENANT
-
-
-class StoreTime(enum.Enum):
-    """The time at which a request's blocks are stored."""
-
-    STEP = "step"
-    """Each block is stored in the step that fills it. The engine must report preemptions before it
-    reuses blocks."""
-    FINISH = "finish"
-    """All blocks are stored when the request has finished, while the engine holds them. The engine
-    need not report preemptions."""
 
 
 class _Run(NamedTuple):
@@ -113,10 +101,6 @@ class _Running:
     step: int
     begun: float = field(default_factory=time.monotonic)
 
-    def reads_of(self, request_id: str) -> bool:
-        """Whether it reads blocks of this request."""
-        return any(run.request.request_id == request_id for run in self.runs)
-
     def positions_by_run(self) -> Iterator[tuple[_Run, range]]:
         """The positions of each run's blocks in the transfer."""
         stop = 0
@@ -143,7 +127,7 @@ class Stores:
     prompts diverge.
     """
 
-    def __init__(self, engine: EngineCache, time: StoreTime) -> None:
+    def __init__(self, engine: EngineCache) -> None:
         groups = engine.groups
         self._cache = engine.cache
         self._groups = groups
@@ -152,7 +136,6 @@ class Stores:
         self._describe = engine.describe
         self._spans = engine.spans
         self._align = groups.alignment
-        self._by_step = time is StoreTime.STEP
         self._calendar = full_blocks(groups)
         # Those of full attention first, since the others build on them; with their tables' places.
         places = enumerate(groups.members)
@@ -171,15 +154,12 @@ class Stores:
     def scheduled(self, tracked: TrackedRequest) -> None:
         """The step that is being scheduled is the first to run a request with its blocks."""
         self._begun.append((self._step + 1, tracked.engine_blocks))
-        if self._by_step:
-            self._calendar.watch(tracked, 1)
+        self._calendar.watch(tracked, 1)
 
     def order_filled(
         self, step: ScheduledStep, requests: Mapping[str, TrackedRequest], orders: StepOrders
     ) -> bool:
         """Order stores of the blocks that a step fills. Returns whether it fills any to store."""
-        if not self._by_step:
-            return False
         batch: StoreBatch = {}
         consequence = "those of this step are not cached"
         with self._boundary.guard("finding full blocks", consequence, loses=False):
@@ -195,21 +175,6 @@ class Stores:
             return False
         self._order(batch, orders)
         return True
-
-    def finished(
-        self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], orders: StepOrders
-    ) -> None:
-        """Order the stores of a finished request, if blocks are stored at this time. `tables`: its
-        engine blocks by cached group, which the engine holds."""
-        if self._by_step:
-            return
-        tracked.set_blocks(tables)
-        computed, size = tracked.request.num_computed_tokens, self._keys.hash_tokens
-        filled = self._calendar.filled(tracked, computed, size)
-        if filled is not None:
-            batch: StoreBatch = {}
-            self._add_filled([(tracked, *filled)], batch)
-            self._order(batch, orders)
 
     def ended(self, transfer: Ended) -> None:
         """A transfer has ended; if it is no store, nothing happens."""
@@ -255,8 +220,7 @@ class Stores:
             if self._groups.plain and tracked.request.num_computed_tokens <= good:
                 # The engine computes them again. Blocks that have a slot are not stored twice.
                 tracked.fill_again(self.first_fill(tracked.options))
-                if self._by_step:
-                    self._calendar.watch(tracked, 1)
+                self._calendar.watch(tracked, 1)
             else:
                 tracked.store_nothing()
         return wrong
@@ -309,16 +273,6 @@ class Stores:
             self._cache.end_transfer(
                 running.transfer.id, TransferEnd.DISCARD, list(chain.from_iterable(whole))
             )
-
-    def must_hold(self, request_id: str, orders: StepOrders) -> bool:
-        """Whether the engine must hold the blocks of an ended request, because stores read them and
-        no fence keeps other requests from writing to them. Workers then report their end."""
-        if self._by_step:
-            return False
-        reading = [i for i, each in self.under_way.items() if each.reads_of(request_id)]
-        if reading:
-            orders.releases[request_id] = reading
-        return bool(reading)
 
     def _add_filled(self, filled: Iterable[Filled], batch: StoreBatch) -> None:
         """Add blocks that are full to the batch of the step."""

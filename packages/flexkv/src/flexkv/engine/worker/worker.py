@@ -64,8 +64,6 @@ class WorkerSide:
         self._received: set[str] = set()
         self._stores: dict[int, int] = {}
         self._last_store = 0
-        self._releases: dict[str, list[int]] = {}
-        self._released: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
 
@@ -76,7 +74,6 @@ class WorkerSide:
             orders.loads
             or orders.stores
             or orders.layerwise
-            or orders.releases
             or orders.fences
             or orders.failed_loads
             or orders.unfilled
@@ -84,13 +81,11 @@ class WorkerSide:
             or orders.proves
             or self._loads
             or self._stores
-            or self._releases
             or self._layerwise.running
             or self._layerwise.bad_blocks
             or self._bad_blocks
             or self._failed_requests
             or self._received
-            or self._released
             or self.figures.load_rate
         )
 
@@ -209,7 +204,6 @@ class WorkerSide:
         if self._layerwise.running:
             self._layerwise.end()
         self.step_ended(orders)
-        self._releases.update(self._releases_of(orders))
         if not orders.has_forward:
             # Up to 0.30 vLLM lets no stores begin in such a step.
             self.start_stores(orders)
@@ -217,12 +211,11 @@ class WorkerSide:
         self._poll_stores()
         self._poll_loads()
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks no store reads any more, and requests whose loads have ended, each
-        once. Behind no guard: an error would lose those that the engine waits for."""
-        ended = self._released, self._received
-        self._released, self._received = set(), set()
-        return ended
+    def take_finished(self) -> set[str]:
+        """Requests whose loads have ended, each once. Behind no guard: an error would lose those
+        that the engine waits for."""
+        received, self._received = self._received, set()
+        return received
 
     def step_ended(self, orders: StepOrders) -> None:
         """The engine has queued all work of a step. `finished` does this, too."""
@@ -232,9 +225,6 @@ class WorkerSide:
     def poll_later(self, orders: StepOrders) -> None:
         """After `finished` has failed: the next step reports this step's results, except for loads
         that the forward pass needed."""
-        for request_id, transfer_ids in self._releases_of(orders).items():
-            if request_id not in self._released:
-                self._releases[request_id] = transfer_ids
         if not orders.has_forward:
             self.fail_stores(orders)
         if self._layerwise.running:
@@ -255,9 +245,8 @@ class WorkerSide:
             self._bad_blocks.update([] if self.fails_by_request else [*load.bad_blocks, *blocks])
         self._received |= self._loads.keys()
         self._failed_requests |= self._loads.keys() if self.fails_by_request else set()
-        self._released |= self._releases.keys() | orders.releases.keys()
-        for known in (self._loads, self._stores, self._releases):
-            known.clear()
+        self._loads.clear()
+        self._stores.clear()
 
     def take_bad_blocks(self) -> set[int]:
         """The engine's blocks whose loads have failed since the last call."""
@@ -286,11 +275,7 @@ class WorkerSide:
         loading = next((load.parts for load in self._loads.values() if load.parts), None)
         if loading is not None:
             ticket = next(reversed(loading))  # the parts of a load end in their order
-        elif self._releases and self._stores:
-            ticket = next(iter(self._stores.values()))
-        else:
-            return
-        self._copies.mover.wait(ticket, IDLE_WAIT_SECONDS)
+            self._copies.mover.wait(ticket, IDLE_WAIT_SECONDS)
 
     def _refuse_loads(self, orders: StepOrders) -> None:
         """Fail the loads that the scheduler side could not order."""
@@ -328,17 +313,3 @@ class WorkerSide:
             if status is not Status.PENDING:
                 del self._stores[transfer_id]
                 self.figures.end(ticket, status)
-        for request_id, transfer_ids in list(self._releases.items()):
-            if not any(self._is_running(transfer_id) for transfer_id in transfer_ids):
-                self._released.add(request_id)
-                del self._releases[request_id]
-
-    def _releases_of(self, orders: StepOrders) -> dict[str, list[int]]:
-        """The releases of a step, each with the stores that it waits for."""
-        releases = orders.releases.items()
-        return {each: transfer_ids or list(self._stores) for each, transfer_ids in releases}
-
-    def _is_running(self, transfer_id: int) -> bool:
-        # A store may be released before it is started: with speculative decoding vLLM asks what
-        # has finished before it lets the stores of the same step begin.
-        return transfer_id in self._stores or transfer_id > self._last_store
