@@ -90,9 +90,10 @@ class DeviceLink(Generic[RowType]):
     @property
     def under_way(self) -> dict[int, Transfer]:
         """The transfers whose end no rank, or not every rank, has reported, by id."""
-        if not self.unreported:  # as in most steps: an engine reads this several times in each
+        copies = self.unreported
+        if not copies:  # as in most steps: an engine reads this several times in each
             return {}
-        return {copy.transfer.id: copy.transfer for copy in self._pending}
+        return {i: copy.transfer for i, copy in copies.items() if copy.status is Status.PENDING}
 
     @property
     def stores(self) -> list[DeviceCopy[RowType]]:
@@ -164,30 +165,30 @@ class DeviceLink(Generic[RowType]):
         """The transfers that all ranks have reported since the last call, apart from held ones.
         Does not wait. Calls `finish` with each of them, once. If that raises, this raises; the next
         call goes on with the other transfers and returns all."""
-        copies = self.unreported
-        if not copies:
-            return []
-        for copy in copies.values():
-            if copy.held or copy.status is not Status.PENDING:
-                continue
-            cell = copy.transfer.cell
-            status = self._board.status(cell)
-            if status is Status.PENDING:
-                continue
-            if copy.keeps_cell:
-                self._kept_cells.add(cell)
-            copy.status = status
-            if not copy.keeps_cell:
-                self._board.give_back(cell)
-            if copy.done:
-                self._seconds[copy.transfer.direction].observe(time.monotonic() - copy.begun)
-        ended = [copy for copy in copies.values() if copy.status is not Status.PENDING]
+        ended: list[DeviceCopy[RowType]] = []
+        for copy in self.unreported.values():
+            if copy.status is Status.PENDING:
+                if copy.held:
+                    continue
+                cell = copy.transfer.cell
+                status = self._board.status(cell)
+                if status is Status.PENDING:
+                    continue
+                if copy.keeps_cell:
+                    self._kept_cells.add(cell)
+                copy.status = status
+                if not copy.keeps_cell:
+                    self._board.give_back(cell)
+                if copy.done:
+                    self._seconds[copy.transfer.direction].observe(time.monotonic() - copy.begun)
+            ended.append(copy)
         for copy in ended:
             if not copy.finished:
                 copy.finished = True
                 finish(copy)
-        if ended:
-            self.unreported = {i: copy for i, copy in copies.items() if not copy.finished}
+        if not ended:
+            return []
+        self.unreported = {i: copy for i, copy in self.unreported.items() if not copy.finished}
         return [Ended(each.transfer.id, each.transfer.direction, each.done) for each in ended]
 
     @property
