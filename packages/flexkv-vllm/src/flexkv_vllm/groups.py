@@ -22,14 +22,11 @@ if TYPE_CHECKING:
 def groups_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, engine_blocks: int = 1
 ) -> Groups:
-    """The groups of a model.
+    """The groups of a model. Raises LayoutError if a group cannot be cached correctly.
 
     Args:
         kv_cache_config: None if vLLM does not pass it on; it then has one group of full attention.
         engine_blocks: vLLM blocks of a FlexKV block.
-
-    Raises:
-        LayoutError: a group cannot be cached correctly.
     """
     if kv_cache_config is None:
         tokens = vllm_config.cache_config.block_size
@@ -83,10 +80,8 @@ def _only_drafts(group: KVCacheGroupSpec, model_layers: int) -> bool:
 def _reach(spec: KVCacheSpec) -> tuple[Reach, int]:
     """Reach and span of a group's layers.
 
-    By exact type, because vLLM's derived types may free other blocks.
-
-    Raises:
-        LayoutError: the kind is unknown here.
+    By exact type, because vLLM's derived types may free other blocks. Raises LayoutError if the
+    kind is unknown here.
     """
     name = type(spec).__name__
     if isinstance(spec, interface.UniformTypeKVCacheSpecs):
@@ -117,11 +112,7 @@ def check_groups_behind_shim(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
 ) -> None:
     """Refuse a model whose KV cache is not what the scheduler side assumes behind vLLM's own
-    connector, which does not show it.
-
-    Raises:
-        LayoutError: it is not.
-    """
+    connector, which does not show it. Raises LayoutError if it is not."""
     groups = groups_of(vllm_config, kv_cache_config)
     if groups.plain and groups.members == groups_of(vllm_config, None).members:
         return

@@ -48,11 +48,8 @@ def adapter_stamp(adapter: LoRARequest) -> bytes:
 
 def adapter_loaded(adapter: LoRARequest) -> bool:
     """Note that vLLM has loaded an adapter, perhaps in place of another one of its name and path.
-    Returns whether it may have other weights than before. vLLM's hashes do not show that.
-
-    Raises:
-        OSError: a file cannot be examined.
-    """
+    Returns whether it may have other weights than before. vLLM's hashes do not show that. Raises
+    OSError if a file cannot be examined."""
     before = adapter_stamp(adapter)
     if Path(adapter.lora_path).exists() or getattr(adapter, "load_inplace", False):
         _loads[adapter.lora_name, adapter.lora_path] += 1

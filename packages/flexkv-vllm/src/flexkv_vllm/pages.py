@@ -91,11 +91,8 @@ def cached_layers(
 def describe_pages(
     vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[KVLayout, Sharding]:
-    """The pages of this rank, by head if possible, and how ranks divide blocks.
-
-    Raises:
-        LayoutError: the tensors cannot be described.
-    """
+    """The pages of this rank, by head if possible, and how ranks divide blocks. Raises LayoutError
+    if the tensors cannot be described."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     # With latent attention (MLA) every rank holds the same bytes, which count as one head.

@@ -50,12 +50,9 @@ def register() -> None:
 
 
 def check_settings(transfer: KVTransferConfig) -> None:
-    """Check the settings of a connector that vLLM will create, if it is or contains FlexKV.
-
-    Raises:
-        FlexKVError: a setting or vLLM's version is not allowed. If nobody catches it, the process
-            prints it as one line.
-    """
+    """Check the settings of a connector that vLLM will create, if it is or contains FlexKV. Raises
+    FlexKVError if a setting or vLLM's version is not allowed. If nobody catches it, the process
+    prints it as one line."""
     print_without_traceback(FlexKVError)
     for connector, extra in _ours(transfer):
         # Imported here, because all of vLLM's processes load this module.

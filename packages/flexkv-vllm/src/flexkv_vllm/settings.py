@@ -31,23 +31,15 @@ if TYPE_CHECKING:
 
 
 def load_extra(extra: Mapping[str, object] | None) -> CacheConfig:
-    """FlexKV's settings of all sources. `extra`: vLLM's `kv_connector_extra_config`.
-
-    Raises:
-        ConfigError: a setting is not allowed.
-    """
+    """FlexKV's settings of all sources. `extra`: vLLM's `kv_connector_extra_config`. Raises
+    ConfigError if a setting is not allowed."""
     return load_config(extra, "kv_connector_extra_config")
 
 
 def read_settings(vllm_config: VllmConfig, connector: type) -> CacheConfig:
     """Read and check FlexKV's settings for this engine. Configures FlexKV's logging too.
-
-    Args:
-        connector: FlexKV's class that vLLM, or its own connector, calls.
-
-    Raises:
-        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
-    """
+    `connector`: FlexKV's class that vLLM, or its own connector, calls. Raises FlexKVError if a
+    setting, vLLM's version or its parallel configuration is not allowed."""
     transfer = vllm_config.kv_transfer_config
     config = load_extra(transfer.kv_connector_extra_config if transfer else None)
     configure_logging(config)
@@ -71,11 +63,8 @@ def check_engine(config: CacheConfig, ours: type) -> None:
 
 
 def may_load_layerwise(extra_config: Mapping[str, object]) -> bool:
-    """Whether the settings allow loads to run beside the forward pass that needs them.
-
-    Raises:
-        ConfigError: a setting is not allowed.
-    """
+    """Whether the settings allow loads to run beside the forward pass that needs them. Raises
+    ConfigError if a setting is not allowed."""
     return LoadMode(load_extra(extra_config).load_mode) is not LoadMode.ASYNC
 
 
@@ -83,11 +72,8 @@ def load_mode_of(
     config: CacheConfig, vllm_config: VllmConfig, groups: Groups, *, behind_shim: bool = False
 ) -> LoadMode:
     """The load mode of this engine: the setting's, or ASYNC if the model allows no other.
-    `behind_shim`: whether vLLM's own connector calls FlexKV's.
-
-    Raises:
-        ConfigError: the setting is not allowed in this engine.
-    """
+    `behind_shim`: whether vLLM's own connector calls FlexKV's. Raises ConfigError if the setting is
+    not allowed in this engine."""
     mode = LoadMode(config.load_mode)
     if mode is LoadMode.ASYNC or not groups.plain:
         return LoadMode.ASYNC
@@ -149,11 +135,8 @@ def emits_events(vllm_config: VllmConfig) -> bool:
 
 
 def engine_id_of(vllm_config: VllmConfig) -> str:
-    """The engine's id, which names its session.
-
-    Raises:
-        LayoutError: vLLM's configuration has no id.
-    """
+    """The engine's id, which names its session. Raises LayoutError if vLLM's configuration has no
+    id."""
     transfer = vllm_config.kv_transfer_config
     engine_id: str | None = None if transfer is None else transfer.engine_id
     if not engine_id:
@@ -173,10 +156,7 @@ _ROLES = {
 
 def _role_of(vllm_config: VllmConfig) -> Role:
     """What the engine does with blocks, by vLLM's `kv_role`; inside `MultiConnector`, FlexKV's own.
-
-    Raises:
-        ConfigError: `kv_role` has another value.
-    """
+    Raises ConfigError if `kv_role` has another value."""
     transfer = vllm_config.kv_transfer_config
     name = "kv_both" if transfer is None else transfer.kv_role
     if name not in _ROLES:

@@ -52,15 +52,13 @@ def make_request_side(
     *,
     behind_shim: bool,
 ) -> tuple[RequestSide[StepMetadata], BlockEvents | None]:
-    """Attach to the arena of the workers, and open the cache.
+    """Attach to the arena of the workers, and open the cache. Returns the scheduler side, which
+    owns session and cache and which the caller closes; and what reports the loadable blocks, None
+    when nobody listens.
 
     Args:
         kv_cache_config: None if vLLM does not pass it.
         behind_shim: see `load_mode_of`.
-
-    Returns:
-        The scheduler side, which the caller closes; it owns the session and the cache. And what
-        reports the loadable blocks; None when nobody listens.
 
     Raises:
         ArenaError: the workers have created no arena.

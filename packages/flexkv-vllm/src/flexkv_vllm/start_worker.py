@@ -38,15 +38,13 @@ def make_worker_side(
     boundary: ErrorBoundary,
     alone: bool,
 ) -> WorkerSide:
-    """Describe this rank's pages, meet the other ranks, and start the mover.
+    """Describe this rank's pages, meet the other ranks, and start the mover. Raises FlexKVError if
+    the layout is not supported, or the arena cannot be opened.
 
     Args:
         kv_cache_config: of this worker; None if vLLM does not pass it.
         kv_caches: the rank's tensors by layer; vLLM keeps them alive until shutdown.
         alone: see `WorkerSide`.
-
-    Raises:
-        FlexKVError: the layout is not supported, or the arena cannot be opened.
     """
     groups = groups_of(vllm_config, kv_cache_config)
     device = device_of(kv_caches)

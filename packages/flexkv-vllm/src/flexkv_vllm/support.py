@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 
 def check_parallelism(vllm_config: VllmConfig) -> None:
-    """Refuse parallelism other than tensor, pipeline and data parallelism.
-
-    Raises:
-        LayoutError: vLLM uses another kind, or several schedulers for one model.
-    """
+    """Refuse parallelism other than tensor, pipeline and data parallelism. Raises LayoutError if
+    vLLM uses another kind, or several schedulers for one model."""
     parallel = vllm_config.parallel_config
     for kind in ("decode", "prefill"):
         size = getattr(parallel, f"{kind}_context_parallel_size", 1)
@@ -45,12 +42,9 @@ def check_parallelism(vllm_config: VllmConfig) -> None:
 
 
 def check_stages(vllm_config: VllmConfig, groups: Groups) -> None:
-    """Refuse recurrent states that the stages of a pipeline hold.
-
-    Raises:
-        LayoutError: a group has recurrent states. vLLM may move a state to its final block only a
-            step later, when it passes the last stage's samples to the other stages.
-    """
+    """Refuse recurrent states that the stages of a pipeline hold. Raises LayoutError if a group has
+    recurrent states. vLLM may move a state to its final block only a step later, when it passes the
+    last stage's samples to the other stages."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and any(group.reach is Reach.STATE for group in groups.members):
         raise LayoutError(
@@ -61,11 +55,8 @@ def check_stages(vllm_config: VllmConfig, groups: Groups) -> None:
 
 def check_launcher(vllm_config: VllmConfig) -> None:
     """Refuse several schedulers for one model. With an external launcher, each process has its own
-    scheduler, and vLLM relies on equal decisions of all.
-
-    Raises:
-        LayoutError: the model has several schedulers. Each would see a load end in another step.
-    """
+    scheduler, and vLLM relies on equal decisions of all. Raises LayoutError if the model has
+    several schedulers. Each would see a load end in another step."""
     parallel = vllm_config.parallel_config
     launcher = parallel.distributed_executor_backend
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -79,12 +70,9 @@ def check_launcher(vllm_config: VllmConfig) -> None:
 
 
 def check_attention(vllm_config: VllmConfig) -> None:
-    """Refuse a model that vLLM cannot compute behind a cached prefix.
-
-    Raises:
-        LayoutError: latent attention on a CPU for which vLLM has only its reference kernels. vLLM
-            turns its own prefix cache off there, but not those of connectors.
-    """
+    """Refuse a model that vLLM cannot compute behind a cached prefix. Raises LayoutError for
+    latent attention on a CPU for which vLLM has only its reference kernels. vLLM turns its own
+    prefix cache off there, but not those of connectors."""
     on_cpu = vllm_config.device_config.device_type == "cpu"
     cached = vllm_config.cache_config.enable_prefix_caching
     if on_cpu and vllm_config.model_config.use_mla and not cached:
@@ -95,12 +83,9 @@ def check_attention(vllm_config: VllmConfig) -> None:
 
 
 def check_pooling(vllm_config: VllmConfig) -> None:
-    """Refuse a model whose pooling needs all tokens of a prompt in one step.
-
-    Raises:
-        LayoutError: it does. vLLM turns its own prefix cache off for such a model, but not those of
-            connectors: a worker ends with the first request that has a hit.
-    """
+    """Refuse a model whose pooling needs all tokens of a prompt in one step. Raises LayoutError for
+    such a model. vLLM turns its own prefix cache off for it, but not those of connectors: a
+    worker ends with the first request that has a hit."""
     model = vllm_config.model_config
     pooler = model.pooler_config
     if pooler is None or getattr(model, "is_prefix_caching_supported", True):
@@ -115,11 +100,8 @@ def check_pooling(vllm_config: VllmConfig) -> None:
 
 
 def check_late_loads(vllm_config: VllmConfig) -> None:
-    """Refuse HiSparse, with which vLLM orders loads after the steps that reuse their blocks.
-
-    Raises:
-        LayoutError: the engine uses it. FlexKV would copy a load beside such a step.
-    """
+    """Refuse HiSparse, with which vLLM orders loads after the steps that reuse their blocks. Raises
+    LayoutError if the engine uses it. FlexKV would copy a load beside such a step."""
     attention = getattr(vllm_config, "attention_config", None)
     if getattr(attention, "hisparse_config", None) is not None:
         raise LayoutError(

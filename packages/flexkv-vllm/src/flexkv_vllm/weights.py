@@ -69,12 +69,9 @@ class WeightWatch:
 
     A pause or a sleep keeps the blocks of an engine that nobody but vLLM can have given other
     weights. The first sign of a program that writes weights ends that for the rest of the engine's
-    life.
-
-    Args:
-        discard: a method of the cache's owner, which discards all blocks and does not raise. It is
-            held weakly. Its keyword `sure` says whether nothing before may have changed weights
-            without a sign, so that all blocks so far are of the weights of the model's files.
+    life. `discard`: a method of the cache's owner, which discards all blocks and does not raise. It
+    is held weakly. Its keyword `sure` says whether nothing before may have changed weights without
+    a sign, so that all blocks so far are of the weights of the model's files.
     """
 
     def __init__(self, discard: Callable[..., object]) -> None:

@@ -48,10 +48,8 @@ class WorkerCalls(KVConnectorBase_V1):
     disabled.
 
     The start raises a `FlexKVError` with one clear message. All other calls return: a failure is
-    logged once, counted, and a miss.
-
-    Raises:
-        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
+    logged once, counted, and a miss. Raises FlexKVError if a setting, vLLM's version or its
+    parallel configuration is not allowed.
     """
 
     _is_behind_shim = False

@@ -31,14 +31,12 @@ logger = logging.getLogger("flexkv.vllm")
 
 def check_version(allow_untested: bool, ours: type, version: str = vllm.__version__) -> None:
     """Refuse a vLLM that is too old, or newer than tested and without a feature that FlexKV uses.
+    Raises EngineVersionError, which names the version, what is missing, the range and the setting.
 
     Args:
         ours: FlexKV's class that vLLM calls.
         version: vLLM's own version string. A development build without a number (0.0.0 or
             "dev") is taken for too old.
-
-    Raises:
-        EngineVersionError: names the version, what is missing, the range, and how to override.
     """
     age = CONNECTOR.age(version)
     if age is Age.TESTED or (allow_untested and fences_get_through()):

@@ -24,12 +24,8 @@ for the changes of a tier."""
 
 class OffloadedBlocks:
     """Reports the loadable blocks. Single-threaded. After an error nobody knows what subscribers
-    know: all reported blocks are taken back, and all blocks are reported again.
-
-    Args:
-        cache: the cache of the engine; watched from now on. The first calls of `take` report the
-            blocks that its disks hold already.
-    """
+    know: all reported blocks are taken back, and all blocks are reported again. `cache` is
+    watched from now on. The first calls of `take` report the blocks that its disks hold already."""
 
     def __init__(self, cache: CacheClient, epoch: KeyEpoch) -> None:
         self._cache = cache

@@ -69,11 +69,8 @@ _IGNORED = {
 
 class FlexKVOffloadingSpec(OffloadingSpec):
     """vLLM's view of FlexKV under `OffloadingConnector`. Errors at start stop the engine on
-    purpose; later none are raised.
-
-    Raises:
-        FlexKVError: a setting, vLLM's version or its parallel configuration is not allowed.
-    """
+    purpose; later none are raised. Raises FlexKVError if a setting, vLLM's version or its parallel
+    configuration is not allowed."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -111,12 +108,8 @@ class FlexKVOffloadingSpec(OffloadingSpec):
         return self._worker
 
     def _make_manager(self) -> OffloadingManager:
-        """Attach to the arena of the workers, and open the cache.
-
-        Raises:
-            ArenaError: the workers have created no arena.
-            DiskError: a cache directory cannot be used.
-        """
+        """Attach to the arena of the workers, and open the cache. Raises ArenaError if the workers
+        have created no arena; DiskError if a cache directory cannot be used."""
         config, settings = self.config, self._settings
         warn_if_newer()
         report_without_effect(settings, _IGNORED)
@@ -155,11 +148,8 @@ class FlexKVOffloadingSpec(OffloadingSpec):
 
 
 def load_settings(extra_config: Mapping[str, object]) -> CacheConfig:
-    """FlexKV's settings, some of them beside vLLM's own in `kv_connector_extra_config`.
-
-    Raises:
-        ConfigError: a setting is not allowed.
-    """
+    """FlexKV's settings, some of them beside vLLM's own in `kv_connector_extra_config`. Raises
+    ConfigError if a setting is not allowed."""
     return load_extra({key: value for key, value in extra_config.items() if key not in _VLLMS})
 
 

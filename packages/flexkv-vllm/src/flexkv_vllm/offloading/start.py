@@ -35,11 +35,8 @@ def make_worker(
     boundary: ErrorBoundary,
 ) -> FlexKVOffloadingWorker:
     """Describe this rank's pages, meet the other ranks, and start the movers. vLLM keeps the
-    tensors alive until shutdown.
-
-    Raises:
-        FlexKVError: the layout is not supported, or the arena cannot be opened.
-    """
+    tensors alive until shutdown. Raises FlexKVError if the layout is not supported, or the arena
+    cannot be opened."""
     vllm_config = _worker_config()
     check_launcher(vllm_config)
     check_pooling(vllm_config)
@@ -73,11 +70,8 @@ def make_worker(
 
 
 def _worker_config() -> VllmConfig:
-    """vLLM's configuration, in a worker during its setup; vLLM does not pass it to a spec.
-
-    Raises:
-        LayoutError: vLLM does not provide it.
-    """
+    """vLLM's configuration, in a worker during its setup; vLLM does not pass it to a spec. Raises
+    LayoutError if vLLM does not provide it."""
     try:
         return get_current_vllm_config()
     except AssertionError:
@@ -90,10 +84,8 @@ def _worker_config() -> VllmConfig:
 def describe_groups(kv_caches: CanonicalKVCaches) -> list[KVLayout]:
     """The pages of each group on this rank, each block's one after another as they lie in memory.
 
-    Groups may share tensors: vLLM gives each block to one group at a time.
-
-    Raises:
-        LayoutError: the pages cannot be described.
+    Groups may share tensors: vLLM gives each block to one group at a time. Raises LayoutError if
+    the pages cannot be described.
     """
     if not kv_caches.tensors:
         raise LayoutError("vLLM registered no KV cache tensors; allowed: 1 or more")

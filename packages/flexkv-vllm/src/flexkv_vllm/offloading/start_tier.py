@@ -41,16 +41,14 @@ _IGNORED = engines_settings(_VLLMS, but=("allow_untested_engine",)) | dict.fromk
 def open_below(
     config: OffloadingConfig, settings: dict[str, Any], view: memoryview, tier: type
 ) -> list[AnyTier]:
-    """Open the tiers that the settings name, for blocks of the size of vLLM's in its memory.
+    """Open the tiers that the settings name, for blocks of the size of vLLM's in its memory. Raises
+    FlexKVError if a setting, vLLM's version or the model is not allowed; DiskError if a cache
+    directory cannot be used.
 
     Args:
         settings: FlexKV's settings, as they stand in `secondary_tiers`.
         view: vLLM's memory, a row for each block; registered with the tiers.
         tier: FlexKV's class that vLLM calls.
-
-    Raises:
-        FlexKVError: a setting, vLLM's version or the model is not allowed.
-        DiskError: a cache directory cannot be used.
     """
     ours = load_config(settings, _NAME)
     configure_logging(ours)
@@ -90,11 +88,8 @@ def _identity(
     config: OffloadingConfig, settings: CacheConfig, view: memoryview
 ) -> tuple[list[str], CacheConfig]:
     """All that the bytes of a block depend on but its key; and the settings, without shared stores
-    if other engines have other keys.
-
-    Raises:
-        LayoutError: the next process could not use the blocks.
-    """
+    if other engines have other keys. Raises LayoutError if the next process could not use the
+    blocks."""
     vllm_config = config_of_maker()
     if vllm_config is None or not is_durable(vllm_config):
         raise LayoutError(

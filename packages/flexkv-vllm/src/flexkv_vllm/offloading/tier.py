@@ -66,15 +66,9 @@ class _Job:
 class FlexKVTier(SecondaryTierManager):
     """vLLM's view of FlexKV below its CPU memory. Errors at start stop the engine on purpose; later
     none are raised. vLLM waits for each job, because its memory is borrowed until then: a drive
-    that hangs holds the requests whose blocks it is reading.
-
-    Args:
-        settings: FlexKV's settings, as they stand in `secondary_tiers`.
-
-    Raises:
-        FlexKVError: a setting, vLLM's version or the model is not allowed.
-        DiskError: a cache directory cannot be used.
-    """
+    that hangs holds the requests whose blocks it is reading. `settings`: FlexKV's settings, as they
+    stand in `secondary_tiers`. Raises FlexKVError if a setting, vLLM's version or the model is not
+    allowed; DiskError if a cache directory cannot be used."""
 
     medium = Medium.STORAGE
 

@@ -232,11 +232,8 @@ class FlexKVOffloadingWorker(OffloadingWorker):
 
     def _copy(self, job: Job) -> None:
         """Start the copies of a job behind the engine's work so far: the forward pass that computes
-        the blocks to store, or work that may still read the blocks to fill.
-
-        Raises:
-            ValueError: vLLM's blocks do not match the slots; nothing is copied then.
-        """
+        the blocks to store, or work that may still read the blocks to fill. Raises ValueError if
+        vLLM's blocks do not match the slots; nothing is copied then."""
         after = self._device.work_so_far()
         for group, blocks, offsets in self._plan(job):
             # In one statement: no error may lose a copy that has begun.
