@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.decode import SchedulerDisaggregationDecodeMixin
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang_world import PATIENCE_SECONDS  # type: ignore[import-not-found]
 
 from flexkv.engine.boundary import LASTING
@@ -59,6 +62,20 @@ def test_a_decode_server_gets_its_pages_back(make: Callable[..., LinkedRank]) ->
 def test_each_round_of_a_decode_server_looks_at_its_queues(loop: str) -> None:
     method = getattr(SchedulerDisaggregationDecodeMixin, f"event_loop_{loop}_disagg_decode")
     assert "process_decode_queue" in method.__wrapped__.__code__.co_names
+
+
+def test_each_offload_names_the_page_before_its_own(
+    make: Callable[..., LinkedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked = make()
+    origins: list[Any] = []
+    monkeypatch.setattr(linked.rank.side, "comes_from", origins.append)
+    tokens = array("q", range(3 * _PROMPT))
+    for end in (_PROMPT, 2 * _PROMPT, 3 * _PROMPT):
+        linked.compute(tokens[:end], seed=end)
+    hashes = get_storage_hash_str(RadixKey(tokens), None, page_size=PAGE)
+    assert [each.before for each in origins] == [None, hashes[1], hashes[3]]
+    linked.settle()
 
 
 def test_pages_come_back_if_every_poll_fails(

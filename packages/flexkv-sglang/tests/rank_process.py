@@ -122,8 +122,11 @@ class Tree:
     def tree_core(self) -> Tree:
         return self
 
-    def get_prefix_hash_values(self, node: object) -> list[str]:
-        return []
+    def collect_path_info(self, nodes: Sequence[object]) -> tuple[tuple[Any, ...], ...]:
+        return tuple((SimpleNamespace(parent_id=1),) for _ in nodes)
+
+    def get_last_hash_value(self, node: int) -> str | None:
+        return None
 
     def prefetch_anchor_info(self, node: object) -> tuple[str | None, str | None]:
         return None, None

@@ -482,14 +482,18 @@ def test_a_step_without_prompts_is_followed_where_the_cache_is(side: Side, leads
     assert side.counted == [([], ["a"])] * leads
 
 
-@pytest.mark.parametrize(("prefix", "before"), [(["a", "b"], "b"), ([], None)])
+@pytest.mark.parametrize(("parents", "before"), [([1, 5], "b"), ([1], None)])
 @pytest.mark.parametrize(("salt", "tenant"), [("team", tenant_number("team")), (None, 0)])
 def test_pages_are_stored_behind_those_that_they_build_on_for_their_tenant(
-    side: Side, prefix: list[str], before: str | None, salt: str | None, tenant: int
+    side: Side, parents: list[int], before: str | None, salt: str | None, tenant: int
 ) -> None:
-    core = SimpleNamespace(prefetch_anchor_info={7: ("key", salt)}.get)
-    tree = SimpleNamespace(get_prefix_hash_values={7: prefix}.get, tree_core=core)
-    wrapper = SimpleNamespace(cache=tree)
+    path = tuple(SimpleNamespace(parent_id=parent) for parent in parents)
+    core = SimpleNamespace(
+        prefetch_anchor_info={7: ("key", salt)}.get,
+        collect_path_info=lambda nodes: (path,) * (nodes == [7]),
+        get_last_hash_value={1: None, 5: "b"}.get,
+    )
+    wrapper = SimpleNamespace(cache=SimpleNamespace(tree_core=core))
     assert hooks.offload(lambda *given: given[1:], wrapper, 7, ["pages"]) == (7, ["pages"])
     assert side.origin == (before, tenant)
 

@@ -20,7 +20,7 @@ LEADS = [
     Fault("store", "_cache", "store"),
     Fault("store", "_cache", "missing"),
     Fault("store", "_cache", "poll"),
-    Fault("store", "tree", "get_prefix_hash_values"),
+    Fault("store", "tree", "get_last_hash_value"),
     Fault("schedule", "_cache", "lookup"),
     Fault("schedule", "_cache", "fetch"),
     Fault("schedule", "request", "matched"),

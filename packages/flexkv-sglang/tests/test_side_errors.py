@@ -77,9 +77,12 @@ class Engine:
         self._prompts: list[list[torch.Tensor]] = []
         self._epoch = 0
         core = SimpleNamespace(
-            prefetch_anchor_info=lambda _: (None, None), take_events=self._take_events
+            prefetch_anchor_info=lambda _: (None, None),
+            take_events=self._take_events,
+            collect_path_info=lambda nodes: ((SimpleNamespace(parent_id=1),),),
+            get_last_hash_value=lambda _: None,
         )
-        self._tree = SimpleNamespace(get_prefix_hash_values=lambda _: [], tree_core=core)
+        self._tree = SimpleNamespace(tree_core=core)
 
     def round(self) -> None:
         """Store another prompt, and load one of those stored so far as far as it is found."""

@@ -43,8 +43,9 @@ _USED = {
         pop_completed_offload start_layer_wise_loading
     """,
     f"{_CACHE}.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface": """
-        build_external_linker_offload_transfers get_component_device_value get_hash_values
-        get_prefix_hash_values match_full_device_prefix take_events
+        build_external_linker_offload_transfers collect_path_info get_component_device_value
+        get_hash_values get_last_hash_value get_prefix_hash_values match_full_device_prefix
+        prefetch_anchor_info take_events
     """,
     f"{_CACHE}.unified_radix_cache.UnifiedRadixCache": "finish_external_linker_loads",
     f"{_CACHE}.utils": "get_storage_hash_str",

@@ -332,9 +332,10 @@ def offload(side: RankSide, original: Call, wrapper: Any, node: Any, transfers: 
         "following the tree", "blocks may outlive the prefix before them", loses=False
     ):
         if side.leads:
-            prefix = wrapper.cache.get_prefix_hash_values(node)
-            _, salt = wrapper.cache.tree_core.prefetch_anchor_info(node)
-            before = prefix[-1] if prefix else None
+            core = wrapper.cache.tree_core
+            ((*_, own),) = core.collect_path_info([node])
+            before = core.get_last_hash_value(own.parent_id)  # all hashes of a prefix take long
+            _, salt = core.prefetch_anchor_info(node)
             side.comes_from(Origin(before, tenant_number(salt or "")))
     return original(wrapper, node, transfers)
 
