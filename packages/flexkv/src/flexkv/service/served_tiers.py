@@ -210,7 +210,7 @@ class ServedTiers:
             there,
             there,
             len(keys),
-            medium,
+            medium or Medium.HOST,  # until the service answers
             {} if medium is None else {medium: len(keys) - there},
             awaited=(AwaitedBlocks(there, len(keys), medium or Medium.HOST),),
             reach=len(keys),
@@ -258,7 +258,7 @@ class ServedTiers:
                 self._put(known, wire.ExtendFetch(fetch, part, raise_priority))
         if goes_on and (keys or state.is_short):
             length, stop = state.length + len(keys), state.reach + len(keys)
-            medium = next(iter(self._media), None)
+            medium = next(iter(self._media), Medium.HOST)
             known.state = replace(state, length=length, stop=stop, reach=stop, queried=medium)
         return goes_on
 
