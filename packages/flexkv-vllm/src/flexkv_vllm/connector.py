@@ -67,6 +67,8 @@ def _off(answer: Callable[[FlexKVConnectorV1], _R]) -> Callable[..., _R]:
 class FlexKVConnectorV1(WorkerCalls, KVConnectorBase_V1, HybridConnector):
     """vLLM's view of FlexKV. `KVConnectorBase_V1` documents when vLLM calls each method."""
 
+    handle_preemptions = WorkerCalls.handle_preemptions  # vLLM 0.18 has another parameter
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
