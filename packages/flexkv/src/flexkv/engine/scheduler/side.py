@@ -430,9 +430,8 @@ class RequestSide(Generic[Orders]):
             wrong = self._stores.distrust(invalid, self._requests.values())
             # The engine keeps them in its prefix cache until a request has computed them again.
             # Others would find them before, or for ever if that request is aborted.
-            if self._engine.pool is None:
-                self._has_wrong_blocks = True
-            else:
+            self._has_wrong_blocks |= self._engine.pool is None
+            if self._engine.pool is not None:
                 self._engine.pool.forget(wrong)
             return
         self.weights_changed(sure=False)
