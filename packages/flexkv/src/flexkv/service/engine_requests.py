@@ -237,7 +237,7 @@ _MOST = 1 << 16
 answer, and their blocks are misses."""
 
 _PAUSE_SECONDS = 0.002
-"""Seconds between two looks for answers, which arrive after milliseconds. Not tuned."""
+"""Seconds between two looks for answers, which arrive after milliseconds."""
 
 
 class EngineQueries:

@@ -158,9 +158,9 @@ class PoolChanges:
 ENTRY_BYTES = 200
 """What a description takes besides its text, about: key, objects and their places in two tables."""
 _LEAVING = 4096
-"""Blocks that have left a tier, and may be on their way to another. Not tuned."""
+"""Blocks that have left a tier, and may be on their way to another."""
 _PART = 128
-"""Blocks that one step of `again` looks at, between two reads of an engine. Not tuned."""
+"""Blocks that one step of `again` looks at, between two reads of an engine."""
 
 
 class DescribedCache(Protocol):
