@@ -427,38 +427,45 @@ class RequestSide(Generic[Orders]):
     def _discard_wrong(self, invalid: AbstractSet[int]) -> None:
         """Discard what is stored of the engine's blocks `invalid`, or was computed on them."""
         with self._boundary.guard("discarding wrong blocks", "all blocks are discarded"):
-            wrong = self._stores.distrust(invalid, self._requests.values())
-            # The engine keeps them in its prefix cache until a request has computed them again.
-            # Others would find them before, or for ever if that request is aborted.
-            self._has_wrong_blocks |= self._engine.pool is None
-            if self._engine.pool is not None:
-                self._engine.pool.forget(wrong)
+            self._distrust(invalid)
             return
         self.weights_changed(sure=False)
+
+    def _distrust(self, invalid: AbstractSet[int]) -> None:
+        wrong = self._stores.distrust(invalid, self._requests.values())
+        # The engine keeps them in its prefix cache until a request has computed them again. Others
+        # would find them before, or for ever if that request is aborted.
+        if self._engine.pool is None:
+            self._has_wrong_blocks = True
+        else:
+            self._engine.pool.forget(wrong)
 
     def _reset(self, kind: Reset, cause: str = "request") -> bool:
         if self.is_off:
             return True
         self._cache.reset(Reset.SUSPEND)
         with self._boundary.guard("reset", "nothing is loaded or stored until one succeeds"):
-            if cause == "weights" and self._engine.pool is not None:
-                self._engine.pool.weights_changed(in_use=bool(self._requests))
-            for tracked in self._requests.values():
-                tracked.store_nothing()
-                tracked.plan = None  # of keys of before, whose blocks lower tiers may have
-            if kind is Reset.EMPTY:
-                self._cache.reset(Reset.EMPTY)
-            elif kind is Reset.RENEW or self._keys.epoch.end:
-                # No other engine finds the blocks of later epochs. The keys first: an error after
-                # this leaves no block to be found by those of before.
-                self._keys.epoch.renew()
-                self._cache.reset(Reset.RENEW, cause)
-            else:
-                self._cache.reset(Reset.CLEAR, cause)
-                self._keys.epoch.renew()
-            self.figures.note_activity()
+            self._forget_blocks(kind, cause)
             return True
         return False
+
+    def _forget_blocks(self, kind: Reset, cause: str) -> None:
+        if cause == "weights" and self._engine.pool is not None:
+            self._engine.pool.weights_changed(in_use=bool(self._requests))
+        for tracked in self._requests.values():
+            tracked.store_nothing()
+            tracked.plan = None  # of keys of before, whose blocks lower tiers may have
+        if kind is Reset.EMPTY:
+            self._cache.reset(Reset.EMPTY)
+        elif kind is Reset.RENEW or self._keys.epoch.end:
+            # No other engine finds the blocks of later epochs. The keys first: an error after this
+            # leaves no block to be found by those of before.
+            self._keys.epoch.renew()
+            self._cache.reset(Reset.RENEW, cause)
+        else:
+            self._cache.reset(Reset.CLEAR, cause)
+            self._keys.epoch.renew()
+        self.figures.note_activity()
 
     def _poll(self) -> None:
         """Handle what has ended. Callers first look whether anything may have, because mostly
