@@ -102,6 +102,9 @@ class Source:
         """Query the tier about keys for which `contains` returned None. Does not wait. The
         arguments are those of `QueriedTier.query`."""
         wanted, others = self._not_queried(keys), self._not_queried(scattered)
+        if others:
+            first = set(wanted)
+            others = [key for key in others if key not in first]
         if wanted and wanted[0] == keys[0]:
             self._begin(wanted, others)
             return
