@@ -33,14 +33,14 @@ SLOT = 4096
 class Node:
     """A cache over a disk with four blocks, and a request that wants them."""
 
-    def __init__(self, ahead: bool = False) -> None:
+    def __init__(self, ahead: bool = False, *, plain: bool = True) -> None:
         self.arena = Arena.create(ArenaSpec(BlockFormat(1, (SLOT,)), 16), threads=1)
         self.disk = MemoryTier()
         self.disk.blocks = {key: key * SLOT for key in KEYS}
         tiers = [AttachedTier(self.disk, ADMISSIONS["second_hit"], 60.0)]
         self.cache = KVCache(self.arena, LRUPolicy(), tiers)
         self.ended: list[tuple[FetchId, FetchState]] = []
-        self.fetches = Fetches(self.cache, ahead, lambda *end: self.ended.append(end))
+        self.fetches = Fetches(self.cache, ahead, lambda *end: self.ended.append(end), plain=plain)
         request: Any = SimpleNamespace(request_id="r")
         self.tracked = TrackedRequest(request, RequestOptions())
         self.waits = True
@@ -104,6 +104,18 @@ def test_a_request_waits_until_its_blocks_have_arrived(node: Node) -> None:
     node.assert_at_rest()
     ((_, last),) = node.ended
     assert (last.arrived, last.gave[Medium.DISK][0]) == (4, 4)
+
+
+def test_blocks_of_several_groups_stay_until_the_engine_has_room_for_them() -> None:
+    """Each lookup of such a request makes its keys anew."""
+    node = Node(plain=False)
+    assert node.offer() is None
+    fetch = node.tracked.fetch
+    node.give_all()
+    assert [node.offer(), node.offer()] == [4, 4]
+    assert node.tracked.fetch is fetch
+    node.assert_at_rest()
+    node.arena.close()
 
 
 def test_a_load_does_not_go_on_behind_a_block_that_did_not_come() -> None:

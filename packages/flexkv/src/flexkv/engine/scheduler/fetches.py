@@ -115,7 +115,7 @@ class Fetches:
             # Its service may say only now that it had no room while the request was queued.
             fetch = fetch if self._cache.fetch_state(fetch.id).length else None
         # Or the engine has evicted blocks since it began, or a hit of other groups ends elsewhere.
-        if fetch is None or fetch.start > start or not (self._plain or fetch.keys is keys):
+        if fetch is None or fetch.start > start or not (self._plain or _is_of(fetch, keys, start)):
             fetch = self.begin(tracked, keys, start, announced=announced)
             if fetch is None:
                 return self._cache.lookup(keys)
@@ -280,6 +280,11 @@ class Fetches:
         if self._spans is not None:
             self._spans.add_fetch(tracked.request, state)
         return state
+
+
+def _is_of(fetch: WantedFetch, keys: Sequence[bytes], start: int) -> bool:
+    """Whether a fetch is of just these blocks. Each plan of a request makes its keys anew."""
+    return fetch.keys is keys or (fetch.start == start and list(fetch.keys) == list(keys))
 
 
 _NOT_FETCHED = (None, Medium.HOST)
