@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexkv.client import CacheInfo
+from flexkv.client import CacheInfo, FetchState
+from flexkv.engine.boundary import ErrorBoundary
+from flexkv.engine.choice.chooser import LoadChoice
+from flexkv.engine.scheduler.engine_cache import EngineCache
 from flexkv.engine.scheduler.groups import Group, Groups, Reach
 from flexkv.engine.scheduler.keys import BlockKeys
-from flexkv.engine.scheduler.match import Availability, full_reach, longest_hit
+from flexkv.engine.scheduler.match import Availability, Matcher, full_reach, longest_hit
 from flexkv.engine.scheduler.options import RequestOptions
 from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.types.changes import Medium
@@ -243,3 +247,28 @@ def test_in_any_order_of_groups_a_hit_and_where_prompts_part_are_those_of_single
     limit = 12 * 16
     assert longest_hit(groups, obtainable, 0, limit) == longest_hit(groups, plain(there), 0, limit)
     assert full_reach(groups, obtainable, 0, limit) == full_reach(groups, plain(there), 0, limit)
+
+
+@pytest.mark.parametrize("brings", [3, 8])
+def test_nobody_waits_for_a_part_of_the_blocks_that_a_window_needs(brings: int) -> None:
+    """The service brings as many blocks as one of several engines may hold."""
+    groups, ended = Groups((FULL, WINDOW), 16), list[int]()
+    keys: Any = BlockKeys(groups, lambda _: b"")
+    cache: Any = Cache(defaultdict(lambda: Presence.BELOW))
+    cache.fetch = lambda *_, **__: 1
+    cache.fetch_state = lambda _: FetchState(0.0, brings, stop=brings, reach=brings)
+    cache.end_fetch = ended.append
+    cache.status = SimpleNamespace(disabled=False)
+    chooser: Any = SimpleNamespace(
+        is_worth_waiting=lambda *_, **__: True,
+        choose_load=lambda _, blocks, **__: LoadChoice(blocks),
+        fetched=lambda *_: None,
+    )
+    none: Any = None
+    matcher = Matcher(EngineCache(none, cache, groups, keys, chooser, ErrorBoundary()), True)
+    hashes = [bytes([i]) * 32 for i in range(4)]
+    request: Any = SimpleNamespace(
+        request_id="r", block_hashes=hashes, lora_request=None, num_tokens=65
+    )
+    found = matcher.match(TrackedRequest(request, RequestOptions()), 0, 0)
+    assert (found, ended) == (((None, False), []) if brings == 8 else ((0, False), [1]))

@@ -317,7 +317,7 @@ class Matcher:
 
         def is_worth_waiting(fetch: FetchId, state: FetchState, end: int, whole: bool) -> bool:
             nonlocal not_awaited
-            if not is_plain and (state.reach if whole else state.stop) < state.length:
+            if not is_plain and (state.reach if whole else state.stop) < len(keys):
                 return False  # a part of the blocks that a window needs is of no use
             stop = end * self._groups.furthest.block_tokens if is_plain else plan.hit
             worth = self._chooser.is_worth_waiting(
