@@ -507,6 +507,18 @@ def test_what_goes_wrong_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "indices for 2 pages" in caplog.text
 
 
+def test_copied_pages_count_though_their_use_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PoolCache, "touch", fail)
+    with stores(tmp_path, full()) as kept:
+        assert kept.set("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
+        assert kept.get("kv", KEYS[:3], tokens_of(4, 5, 6)) == [True, True, False]
+
+
 def test_a_folder_that_cannot_be_opened_later_is_a_miss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

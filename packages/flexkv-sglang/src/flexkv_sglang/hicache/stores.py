@@ -166,7 +166,8 @@ class PoolStores:
             return 0
         names = _encoded(keys)
         copied = copy(cache, names, self._pools[pool].first_tokens(indices, len(keys)))
-        cache.touch([*_encoded(before), *names[:copied]])
+        with self._boundary.guard("touch", "the use of pages is not counted"):
+            cache.touch([*_encoded(before), *names[:copied]])
         return copied
 
     def clear(self) -> None:
