@@ -374,6 +374,19 @@ def test_requests_behind_the_first_keep_their_order(side: Side) -> None:
     assert rids(scheduler.waiting_queue) == [*left, "again"]
 
 
+def test_requests_that_wait_come_back_though_sglang_has_sorted_its_queue(side: Side) -> None:
+    names = "abcdefg"
+    scheduler = scheduler_of(side, *names)
+
+    def take_one(scheduler: Any) -> Any:
+        scheduler.waiting_queue.reverse()
+        scheduler.waiting_queue = scheduler.waiting_queue[1:]
+        return NOTHING
+
+    hooks.schedule(take_one, scheduler)
+    assert rids(scheduler.waiting_queue) == ["b", "d", "f", "e", "c", "a"]
+
+
 def request_of(name: str, **attributes: Any) -> Any:
     """A request to SGLang's scheduler."""
     return type(name, (SimpleNamespace,), {})(**attributes)
