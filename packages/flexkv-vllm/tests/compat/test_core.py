@@ -88,5 +88,5 @@ def test_fences_get_through_if_vllm_hands_over_the_orders(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(KVConnectorBase_V1, "handle_preemptions", as_in_018)
     assert not fences_get_through()
-    with pytest.raises(EngineVersionError):
+    with pytest.raises(EngineVersionError, match=r"any version from 0\.19 on with allow_untested"):
         check(True, "0.18.1")

@@ -47,7 +47,7 @@ def check_version(allow_untested: bool, ours: type, version: str = vllm.__versio
     lacks = f"; it lacks {', '.join(missing)}" if missing else ""
     raise EngineVersionError(
         f"vLLM {version} is installed; allowed: {CONNECTOR}, a newer version with all features "
-        f"that FlexKV uses, or any version with allow_untested_engine=true "
+        f"that FlexKV uses, or any version from 0.19 on with allow_untested_engine=true "
         f"(FLEXKV_ALLOW_UNTESTED_ENGINE=1){lacks}"
     )
 
