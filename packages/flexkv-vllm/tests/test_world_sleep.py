@@ -10,6 +10,7 @@ import pytest
 from engine_world import MakeWorld, World, random_prompt
 from kv_pages import BLOCK_TOKENS
 from sleeping_worker import begun, forget_pages_at_sleep, step_to_answer, worker
+from world_config import IN_TREE
 
 from flexkv.types.mover import Direction
 
@@ -100,5 +101,20 @@ def test_a_vllm_that_reports_its_sleep_is_not_changed(
     world.generate(other)
     assert directions == []
     rank.flexkv.restore_kv_caches()
+    assert hits(world, prompt) == HIT
+    world.check_outputs()
+
+
+def test_behind_vllms_own_connector_the_worker_is_followed_in_any_vllm(
+    make_world: MakeWorld, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own connector does not pass on what vLLM reports to it of a sleep."""
+    monkeypatch.setattr("flexkv_vllm.worker_calls.reports_sleep", lambda: True)
+    world = make_world(entry=IN_TREE)
+    step_to_answer(world, prompt)
+    assert world.cache.status.under_way
+    worker.sleep(world, 1)
+    worker.wake_up(world)
+    world.run()
     assert hits(world, prompt) == HIT
     world.check_outputs()
