@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -32,7 +34,14 @@ from packages.flexkv.tests.service.served import (
     keys_of,
     until,
 )
-from packages.inside import index_of, line_of, new_connection, reader_of, stores_of
+from packages.inside import (
+    index_of,
+    line_of,
+    new_connection,
+    reader_of,
+    stores_of,
+    waiting_newcomers,
+)
 
 Attach = Callable[..., Scheduler]
 
@@ -421,6 +430,37 @@ def test_an_engine_that_starts_waits_for_those_that_live(service: Service, attac
     until(lambda: all(each.scheduler is not None for each in service.server.engines))
     until(lambda: attached_again(service, one, other, late))
     until(service.accounted)
+
+
+def test_an_engine_that_starts_is_not_refused_for_what_another_hands_back(
+    service: Service, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_AWAITED_SECONDS", 1e9)
+    may_attach, resume, make = threading.Event(), Attached.resume, server._resume_pool
+    tries = count()
+
+    def attach_late(attached: Attached) -> Any:
+        may_attach.wait()
+        return resume(attached)
+
+    def fail_once(config: Any, greeting: Any, fds: list[int]) -> Any:
+        if next(tries) == 0:
+            for fd in fds:
+                os.close(fd)
+            raise OSError("on purpose")
+        return make(config, greeting, fds)
+
+    monkeypatch.setattr(Attached, "resume", attach_late)
+    monkeypatch.setattr(server, "_resume_pool", fail_once)
+    one = attach(service)
+    keys = keys_of("a", 3)
+    one.store(keys)
+    restart(service)
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(attach, service)
+        until(lambda: waiting_newcomers(service.server))
+        may_attach.set()
+        assert late.result().load(keys)
 
 
 def test_an_idle_engine_uses_the_last_of_several_services(

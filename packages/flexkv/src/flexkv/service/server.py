@@ -90,7 +90,8 @@ class NodeServer:
             undo.pop_all()
         self._room = bytearray(wire.MAX_PACKET)
         self._threads = ThreadPoolExecutor(1, "flexkv-pools")
-        self._making: dict[wire.PoolBlocks, Future[SharedPool]] = {}
+        # With who takes it, or its error, as long as that one waits.
+        self._making: dict[wire.PoolBlocks, tuple[Newcomer, Future[SharedPool]]] = {}
         self._awaits_until = 0.0
         try:
             if self._directory.is_held(wire.ENGINES):
@@ -139,7 +140,7 @@ class NodeServer:
         self._directory.remove(wire.SOCKET)
         self._lobby.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for making in self._making.values():
+        for _, making in self._making.values():
             making.add_done_callback(_close)
         self._making.clear()
         self._directory.close()
@@ -161,12 +162,12 @@ class NodeServer:
         if not isinstance(greeting, wire.Open | wire.Resume):
             return True
         blocks = greeting.blocks
-        made = self._making.get(blocks)
+        first, made = self._making.get(blocks, (newcomer, None))
         if blocks in self._pools:
             self._making.pop(blocks, None)
         elif made is None:
             self._make(newcomer, greeting)
-        elif made.done():
+        elif made.done() and (first is newcomer or first.pidfd < 0):
             self._take(greeting, made)
         return blocks in self._pools
 
@@ -185,7 +186,7 @@ class NodeServer:
             else:
                 make = partial(_make_pool, self._size(greeting), greeting)
             # In one statement: no error loses a pool that is being made.
-            self._making[blocks] = making = self._threads.submit(make)
+            self._making[blocks] = newcomer, (making := self._threads.submit(make))
             undo.pop_all()
         making.add_done_callback(lambda _: self._awake())
 
