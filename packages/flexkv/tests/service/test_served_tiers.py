@@ -20,6 +20,7 @@ from flexkv.figures.definitions import sample
 from flexkv.service import engine_requests, served_tiers
 from flexkv.service import messages as wire
 from flexkv.service import pool as pool_module
+from flexkv.service.line import MOST_WAITING
 from flexkv.service.page import READ
 from flexkv.service.pool_keys import TierKeys
 from flexkv.service.state import state_of
@@ -236,6 +237,31 @@ def test_a_fetch_ends_before_the_first_block_that_is_nowhere(
     assert other.cache.extend_fetch(whole, keys[3:])
     until(lambda: other.cache.fetch_state(whole).arrived == 4, other.cache.poll)
     other.cache.end_fetch(whole)
+
+
+def test_a_fetch_does_not_wait_for_room_that_nobody_looks_for(
+    with_disk: Service, attach: Attach
+) -> None:
+    """More messages wait than are kept."""
+    one = attach(with_disk, step_blocks=4)
+    begun: list[FetchId | None] = []
+    for name in "abc":
+        leave_memory(with_disk, one, keys_of(name, 3))
+    for name in "abc":  # half of the memory
+        begun.append(one.cache.fetch(keys_of(name, 3), queued=True))
+        one.settle_line()
+    fetch = begun[-1]
+    assert fetch is not None
+    until(lambda: one.cache.fetch_state(fetch).done, one.cache.poll)
+    assert one.cache.fetch_state(fetch).is_short
+    for _ in range(MOST_WAITING):
+        line_of(one.cache).put(wire.Touch([]))
+    assert not one.cache.extend_fetch(fetch)
+    assert one.cache.fetch_state(fetch).done
+    for each in begun:
+        assert each is not None
+        one.cache.end_fetch(each)
+    one.settle()
 
 
 def test_the_next_service_tells_what_the_disk_has(with_disk: Service, attach: Attach) -> None:

@@ -255,7 +255,8 @@ class ServedTiers:
         goes_on = not (state.done and not state.is_short) and not (known.ends and keys)
         if goes_on or raise_priority:
             for part in (*wire.parts(keys if goes_on else ()),) or ([],):
-                self._put(known, wire.ExtendFetch(fetch, part, raise_priority))
+                if not self._put(known, wire.ExtendFetch(fetch, part, raise_priority)):
+                    return False  # no answer comes
         if goes_on and (keys or state.is_short):
             length, stop = state.length + len(keys), state.reach + len(keys)
             medium = next(iter(self._media), Medium.HOST)
