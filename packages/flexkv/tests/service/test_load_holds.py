@@ -6,10 +6,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flexkv.client import Transfer, TransferEnd
+from flexkv.engine.scheduler.fetches import Fetches
+from flexkv.engine.scheduler.options import RequestOptions
+from flexkv.engine.scheduler.request import TrackedRequest
 from flexkv.service import engine_requests, page
 from flexkv.service.attached import AttachedEngine
 from flexkv.types.changes import Medium
@@ -244,6 +249,41 @@ def test_an_engine_among_others_fetches_its_share(with_disk: Service, attach: At
         until(lambda fetch=fetch: one.cache.fetch_state(fetch).done, one.cache.poll)
         states.append(one.cache.fetch_state(fetch).arrived)
     assert states == [4, 0, 0]
+
+
+def test_a_request_gets_at_its_turn_what_its_share_lacked_while_it_was_queued(
+    with_disk: Service, attach: Attach
+) -> None:
+    one, other = attach(with_disk, step_blocks=4), attach(with_disk, step_blocks=4)
+    before, prompt = stored(one, "ab")
+    numbers = count()
+
+    def store_another() -> None:
+        other.store([b"%d" % next(numbers)])
+        other.settle()
+
+    until(lambda: one.cache.presence([*before, *prompt]) == [Presence.BELOW] * 8, store_another)
+    first = one.cache.fetch(before[:3], queued=True)
+    assert first is not None
+    request: Any = SimpleNamespace(request_id="r")
+    tracked = TrackedRequest(request, RequestOptions())
+    fetches = Fetches(one.cache, False, lambda *_: None)
+    second = fetches.begin(tracked, prompt, 0, queued=True)
+    assert second is not None
+    until(lambda: one.cache.fetch_state(second.id).done, one.cache.poll)
+    assert one.cache.fetch_state(second.id).arrived == 1
+    one.cache.end_fetch(first)
+    offered: list[int | None] = []
+
+    def offer() -> None:
+        one.cache.poll()
+        offered.append(fetches.offer(tracked, prompt, 0, lambda *_: True))
+
+    until(lambda: offered and offered[-1] is not None, offer)
+    assert offered[-1] == 4
+    fetches.end(tracked)
+    one.settle()
+    until(lambda: not open_fetches(with_disk.pool.cache))
 
 
 @pytest.mark.usefixtures("look_often")

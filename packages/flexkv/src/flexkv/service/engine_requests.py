@@ -131,14 +131,14 @@ AboutFetch: TypeAlias = wire.Fetch | wire.ExtendFetch | wire.EndFetch
 class _OpenFetch:
     """A fetch that the engine has not ended. `id` is that of the pool's cache, None if no tier has
     a block to add or the fetch has ended there; `blocks` how many it may bring; `messages` how many
-    were about it. `is_cut`: it may not bring all that the engine wants. `told`: the messages and
-    the state that its row has."""
+    were about it. `cut`: how many further blocks the engine wants, which it may not bring. `told`:
+    the messages and the state that its row has."""
 
     number: int
     messages: int = 1
     id: FetchId | None = None
     blocks: int = 0
-    is_cut: bool = False
+    cut: int = 0
     told: tuple[int, FetchState | None] | None = None
 
 
@@ -191,6 +191,8 @@ class EngineFetches:
         """Write the states that have changed to the page, where the engine reads them."""
         for fetch in self._open.values():
             state = None if fetch.id is None else self._cache.fetch_state(fetch.id)
+            if state is not None and state.length and fetch.cut:
+                state = replace(state, length=state.length + fetch.cut)
             news = fetch.messages, state
             if news != fetch.told:
                 self._rows.write(FetchRow(fetch.number, *news))
@@ -215,10 +217,11 @@ class EngineFetches:
         """As many of the keys that follow as a fetch may bring. Blocks stay in memory until it
         ends, so the limit of loads holds for them, too. Counts them."""
         others = sum(each.blocks for each in self._open.values()) - fetch.blocks
-        room = 0 if fetch.is_cut else max(0, self._holds.room(others) - fetch.blocks)
-        fetch.is_cut = fetch.is_cut or len(keys) > room
-        fetch.blocks += min(len(keys), room)
-        return keys[:room]
+        room = 0 if fetch.cut else max(0, self._holds.room(others) - fetch.blocks)
+        allowed = keys[:room]
+        fetch.cut += len(keys) - len(allowed)
+        fetch.blocks += len(allowed)
+        return allowed
 
     def _end_all(self) -> None:
         """What fetches have brought may leave. For the engine they have ended."""

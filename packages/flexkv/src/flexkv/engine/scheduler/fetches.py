@@ -231,6 +231,8 @@ class Fetches:
             # A service may have room by now, and an announced block may have come.
             is_short = (announced or self._answers_later) and now.stop < now.length
             if now.length == 0 or is_cut or is_short:
+                if self._answers_later:  # what it holds would count beside the next one
+                    self._replace(tracked, None)
                 return False
             note_media(tracked.awaited, fetch.keys, now)
             fetch.turn = time.monotonic(), state
