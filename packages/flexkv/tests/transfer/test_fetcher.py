@@ -10,7 +10,7 @@ import pytest
 from memory_tier import MemoryTier
 
 from flexkv import KVCache
-from flexkv.client import Reset
+from flexkv.client import Reset, TransferEnd
 from flexkv.eviction import LRUPolicy
 from flexkv.host.arena import Arena, ArenaSpec
 from flexkv.layout import BlockFormat
@@ -480,6 +480,29 @@ def test_a_prefetch_leaves_what_others_hold_within_half(make: Make) -> None:
     for each in (first, second):
         node.cache.end_fetch(each)
     node.cache.poll()
+    node.assert_at_rest()
+
+
+def test_a_fetch_that_finds_no_room_asks_no_tier(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may look in each step of an engine, and have 100,000 blocks."""
+    node = make("abc", slots=4)
+    (tier,) = node.tiers
+    node.store("wxyz")
+    load = node.cache.load(keys("wxyz"))
+    assert load is not None
+    fetch = node.fetch("abc")
+    assert fetch.is_short
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "contains", _raising)
+        node.cache.extend_fetch(fetch)
+    node.cache.end_transfer(load.id, TransferEnd.CANCEL)
+    node.cache.extend_fetch(fetch)
+    tier.end_all()
+    node.cache.poll()
+    assert fetch.arrived == 3
+    node.cache.end_fetch(fetch)
     node.assert_at_rest()
 
 

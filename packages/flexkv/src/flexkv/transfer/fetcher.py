@@ -133,7 +133,8 @@ class Fetcher:
         with contextlib.ExitStack() as undo:
             undo.callback(self.end, fetch_id)
             fetch.keys += keys
-            if len(fetch.blocks) < len(fetch.keys):
+            goes_on = keys or raise_priority or self._may_have_room(fetch)
+            if goes_on and len(fetch.blocks) < len(fetch.keys):
                 self._extend(fetch)
             undo.pop_all()
         return fetch.stop == len(fetch.keys)
@@ -290,6 +291,13 @@ class Fetcher:
             return False
         key = fetch.keys[fetch.stop]
         return key in self._index or self._may_come(key)
+
+    def _may_have_room(self, fetch: RunningFetch) -> bool:
+        """Whether a fetch that lacked room may get a block now. To plan all takes long, and a
+        request looks again and again."""
+        index, head = self._index, fetch.keys[len(fetch.blocks) : len(fetch.blocks) + 1]
+        has_room = index.has_room or (not fetch.may_wait and self._make_room())
+        return has_room or any(key in index for key in head)
 
     def _extend(self, fetch: RunningFetch) -> None:
         """Add further blocks to a fetch, up to the first for which a tier has to be queried."""
