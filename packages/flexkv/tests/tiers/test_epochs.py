@@ -167,6 +167,29 @@ def test_after_a_reset_and_a_loss_processes_that_start_use_the_new_epoch(clock: 
     assert Epochs(record).open() == renewed != shared
 
 
+def test_a_read_under_way_does_not_undo_a_reset(clock: Clock) -> None:
+    record = Record()
+    one = Epochs(record)
+    shared = one.open()
+    read, reset = record.read, threading.Thread(target=one.renew)
+
+    def read_before_the_reset() -> bytes | None:
+        data = read()
+        record.read = read  # type: ignore[method-assign]
+        reset.start()
+        reset.join(0.1)  # it waits for this read
+        return data
+
+    record.read = read_before_the_reset  # type: ignore[method-assign]
+    one.folder(shared)
+    reset.join(PATIENCE_SECONDS)
+    renewed = Epochs(record).open()
+    record.data = None
+    clock.skip(epochs.FRESH_SECONDS)
+    one.folder("0" * 32)
+    assert Epochs(record).open() == renewed != shared
+
+
 def test_a_lost_record_that_cannot_be_written_hides_all_blocks(clock: Clock) -> None:
     record = Record()
     one = Epochs(record)
