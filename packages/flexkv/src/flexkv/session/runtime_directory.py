@@ -185,8 +185,9 @@ class RuntimeDirectory:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise self._refused(
-                        f"another process holds {file!r} in it for {seconds:.0f} s"
+                    raise ArenaError(
+                        f"another process holds {file!r} in runtime_dir {self._path!r} for "
+                        f"{seconds:.0f} s; allowed: to start again once it has ended"
                     ) from None
             time.sleep(_RETRY_SECONDS)
 
