@@ -59,8 +59,8 @@ class CpuMover(NativeMover):
         *,
         store: range | None = None,
     ) -> None:
-        """Start the copying threads. Raises ValueError if an argument is out of range, and the
-        message names it; or a thread cannot start.
+        """Start the copying threads. Raises ValueError if an argument, which the message
+        names, is out of range, or if a thread cannot start.
 
         Args:
             planes: planes of the pages; see :data:`~flexkv_kernels.native_mover.PlaneTuple`.

@@ -74,12 +74,12 @@ class Sample:
 class Bench:
     """Measures copies in scratch memory, all by one mover. Close it before the memory is freed.
     Raises ValueError if there can be no mover on this device, or no block fits the memory.
-    `ring_bytes`: as given, or fewer if the device lacks memory; 0 for no ring.
 
     Args:
         scratch: the memory; borrowed.
         planes: planes of the engine. Their strides count, their addresses are not used.
-        ring_bytes: bytes of the ring of a direction.
+        ring_bytes: bytes of the ring of a direction; 0 for no ring. The attribute has fewer if the
+            device lacks memory.
     """
 
     def __init__(self, scratch: Scratch, planes: Sequence[PlaneTuple], ring_bytes: int) -> None:

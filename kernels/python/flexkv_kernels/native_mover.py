@@ -138,7 +138,7 @@ class NativeMover:
         """Mark the work that is in a stream now, for :meth:`submit`. Takes about a microsecond.
         Returns a number, at least 1 and greater by 1 each time. The last 32 can be used. `stream`:
         the handle of a stream of the CUDA mover's device, as ``after`` of :meth:`submit`, but not
-        0. Raises ValueError if this is not a stream of the mover's device; a CPU mover has none;
+        0. Raises ValueError if this is not a stream of the mover's device (a CPU mover has none);
         RuntimeError if the mover is closed, or its device has failed."""
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         mark: int = LIBRARY.brief.fkv_mover_mark(

@@ -73,8 +73,8 @@ class BlockStore(Protocol):
         ...
 
     def open(self) -> None:
-        """Reach the store. Called until it succeeds, by one thread, and before `find`, `get` and
-        `put`. Raises OSError if the store cannot be used now."""
+        """Reach the store. Called by one thread, until it has succeeded and the epoch is read, and
+        before `find`, `get` and `put`. Raises OSError if the store cannot be used now."""
         ...
 
     def find(

@@ -64,7 +64,7 @@ class OsFiles:
 def open_folder(path: str, above: int | None = None) -> int:
     """Open a directory, whose descriptor the caller closes. The last component of `path` may not be
     a symbolic link. `above`: descriptor of the directory that it is in; None to resolve the whole
-    path. Raises OSError if open(2) failed. NotADirectoryError also for a symbolic link."""
+    path. Raises OSError if open(2) failed, NotADirectoryError also for a symbolic link."""
     name = path if above is None else os.path.basename(path)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, dir_fd=above)
@@ -129,7 +129,7 @@ def read_fully(files: OsFiles, fd: int, buffer: memoryview, offset: int) -> bool
 
 
 def write_fully(files: OsFiles, fd: int, buffer: memoryview, offset: int) -> None:
-    """Write all of `buffer` to a file at `offset`. Raises OSError if pwritev(2) failed. EIO if it
+    """Write all of `buffer` to a file at `offset`. Raises OSError if pwritev(2) failed, EIO if it
     wrote nothing and reported no error."""
     done = 0
     while done < len(buffer):

@@ -108,7 +108,7 @@ def folders(root: str, leftovers: bool = False) -> list[str]:
 def lock_folder(path: str, above: int | None = None) -> Folder | None:
     """Lock an existing folder, which the caller releases; None if another process owns it. `above`:
     descriptor of the cache directory; None to resolve the whole path. Raises OSError if a system
-    call failed, or the lock file is another program's. FileNotFoundError if another process has
+    call failed, or the lock file is another program's; FileNotFoundError if another process has
     removed the folder meanwhile."""
     folder = Folder(path, open_folder(path, above))
     try:
