@@ -12,7 +12,7 @@ import pytest
 from memory_store import FINGERPRINT, MemoryStore
 from store_client import DONE, SLOT, Client, clients, content, names
 
-from flexkv.tiers import circuit, device, remote
+from flexkv.tiers import circuit, device, epochs, remote
 from flexkv.tiers.base import BlockResult, QueriedTier
 from flexkv.tiers.circuit import FAILURES, CircuitState
 from flexkv.tiers.job import Outcome, Priority, Urgency
@@ -311,8 +311,12 @@ def test_the_error_of_one_block_of_a_call_reaches_the_log(
     assert "writes to disk failed: no access;" in line
 
 
-def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Make) -> None:
-    client, other = make(), None
+def test_after_a_clear_nothing_of_before_is_found_nor_shared(
+    make: Make, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setattr(epochs, "time", clock)
+    client = make()
+    other, third = make(client.store), make(client.store)
     client.write("ab")
     client.store.hanging = {"put"}
     outdated = client.begin_write("x")
@@ -326,7 +330,7 @@ def test_after_a_clear_nothing_of_before_is_found_nor_shared(make: Make) -> None
     assert client.write("ac") == [DONE] * 2
     assert client.ask("abc") == [True, False, True]
     # Engines that were not reset go on together, and share nothing with the one that was.
-    other, third = make(client.store), make(client.store)
+    clock.skip(epochs.FRESH_SECONDS)
     assert other.ask("abc") == [False] * 3
     assert other.write("b") == [DONE]
     assert (client.ask("b"), third.ask("abc")) == ([False], [False, True, False])
