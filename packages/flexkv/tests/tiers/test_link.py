@@ -296,6 +296,7 @@ def test_a_job_that_hangs_takes_its_own_thread_alone(clock: Clock) -> None:
         link.submit(*[job for job, _ in jobs])
         for _, gate in jobs:
             assert gate.began.wait(PATIENCE)
+        for _, gate in jobs:
             gate.go.set()
         ended(link, 4)
         end_hung(link, gates)
