@@ -7,12 +7,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flexkv.cli import common
 from flexkv.session.state_reports import StateReport, Subject
+from flexkv.types import deadline
 from packages.flexkv.tests.cli.stores import Flexkv
 
 Report = Callable[..., None]
@@ -87,6 +93,24 @@ def test_the_settings_name_the_directory(
     assert engine["text"].startswith("degraded: an error may have lost a copy")
     assert engine == json.loads(flexkv("stat", "--json").out)["engines"][0]
     assert f": {engine['text']}\n" in flexkv("stat").out
+
+
+@pytest.mark.parametrize("command", ["health", "lookup -"])
+def test_the_directory_of_a_service_is_waited_for(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Also if it answers after more than a second, as on a busy machine."""
+    late = threading.Event()
+
+    def wait(calls: Collection[Future[Any]], seconds: float) -> Any:
+        ended = futures.wait(calls, 0.05 if seconds <= 1.0 else seconds)
+        late.set()
+        return ended
+
+    monkeypatch.setattr(deadline, "wait", wait)
+    monkeypatch.setattr(common, "is_service", lambda _: late.wait())
+    ended = flexkv(*command.split(), tmp_path, stdin=b"[1]")
+    assert "service of FlexKV" in ended.out + ended.err
 
 
 def test_a_directory_that_cannot_be_used_is_an_error(flexkv: Flexkv, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexkv.operators.ask_door import AskError
@@ -68,23 +68,20 @@ def number(option: str, least: float, most: float, allowed: str = "") -> Callabl
     return read
 
 
-def services_in(roots: Iterable[str]) -> list[str]:
-    """Those of the directories that are of a service. One that does not answer within a second, or
-    cannot be read, counts as none: whoever reads it then has the clearer error."""
-    looks = {root: functools.partial(_is_service, root) for root in roots}
-    return [root for root, has in call_within(looks, 1.0).items() if has]
-
-
-def _is_service(root: str) -> bool:
+def has_service(root: str) -> bool:
+    """Whether a directory is that of a service. One that cannot be read counts as none: whoever
+    reads it then has the clearer error. Waits as long as the directory does."""
     with contextlib.suppress(OSError):
         return is_service(root)
     return False
 
 
 def split_services(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split each DIR of the command line into directories of services and cache directories."""
+    """Split each DIR of the command line into directories of services and cache directories. One
+    that does not answer within a second counts as a cache directory."""
     parts = _split(given)
-    services = services_in(parts)
+    found = call_within({each: functools.partial(has_service, each) for each in parts}, 1.0)
+    services = [each for each in parts if found.get(each)]
     return services, [each for each in parts if each not in services]
 
 

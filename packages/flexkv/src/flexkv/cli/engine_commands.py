@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import itertools
 import re
 import sys
@@ -18,12 +19,12 @@ from flexkv.cli.common import (
     Command,
     add_json,
     default_root,
+    has_service,
     print_json,
     read_settings,
-    services_in,
 )
 from flexkv.operators import verbs
-from flexkv.operators.ask_door import AskError, ask_engines
+from flexkv.operators.ask_door import AskError, ask_engines, beside
 from flexkv.operators.verbs import (
     ClearEffect,
     OperatorQuestion,
@@ -216,7 +217,7 @@ def _lookup(args: argparse.Namespace) -> int:
     root = args.directory or default_root()
     found: Sequence[PromptPlaces] = ()
     failed: list[str] = []
-    if services_in([root]):
+    if beside(root, functools.partial(has_service, root)):
         try:
             found = find_prompt(root, question, args.fingerprint)
         except AskError as error:

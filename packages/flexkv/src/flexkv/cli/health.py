@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from flexkv.cli.common import Command, add_json, default_root, print_json, services_in
+from flexkv.cli.common import Command, add_json, default_root, has_service, print_json
 from flexkv.figures.health_samples import health_text, problems_of, state_of
 from flexkv.operators.ask_door import AskError, beside
 from flexkv.service.state import state_of as service_state
@@ -56,9 +56,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _health_in(root: str) -> list[CacheHealth]:
     """The health of the caches in a directory, at least one."""
-    if services_in([root]):
+    return beside(root, functools.partial(_read, root))
+
+
+def _read(root: str) -> list[CacheHealth]:
+    if has_service(root):
         return _of_service(root)
-    found = beside(root, functools.partial(engines_health, root))
+    found = engines_health(root)
     return found or [
         CacheHealth(printable(root), HealthState.OFF, "off: no engine with FlexKV runs")
     ]
