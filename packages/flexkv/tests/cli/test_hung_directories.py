@@ -10,19 +10,23 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flexkv.cli import common
 from flexkv.types import deadline
 from flexkv.types.deadline import HungError, call_beside, call_within
 from packages.conftest import PATIENCE_SECONDS
 from packages.flexkv.tests.cli.command import Fork
 from packages.flexkv.tests.cli.hung_mount import hanging, hangs_at_once, hung
 from packages.flexkv.tests.cli.screen import Screen, on_terminal
-from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache
+from packages.flexkv.tests.cli.stores import FINGERPRINT, Cache, Flexkv
 
 COMMANDS = (
     (("stat",), ()),
@@ -135,6 +139,23 @@ def test_a_hung_directory_is_named_and_a_good_one_served(waiting: Waiting) -> No
     assert f"0 bad, no answer from {waiting.folder}; read" in ended["verify"].out
     assert f"removed {cleared / FINGERPRINT}, " in ended["clear folders --yes"].out
     assert not (cleared / FINGERPRINT).exists()
+
+
+def test_a_hung_directory_is_named_beside_one_that_does_not_exist(
+    flexkv: Flexkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+
+    def first(calls: Collection[Future[Any]], _: float) -> Any:
+        return futures.wait(calls, return_when=futures.FIRST_COMPLETED)
+
+    monkeypatch.setattr(common, "folders_below", lambda *_: hangs.wait())
+    monkeypatch.setattr(deadline, "wait", first)
+    ended = flexkv("stat", f"{tmp_path};{tmp_path / 'none'}")
+    hangs.set()
+    assert (ended.code, ended.out) == (2, "")
+    assert f"{str(tmp_path)!r} from DIR on the command line has not answered" in ended.err
+    assert "does not exist" in ended.err
 
 
 def test_a_hung_directory_alone_is_one_error(waiting: Waiting) -> None:

@@ -151,8 +151,15 @@ def default_root() -> str:
     return config.service or config.session_root
 
 
-def _look(root: str, source: str, leftovers: bool) -> list[str]:
-    """FlexKV's folders in a directory. Raises DiskError if it cannot be used."""
+def _look(root: str, source: str, leftovers: bool) -> list[str] | DiskError:
+    """FlexKV's folders in a directory, or why it cannot be used."""
+    try:
+        return _folders_in(root, source, leftovers)
+    except DiskError as error:
+        return error
+
+
+def _folders_in(root: str, source: str, leftovers: bool) -> list[str]:
     if not root:  # as of an empty variable; it does not mean the current directory
         raise _refused(root, source, "is empty")
     path = os.path.abspath(root)
@@ -167,12 +174,17 @@ def _look(root: str, source: str, leftovers: bool) -> list[str]:
     return folders_below(path, leftovers)
 
 
-def _all_of(found: Mapping[str, Sequence[str]], source: str) -> list[str]:
-    """The folders of all directories, each once. Raises DiskError if no directory has one."""
-    folders = list(dict.fromkeys(itertools.chain.from_iterable(found.values())))
+def _all_of(found: Mapping[str, list[str] | DiskError], source: str) -> list[str]:
+    """The folders of all directories, each once. Raises DiskError if one cannot be used, or none
+    has a folder."""
+    folders: dict[str, None] = {}
+    for each in found.values():
+        if isinstance(each, DiskError):
+            raise each
+        folders |= dict.fromkeys(each)
     if found and not folders:
         raise _refused(";".join(found), source, "holds no cache of FlexKV")
-    return folders
+    return [*folders]
 
 
 def _split(given: Sequence[str]) -> list[str]:
