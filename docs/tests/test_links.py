@@ -77,3 +77,11 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = {str(page.relative_to(PAGES)) for page in PAGES.rglob("*.md")}
     measured = {page for page in pages if page.startswith("design/measured/")}
     assert pages - measured == named
+
+
+def test_the_files_that_the_page_of_the_design_names_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (PAGES / "design" / "index.md").read_text())
+    files = [f"/{each.relative_to(ROOT)}" for each in ROOT.glob("packages/*/src/**/*.py")]
+    files += [f"/{each.relative_to(ROOT)}" for each in ROOT.glob("docs/*.py")]
+    assert len(named) > 8
+    assert [name for name in named if not any(each.endswith(f"/{name}") for each in files)] == []
