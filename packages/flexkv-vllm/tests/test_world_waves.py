@@ -156,7 +156,7 @@ def test_random_traffic_over_a_small_memory_never_computes_on_a_wrong_byte(
     monkeypatch.setattr(Loads, "next_slots", noted)
     world = make_world(
         ranks=1 + seed % 2,
-        num_blocks=40,
+        num_blocks=40 * (1 + len(windows)),  # each prompt fits, or vLLM would never compute it
         slots=4 + 4 * (seed % 2),
         disk_slots=200,
         budget=96,
