@@ -152,7 +152,7 @@ def _prompts(world: World, repeats: int) -> dict[str, list[float]]:
             if place == "host memory":
                 note("a lookup", "get_num_new_matched_tokens", request, 0)
                 note("the same lookup, next step", "get_num_new_matched_tokens", request, 0)
-            world.side._forget(request.request_id)
+            world.side.finished(request)
             if place == "vLLM's own cache":
                 world.forget()
     if world.cache.info.media and world.side._groups.plain:
