@@ -254,6 +254,7 @@ TABLE: dict[str, Sequence[Case | Unknown]] = {
     "flexkv.operators.engine_door:_refused": [Case("control", open_token, answer_operators)],
     "flexkv.session.meet:_connect": [Unknown.PEERS],
     "flexkv.session.meet:_enter": [Unknown.PEERS] * 3,
+    "flexkv.session.runtime_directory:RuntimeDirectory._lock": [Unknown.PEERS],
     "flexkv.session.runtime_directory:RuntimeDirectory.listen": [Unknown.PEERS],
     "flexkv.session.runtime_directory:_refused": [
         Case("runtime_dir", open_runtime_dir, meet_others)
